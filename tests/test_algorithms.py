@@ -1,7 +1,7 @@
-"""Every published algorithm is one overlay and one line of docs/algorithm.md, and all three agree.
+"""Every published algorithm is one config and one line of docs/algorithm.md, and all three agree.
 
-An overlay is merged into a recipe key by key: arguments that it does not state keep what the recipe
-said, even when it names another class that has an argument of the same name.
+A config override is merged into a recipe key by key. Arguments that it does not set keep the value
+of the recipe, even if it names another class that has an argument of the same name.
 """
 
 import re
@@ -45,7 +45,7 @@ model:
 
 @pytest.fixture
 def shown(monkeypatch, capsys) -> Callable[..., Objective]:
-    """What `cli.py fit` makes of recipes laid over each other: the objective."""
+    """Return the objective that `cli.py fit` builds from several configs."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored after the test; the program sets it
     parser = ArgumentParser()
     parser.add_argument("--objective", type=Objective)
@@ -61,7 +61,7 @@ def shown(monkeypatch, capsys) -> Callable[..., Objective]:
     return run
 
 
-# What an overlay sets besides the objective.
+# Settings outside of the objective.
 BESIDES = {"dapo": {"dynamic_sampling_attempts", "overlong_buffer_frac"}}
 
 
@@ -87,13 +87,13 @@ def test_nothing_that_a_recipe_chose_before_is_left(name, shown, tmp_path):
     contrary = tmp_path / "contrary.yaml"
     contrary.write_text(CONTRARY)
     found = shown(QUICKSTART, contrary, OVERLAYS / f"{name}.yaml")
-    if not found.needs_reference:  # then nobody asks how the penalty would be estimated
+    if not found.needs_reference:  # the estimator is unused then
         found = replace(found, kl_estimator="k3", kl_bias_correction=True)
     assert found == PUBLISHED[name]
 
 
 def parts(node: Any) -> Iterator[dict[str, Any]]:
-    """Every class that an overlay names, with its arguments."""
+    """Yield every class of a config override, with its arguments."""
     if isinstance(node, dict):
         if "class_path" in node:
             yield node
@@ -122,13 +122,13 @@ def test_an_overlay_states_all_that_makes_an_algorithm(name):
 # --- the table of docs/algorithm.md ---
 
 
-def described(part: Any) -> str:
+def describe(part: Any) -> str:
     """A choice as the table writes it: `Clipped(0.2, 0.28)`; without what is not given, or eps."""
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     texts = []
     for name, value in values.items():
         if is_dataclass(value):
-            texts.append(described(value))
+            texts.append(describe(value))
         elif isinstance(value, bool):
             texts.append(name if value else f"not {name}")
         elif value is not None and name != "eps":
@@ -137,12 +137,12 @@ def described(part: Any) -> str:
 
 
 def cells(name: str) -> list[str]:
-    """What the table says about an algorithm, but for its name and paper."""
+    """Return the table cells of an algorithm, without name and paper."""
     row = PUBLISHED[name]
     mask = ", `mask_truncated_completions`" if row.mask_truncated_completions else ""
     return [
-        f"`{described(row.advantages)}`",
-        f"{row.importance_sampling_level}, `{described(row.surrogate)}`",
+        f"`{describe(row.advantages)}`",
+        f"{row.importance_sampling_level}, `{describe(row.surrogate)}`",
         f"`{row.loss_aggregation}`{mask}",
         f"{row.kl_coef} `{row.kl_estimator}`" if row.needs_reference else "none",
         f"[{name}.yaml](../configs/algorithms/{name}.yaml)",

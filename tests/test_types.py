@@ -1,4 +1,4 @@
-"""The carriers: what they refuse, and what they work out themselves."""
+"""Data classes: shape checks, selections and statistics."""
 
 from dataclasses import fields, replace
 

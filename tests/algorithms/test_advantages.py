@@ -1,4 +1,4 @@
-"""Advantages: hand-worked groups, equal rewards, rows that teach nothing."""
+"""Advantages: hand-worked groups, equal rewards, rows with zero advantage."""
 
 import itertools
 import math

@@ -335,20 +335,20 @@ def with_turns(objective, junk=0.0):
     """The rows of `batch` with two tokens of an environment after the second token of each."""
     now, entropy, training_batch = batch(objective)
 
-    def parted(values, said):
+    def insert_tokens(values, said):
         between = torch.full_like(values[:, :2], said)
         return torch.cat([values[:, :2], between, values[:, 2:]], 1)
 
     spoken_to = (LENGTHS > 2)[:, None]
     fills = dict.fromkeys(("completion_ids", "loss_mask", "loss_weights"), 0)
     rows = {
-        name: parted(value, fills.get(name, junk))
+        name: insert_tokens(value, fills.get(name, junk))
         for name, value in training_batch.row_fields().items()
     }
     width = torch.arange(7)
     seen = width < (LENGTHS + 2 * (LENGTHS > 2))[:, None]
     rows["completion_mask"] = seen & (spoken_to | (width < LENGTHS[:, None]))
-    return parted(now, junk), parted(entropy, junk), replace(training_batch, **rows)
+    return insert_tokens(now, junk), insert_tokens(entropy, junk), replace(training_batch, **rows)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -356,11 +356,11 @@ def with_turns(objective, junk=0.0):
 def test_tokens_of_an_environment_change_nothing_whatever_they_hold(name, junk):
     objective = ALGORITHMS[name]
     plain = batch(objective)
-    parted = with_turns(objective, junk)
+    insert_tokens = with_turns(objective, junk)
     own = torch.tensor([0, 1, 4, 5, 6])
 
     loss, grad, grad_entropy = gradients(objective, *plain, ALL)
-    found = gradients(objective, *parted, ALL)
+    found = gradients(objective, *insert_tokens, ALL)
 
     assert found[0] == pytest.approx(loss, rel=1e-12)
     torch.testing.assert_close(found[1][:, own], grad, rtol=1e-12, atol=1e-15)
@@ -369,7 +369,7 @@ def test_tokens_of_an_environment_change_nothing_whatever_they_hold(name, junk):
     assert (found[2][:, 2:4] == 0).all()
     stats = [
         objective.loss(TokenLogprobs(now, entropy), training_batch).stats
-        for now, entropy, training_batch in (plain, parted)
+        for now, entropy, training_batch in (plain, insert_tokens)
     ]
     for key, value in stats[0].items():
         torch.testing.assert_close(stats[1][key], value, rtol=1e-12, atol=1e-15)
@@ -379,13 +379,13 @@ def test_weights_and_advantages_of_rows_with_turns_are_those_of_the_policys_toke
     objective = Objective(gamma=0.9)
     own = torch.tensor([0, 1, 4, 5, 6])
     _, _, plain = batch(objective)
-    _, _, parted = with_turns(objective)
+    _, _, insert_tokens = with_turns(objective)
     rewards = torch.tensor([[0.0, 1.0, 2.0], [5.0, 1.0, 1.0]]).double()
     table = RewardTable({"r": rewards}, {"r": 1.0}, rewards, torch.ones(2, 3, dtype=torch.bool))
     for values in ("token_weights", "token_advantages"):
         given = (TRUNCATED, 8) if values == "token_weights" else ()
         results = []
-        for training_batch in (plain, parted):
+        for training_batch in (plain, insert_tokens):
             first = () if given else (table,)
             results.append(getattr(objective, values)(*first, training_batch.loss_mask, *given))
         torch.testing.assert_close(results[1][:, own], results[0])
@@ -408,7 +408,7 @@ def test_impossible_numbers_are_refused(bad):
 
 
 class Module:
-    """Stands in for the module that holds an objective.
+    """Replacement of the module that holds an objective.
 
     Args:
         objective: what is maximized.
@@ -418,7 +418,7 @@ class Module:
         self.objective = objective
 
 
-def parsed(tmp_path, text):
+def parse(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     parser = ArgumentParser()
@@ -428,11 +428,11 @@ def parsed(tmp_path, text):
 
 
 def test_defaults_come_through_the_parser(tmp_path):
-    assert parsed(tmp_path, "{}") == Objective()
+    assert parse(tmp_path, "{}") == Objective()
 
 
 def test_every_choice_can_be_made_in_yaml(tmp_path):
-    found = parsed(
+    found = parse(
         tmp_path,
         """
 model:
@@ -469,7 +469,7 @@ model:
 
 
 def test_short_class_names_are_enough(tmp_path):
-    found = parsed(tmp_path, "model: {objective: {surrogate: SAPO, loss_aggregation: TokenMean}}")
+    found = parse(tmp_path, "model: {objective: {surrogate: SAPO, loss_aggregation: TokenMean}}")
 
     assert found == Objective(surrogate=SAPO(), loss_aggregation=TokenMean())
 
@@ -620,7 +620,7 @@ def test_cispo_keeps_the_gradient_of_capped_tokens():
 
 
 def test_sapo_by_hand():
-    # On-policy the gate is a half: loss -2 / tau A, gradient -A, whatever tau.
+    # On-policy the gate is a half: loss -2 / tau A, gradient -A, for any tau.
     losses, gradients = evaluate(SAPO(2.0, 4.0), [1.0, 1.0], [3.0, -3.0])
 
     assert losses == pytest.approx([-3.0, 1.5])

@@ -197,7 +197,7 @@ def test_a_unit_of_rewards_changes_nothing(chosen):
 
 
 @pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
-def test_equal_episodes_teach_nothing(chosen):
+def test_equal_episodes_have_zero_advantage(chosen):
     turns = turns_of([[[1.0, 0.5]] * 3] * 2, [[[0, 1]] * 3] * 2)
     found = per_token(replace(chosen, gamma=1.0) if chosen == GiGPO() else chosen, turns)
     if not isinstance(chosen, GTPO | ReBN):  # whose turns are compared with each other, too
@@ -218,7 +218,7 @@ def test_episodes_that_failed_are_in_no_statistic(chosen):
 
 @pytest.mark.parametrize("chosen", [GiGPO(gamma=1.0), GTPO(gamma=1.0), ReBN(gamma=1.0)], ids=str)
 def test_a_reward_at_the_end_reaches_the_first_turn(chosen):
-    # B4: discounting that began anew at what is heard would leave the first turns equal
+    # B4: a discount that started again after observations would leave the first turns equal
     turns = turns_of([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]])
     found = per_token(chosen, turns)
     assert found[0, 0] > 0.1
@@ -226,18 +226,18 @@ def test_a_reward_at_the_end_reaches_the_first_turn(chosen):
 
 
 @pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
-def test_heard_tokens_and_padding_have_no_advantage(chosen):
+def test_observations_and_padding_have_zero_advantage(chosen):
     turns = turns_of(GROUPS, STATES)
     assert not per_token(chosen, turns)[turns.number < 0].any()
 
 
 @pytest.mark.parametrize("make", [GiGPO, GTPO, ReBN])
-def test_a_discount_above_one_is_refused(make):
+def test_a_discount_above_one_raises(make):
     with raises_for("gamma", "1.5"):
         make(gamma=1.5)
 
 
-def test_an_answer_that_is_no_expression_is_refused():
+def test_an_invalid_answer_pattern_raises():
     with raises_for("answer_pattern"):
         SimpleTIR(answer_pattern="(")
 
@@ -246,7 +246,7 @@ def test_an_answer_that_is_no_expression_is_refused():
 
 
 @pytest.mark.parametrize("name", ["gigpo", "mt_grpo", "gtpo", "rebn", "simpletir"])
-def test_every_overlay_learns_from_episodes(name):
+def test_every_algorithm_config_trains_on_episodes(name):
     policy = tiny_policy("llama")
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
     rollout = rollouter.generate(prompt_batch("a", "hello there"), "train")
@@ -306,7 +306,7 @@ def test_a_reward_that_a_gate_changed_is_the_last_turns():
     assert found.rewards.tolist() == [[[0.0, 0.0, 0.0], [-1.0, 4.0, 0.0]]]
 
 
-def test_an_episode_in_which_nothing_was_said_has_no_turn():
+def test_an_episode_without_generated_tokens_has_no_turn():
     found = Turns.from_rollout(
         rollout([[-1, -1], [0, -1]], [[NAN], [1.0]]), table([0.0, 1.0], [0.0, 1.0])
     )
@@ -314,7 +314,7 @@ def test_an_episode_in_which_nothing_was_said_has_no_turn():
     assert found.per_token(found.rewards).tolist() == [[0.0, 0.0], [1.0, 0.0]]
 
 
-def test_discounting_is_per_turn_and_goes_on_through_what_is_heard():
+def test_the_discount_is_per_turn_and_ignores_observations():
     # R_2 = 4; R_1 = 0 + 4 / 2 = 2; R_0 = 1 + 2 / 2 = 2, however many tokens lie between
     found = Turns.from_rollout(rollout([THREE[0]], [[1.0, 0.0, 4.0]]), table([5.0], counted=[5.0]))
     assert found.returns(0.5).tolist() == [[[2.0, 2.0, 4.0]]]
@@ -326,7 +326,7 @@ def test_discounting_is_per_turn_and_goes_on_through_what_is_heard():
 def test_a_turn_is_in_the_state_that_the_one_before_it_left():
     states = [["a", "b", "a"], ["b", None]]
     found = Turns.from_rollout(rollout(THREE, [[0.0] * 3] * 2, states), table([0.0, 0.0]))
-    # both begin in state 0; what the last turn leaves is nobody's
+    # both begin in state 0; the state after the last turn is unused
     assert found.states.tolist() == [[[0, 1, 2], [0, 2, -1]]]
     found = Turns.from_rollout(
         rollout(THREE, [[0.0] * 3] * 2, [[None, 3, None], [3, None]]), table([0, 0])
@@ -334,7 +334,7 @@ def test_a_turn_is_in_the_state_that_the_one_before_it_left():
     assert found.states.tolist() == [[[0, -1, 1], [0, 1, -1]]]
 
 
-def test_an_environment_that_tells_no_states_has_none():
+def test_an_environment_without_states_has_unknown_states():
     found = Turns.from_rollout(
         rollout(THREE, [[0.0] * 3] * 2, [[None] * 3, [None] * 2]), table([0.0, 0.0])
     )
@@ -368,7 +368,7 @@ def test_a_last_turn_that_earned_nothing_has_no_rounding_of_the_others():
 
 
 @pytest.mark.parametrize("state", [["a"], ("a", [1])])
-def test_a_state_that_cannot_be_compared_is_refused(state):
+def test_an_unhashable_state_raises(state):
     played = rollout([[0, 1]], [[0.0, 1.0]], states=[[state, None]])
     with raises_for("StepResult.state"):
         Turns.from_rollout(played, table([1.0], counted=[1.0]))

@@ -5,7 +5,7 @@ from litgrpo.checks.reference_forward import kept_mass, reference_forward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from tests.support.filter_reference import filtered
+from tests.support.filter_reference import filter_logits
 from tests.support.models import prompt_batch, tiny_policy
 
 
@@ -30,7 +30,7 @@ def test_what_the_filters_keep_of_four_tokens():
 )
 def test_the_filters_written_down_twice_agree(sampling):
     scores = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    left = ~filtered(scores, sampling).isneginf()
+    left = ~filter_logits(scores, sampling).isneginf()
     for slack, within in [(1e-4, torch.le), (-1e-4, torch.ge)]:
         mass, _ = kept_mass(scores, sampling, slack)
         expected = scores.masked_fill(~left, -torch.inf).logsumexp(-1)

@@ -21,7 +21,7 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 
 
 def record(run):
-    """As a graph does: every replay reads the same tensors and writes into the same results."""
+    """Imitate a CUDA graph, whose replays read the same inputs and write the same results."""
     run()  # a first run, whose writes must not matter
     results = run()
 

@@ -13,7 +13,7 @@ from litgrpo.distributed.device import (
     backend,
     install,
     threads,
-    timed,
+    time_phase,
     to_host,
 )
 from litgrpo.distributed.machine import check_machine
@@ -205,14 +205,14 @@ def test_a_method_is_timed_on_the_clock_of_its_object(clock):
         def __init__(self):
             self.clock = clock
 
-        @timed("time/learn_s")
+        @time_phase("time/learn_s")
         def work(self, one, *, other):
-            """What it does."""
+            """Docstring of the method."""
             return one + other
 
     assert Part().work(1, other=2) == 3
     assert clock.seconds == {"time/learn_s": 1.0}
-    assert Part.work.__doc__ == "What it does."
+    assert Part.work.__doc__ == "Docstring of the method."
 
 
 def test_the_device_is_waited_for_before_the_clock_is_read(clock, monkeypatch):

@@ -32,7 +32,7 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anot
 
 
 def run(asked: bool, **settings: str) -> list[str]:
-    """What a process of its own says: whether it keeps, needs new pages, and after giving back."""
+    """Run a separate process; return if it keeps memory, maps pages, and maps after release."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     program = NEW_PAGES.format(asked=asked)
     command = [sys.executable, "-c", program]

@@ -7,28 +7,33 @@ import pytest
 from torch.distributed import TCPStore
 
 from litgrpo.distributed import restarts
-from litgrpo.distributed.restarts import KEY, SHARED, meet_anew
+from litgrpo.distributed.restarts import KEY, SHARED, open_restart_store
 
 
 @pytest.fixture
 def agents(monkeypatch):
-    """The store of torchrun's agent, and what it tells its workers."""
+    """The store of torchrun's agent, and the environment variables of its workers."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), SHARED: "True", "RANK": "0"}
-    for name, value in told.items():
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        SHARED: "True",
+        "RANK": "0",
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(restarts, "TRY_S", 0.3)
     return store
 
 
-def test_a_store_of_a_start_that_has_ended_is_passed_over(agents):
-    gone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    gone.set("0", "an address of the dead")
-    agents.set(KEY, str(gone.port))
-    del gone
+def test_the_store_of_a_previous_start_is_skipped(agents):
+    previous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    previous.set("0", "an address of a previous start")
+    agents.set(KEY, str(previous.port))
+    del previous
     with ThreadPoolExecutor(1) as other:
-        port = other.submit(restarts._answering, agents, "127.0.0.1")
-        meet_anew()
+        port = other.submit(restarts._wait_for_port, agents, "127.0.0.1")
+        open_restart_store()
         assert str(port.result(30)) == os.environ["MASTER_PORT"] != str(agents.port)
     # As torch opens it: the first process has the store, the others are its clients.
     here = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
@@ -39,19 +44,19 @@ def test_a_store_of_a_start_that_has_ended_is_passed_over(agents):
     assert not second.check(["0"])
     assert os.environ[SHARED] == "False"
     before = dict(os.environ)
-    meet_anew()  # once is enough
+    open_restart_store()  # once is enough
     assert dict(os.environ) == before
 
 
-def test_a_first_process_that_never_comes_is_named(agents, monkeypatch):
+def test_a_missing_rank_0_raises_after_the_time_limit(agents, monkeypatch):
     monkeypatch.setattr(restarts, "WAIT_S", 0.5)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(TimeoutError, match=r"no store on 127\.0\.0\.1"):
-        meet_anew()
+    with pytest.raises(TimeoutError, match=r"store on 127\.0\.0\.1"):
+        open_restart_store()
 
 
-def test_other_launchers_share_no_store(monkeypatch):
+def test_other_launchers_keep_their_variables(monkeypatch):
     monkeypatch.delenv(SHARED, raising=False)
     before = dict(os.environ)
-    meet_anew()
+    open_restart_store()
     assert dict(os.environ) == before

@@ -70,12 +70,12 @@ class LimitedOnOne(GRPO):
         super().on_train_start()
         logprobs = self.policy.logprobs
 
-        def limited(rows, **settings):
+        def limit_rows(rows, **settings):
             if self.global_rank == 1 and len(rows.completion_ids) > 2 and torch.is_grad_enabled():
                 raise torch.OutOfMemoryError("a test")
             return logprobs(rows, **settings)
 
-        self.policy.logprobs = limited
+        self.policy.logprobs = limit_rows
 
 
 def halve(processes, folder):

@@ -33,7 +33,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.models.weights import find_model_class, select_text_config
 from litgrpo.training.steppers import PlainStepper
 from tests.support.models import byte_tokenizer, prompt_batch
-from tests.training.parts import learner_of, rollouter_of, sampled
+from tests.training.parts import build_training_batch, learner_of, rollouter_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 WIDE = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "dim_model", "emb_dim")
@@ -232,7 +232,7 @@ def check_and_train(policy: Policy, reference: Any) -> list[CheckResult]:
     )
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     stepper = PlainStepper(torch.optim.AdamW(policy.parameters(), lr=1e-3))
-    learner.update(sampled(learner, batch, unequal), stepper)
+    learner.update(build_training_batch(learner, batch, unequal), stepper)
     after = zip(before, policy.parameters(), strict=True)
     assert any(not torch.equal(one, other) for one, other in after), "no weight has moved"
     return findings

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.rollout.sampling import LARGE, Sampling, draw_uniforms, sample
-from tests.support.filter_reference import filtered
+from tests.support.filter_reference import filter_logits
 
 PROBS = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
 
@@ -30,7 +30,7 @@ def test_greedy_takes_the_most_likely_token_whatever_u():
 def test_temperature_divides_the_logits():
     # Squared probabilities, renormalized: .01 .16 .09 .04 of .30.
     expected = torch.tensor([[0.01, 0.16, 0.09, 0.04]]) / 0.30
-    got = filtered(PROBS.log(), Sampling(temperature=0.5)).softmax(-1)
+    got = filter_logits(PROBS.log(), Sampling(temperature=0.5)).softmax(-1)
     torch.testing.assert_close(got, expected)
 
 
@@ -47,7 +47,9 @@ def test_temperature_divides_the_logits():
 )
 def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
     logits = PROBS.log() + 1e-6 * torch.tensor([0.0, 0.0, 0.0, 1.0])
-    assert filtered(logits, sampling).isfinite().squeeze(0).nonzero().squeeze(1).tolist() == kept
+    assert (
+        filter_logits(logits, sampling).isfinite().squeeze(0).nonzero().squeeze(1).tolist() == kept
+    )
     candidate_ids = sample(logits, torch.zeros(1, dtype=torch.float64), sampling).candidate_ids
     assert sorted(candidate_ids.squeeze(0).tolist()) == kept
 
@@ -83,7 +85,9 @@ def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, st
         kept = torch.zeros_like(kept).scatter_add(1, ids.clamp(min=0), ids >= 0)
     for shift, agrees in ((-1e-5, torch.ge), (1e-5, torch.le)):  # but for tokens at the very bound
         bounds = {"top_p": min(1, sampling.top_p + shift), "min_p": sampling.min_p * (1 - shift)}
-        assert agrees(kept, filtered(logits.double(), replace(sampling, **bounds)).isfinite()).all()
+        assert agrees(
+            kept, filter_logits(logits.double(), replace(sampling, **bounds)).isfinite()
+        ).all()
     plain = scores.masked_fill(~kept, -torch.inf)
     cumulative = plain.softmax(-1).cumsum(-1)
     expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)

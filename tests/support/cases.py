@@ -4,7 +4,7 @@ from litgrpo.tools.audit.cases import (
     Problem,
 )
 
-# Written for this test; the last two are what careless rules fail on.
+# Written for this test; the last two are cases that naive rules fail on.
 WORKED = [
     ("Ann has 3 bags of 4 nuts. How many nuts?", "She has 3*4=<<3*4=12>>12 nuts.\n#### 12"),
     ("A pen costs $2. How much are 9 pens?", "They are 9*2=<<9*2=18>>18 dollars.\n#### 18"),

@@ -7,7 +7,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.tensors import widen
 
 
-def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits after temperature, with the tokens that may not be drawn at -inf.
 
     Args:

@@ -10,7 +10,7 @@ SECONDS = 100  # a child that takes longer shows where it stands, and ends
 
 
 def run_by(number, function, *words):
-    """Call `function(number, *words)` in so many new processes.
+    """Call `function(number, *words)` in `number` new processes.
 
     They are forked from one that has imported everything, which takes seconds. The function must
     stand at the top of a module.
@@ -30,7 +30,7 @@ def run_by(number, function, *words):
 
 
 def child(rank, number, port, function, words):
-    """What torchrun sets, then the function."""
+    """Set the variables of torchrun, then call the function."""
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.stderr)
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     here |= {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}

@@ -33,7 +33,7 @@ def module(architecture="qwen2", *, reward=letters, **settings):
     return grpo
 
 
-def sampled(grpo, batch, purpose="train", **settings):
+def sample_rollout(grpo, batch, purpose="train", **settings):
     """Completions of a module that need not have a trainer."""
     grpo.configure_model()
     return grpo.rollouter.generate(batch, purpose, **settings)

@@ -2,7 +2,7 @@
 
 import math
 
-LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the overlay
+LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the config override
 
 
 def assert_steady(rows, warm_up=2):

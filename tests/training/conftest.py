@@ -1,4 +1,4 @@
-"""What the learner of a module is given, and what it does with it."""
+"""Fixtures that record the inputs and reports of a learner."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from litgrpo.types import StepReport
 
 @pytest.fixture
 def updates(monkeypatch):
-    """(training_batch, reports) of each iteration."""
+    """(training batch, reports) of each iteration."""
     seen = []
     update = Learner.update
 
@@ -23,7 +23,7 @@ def updates(monkeypatch):
 
 @pytest.fixture
 def not_learned(monkeypatch):
-    """The training_batch of each iteration, which is not learned from."""
+    """Training batch of each iteration, without an update."""
     seen = []
 
     def remember(self, training_batch, stepper):

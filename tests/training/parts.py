@@ -49,15 +49,15 @@ def learner_of(
 
 
 def rewards_of(rollout: Rollout, function=letters) -> RewardTable:
-    """What a function of this process says."""
+    """Return the rewards of a function in this process."""
     scorer = Scorer({"reward": Reward(function)}, runner=InProcessRunner())
     return scorer.start(rollout).wait()
 
 
-def sampled(
+def build_training_batch(
     learner: Learner, batch: PromptBatch, function=letters, **settings: Any
 ) -> TrainingBatch:
-    """What the learner learns from in a first iteration."""
+    """Build the training batch of a first iteration."""
     rollouter = rollouter_of(learner.policy, sampling=learner.sampling, **settings)
     rollout = rollouter.generate(batch, "train")
     logprobs = learner.old_and_reference_logprobs(rollout)

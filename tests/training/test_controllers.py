@@ -30,7 +30,7 @@ def test_the_entropy_bonus_grows_below_the_target_shrinks_above_and_stays_in_bou
     assert target.next(0.0, 2.0) == 0.0
 
 
-def sampled_with(entropy):
+def rollout_with(entropy):
     """Two rows of a policy whose tokens were as surprising; an environment said the others."""
     loss_mask = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
     seen = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
@@ -48,11 +48,11 @@ def sampled_with(entropy):
 def test_the_entropy_bonus_counts_only_where_the_entropy_is_not_above_the_target():
     target = EntropyTarget(target=1.0, step=0.25)
     coefficients = AdaptiveCoefficients(Controllers(entropy=target), Objective(entropy_coef=1.0))
-    coefficients.update_entropy_coef(sampled_with(1.5), SingleProcess())
+    coefficients.update_entropy_coef(rollout_with(1.5), SingleProcess())
     assert coefficients.sampled_entropy == 1.5
     assert coefficients.objective.entropy_coef == 0
     assert coefficients.entropy_coef == 0.1  # within the bound
-    coefficients.update_entropy_coef(sampled_with(0.5), Twins())
+    coefficients.update_entropy_coef(rollout_with(0.5), Twins())
     assert coefficients.sampled_entropy == 0.5
     assert coefficients.objective.entropy_coef == coefficients.entropy_coef == 0.1
 
@@ -68,7 +68,7 @@ def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
 def test_nothing_moves_unless_asked_for():
     objective = Objective(kl_coef=0.1, entropy_coef=0.2)
     coefficients = FixedCoefficients(objective)
-    coefficients.update_entropy_coef(sampled_with(0.0), SingleProcess())
+    coefficients.update_entropy_coef(rollout_with(0.0), SingleProcess())
     coefficients.update({"policy/kl": torch.tensor(9.0)}, 1, tiny_policy("qwen2"), None)
     assert coefficients.objective is objective
 
@@ -95,7 +95,7 @@ def test_a_reference_under_adapters_or_of_other_shapes_is_refused():
         FrozenReference(tiny_policy("qwen2")).check_can_mix(tiny_policy("gpt2"))
 
 
-def steered(iterations, **settings):
+def run_iterations(iterations, **settings):
     controllers = Controllers(
         entropy=EntropyTarget(target=20.0, step=0.01),
         kl=KLTarget(target=1e-6),
@@ -110,7 +110,7 @@ def steered(iterations, **settings):
 def test_the_reference_goes_half_the_way_every_second_iteration():
     start = torch.cat([p.flatten() for p in tiny_policy("qwen2").parameters()])
     for iterations, share in [(1, 0.0), (2, 0.5), (3, 0.5)]:
-        grpo, after = steered(iterations), {}
+        grpo, after = run_iterations(iterations), {}
         grpo.configure_model()
         follow = grpo.learner.update_coefficients
 
@@ -127,7 +127,7 @@ def test_the_reference_goes_half_the_way_every_second_iteration():
 
 
 def test_coefficients_are_logged_and_move():
-    logged = train(steered(3), batches("a", "hello")).logged_metrics
+    logged = train(run_iterations(3), batches("a", "hello")).logged_metrics
     assert logged["policy/entropy_coef"] == pytest.approx(0.03)
     assert logged["policy/entropy"] > 0
     assert logged["policy/kl_coef"] != pytest.approx(0.1)
@@ -135,11 +135,11 @@ def test_coefficients_are_logged_and_move():
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_resumed_run_goes_on_with_coefficients_and_reference(stop, tmp_path):
-    whole = steered(5)
+    whole = run_iterations(5)
     train(whole, batches("a", "hello"))
-    runner = train(steered(stop), batches("a", "hello"))
+    runner = train(run_iterations(stop), batches("a", "hello"))
     runner.save_checkpoint(tmp_path / "stopped.ckpt")
-    resumed = steered(5)
+    resumed = run_iterations(5)
     train(resumed, batches("a", "hello"), ckpt=tmp_path / "stopped.ckpt")
     assert resumed.coefficients.state_dict() == whole.coefficients.state_dict()
     assert resumed.learner.objective == whole.learner.objective
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_with_coefficients_and_reference(stop, tmp_path):
 
 
 def test_a_coefficient_that_nothing_steers_is_the_recipes_on_resume(tmp_path):
-    runner = train(steered(1), batches("a", "hello"))
+    runner = train(run_iterations(1), batches("a", "hello"))
     runner.save_checkpoint(tmp_path / "stopped.ckpt")
     recipe = Objective(kl_coef=0.7, entropy_coef=0.3)
     controllers = Controllers(reference=ReferenceSync())
@@ -160,7 +160,7 @@ def test_a_coefficient_that_nothing_steers_is_the_recipes_on_resume(tmp_path):
 
 
 def test_a_reference_that_follows_cannot_go_with_adapters():
-    grpo = steered(1, lora=LoRA(rank=2))
+    grpo = run_iterations(1, lora=LoRA(rank=2))
     grpo.reference = BaseModelReference(grpo.policy)
     with pytest.raises(ValueError, match="Leave out lora"):
         train(grpo, batches("a", "hello"))

@@ -10,8 +10,8 @@ EVERY_TOKEN, NO_TOKEN = tuple(range(259)), (10_000,)
 BATCH = ("a", "hello there")
 
 
-def learned(updates, eos_ids, pad_id=0, **settings):
-    """What an iteration learns from and logs where these tokens end a completion."""
+def run_iteration(updates, eos_ids, pad_id=0, **settings):
+    """Return training batch and metrics of an iteration with these end tokens."""
     grpo = module(check_invariants=False, reward=by_length_of_prompt, **settings)
     grpo.policy.eos_ids, grpo.policy.pad_id = eos_ids, pad_id
     runner = train(grpo, batches(*BATCH))
@@ -31,7 +31,7 @@ def by_length_of_prompt(prompts, completions):
 def test_all_that_ends_at_once_or_never_has_a_mask_and_a_finite_loss(
     updates, objective, eos_ids, length, truncated
 ):
-    training_batch, logged = learned(updates, eos_ids, objective=objective)
+    training_batch, logged = run_iteration(updates, eos_ids, objective=objective)
     assert training_batch.completion_mask.shape == (8, length)
     assert bool(training_batch.completion_mask.all())
     assert logged["completion/truncated_frac"] == truncated
@@ -40,7 +40,7 @@ def test_all_that_ends_at_once_or_never_has_a_mask_and_a_finite_loss(
 
 def test_an_end_token_that_is_the_padding_too_counts_once(updates):
     end = 2
-    training_batch, logged = learned(updates, (end, *range(100, 200)), pad_id=end)
+    training_batch, logged = run_iteration(updates, (end, *range(100, 200)), pad_id=end)
     for ids, mask in zip(
         training_batch.completion_ids, training_batch.completion_mask, strict=True
     ):
@@ -52,7 +52,7 @@ def test_an_end_token_that_is_the_padding_too_counts_once(updates):
 
 
 def test_completions_that_never_end_can_be_left_out_of_the_loss(updates):
-    training_batch, logged = learned(
+    training_batch, logged = run_iteration(
         updates, NO_TOKEN, objective=Objective(mask_truncated_completions=True)
     )
     assert bool((training_batch.loss_weights == 0).all())

@@ -43,7 +43,7 @@ class GradientsFirst(Gradients):
 
 
 def learn(num_processes, folder):
-    """Three turns; what is heard is read in the loop and in one pass. Leaves what was found."""
+    """Run three turns; observations are read in the decoding loop and in one forward pass."""
     grpo = GradientsFirst(
         "",
         {"letters": Reward(letters), "environment": Reward(weight=0.3)},

@@ -12,7 +12,7 @@ from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 
 class Most:
-    """Another process has so many micro-batches."""
+    """Another rank has this many micro-batches."""
 
     world_size = 2
 
@@ -24,7 +24,7 @@ class Most:
 
 
 def batches(monkeypatch, number):
-    """Of a policy that seems to be divided."""
+    """Return even batches of a policy that counts as sharded."""
     monkeypatch.setattr(micro_batches, "is_gathered", lambda _: False)
     policy = tiny_policy("qwen2")
     learner = learner_of(policy)

@@ -35,7 +35,7 @@ class Watch(Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 
-def trained(scale, iterations=3, **settings):
+def train_with_scale(scale, iterations=3, **settings):
     """A run in float16 from this scale of the loss, what it did, and its start."""
     grpo = module(max_iterations=iterations, update=UpdateConfig(max_grad_norm=LIMIT), **settings)
     before = {name: p.detach().clone() for name, p in grpo.policy.named_parameters()}
@@ -56,16 +56,16 @@ def trained(scale, iterations=3, **settings):
     return grpo, watch, before
 
 
-def moved(grpo, before):
+def has_moved(grpo, before):
     return any(not p.equal(before[name]) for name, p in grpo.policy.named_parameters())
 
 
 def test_clipping_sees_unscaled_gradients_and_a_whole_fit_runs():
-    grpo, watch, before = trained(2.0**10)
+    grpo, watch, before = train_with_scale(2.0**10)
     assert grpo.iteration == 3
-    assert moved(grpo, before)
+    assert has_moved(grpo, before)
     norms = [float(report.sums["optim/grad_norm"][0]) for report in watch.reports]
-    _, other, _ = trained(2.0**4, iterations=1)
+    _, other, _ = train_with_scale(2.0**4, iterations=1)
     # The norm does not know the scale; what the optimizer gets has the limit, not limit / scale.
     assert norms[0] == pytest.approx(float(other.reports[0].sums["optim/grad_norm"][0]), rel=0.02)
     assert min(norms) > LIMIT
@@ -73,9 +73,9 @@ def test_clipping_sees_unscaled_gradients_and_a_whole_fit_runs():
 
 
 def test_a_step_that_the_scaler_drops_is_counted_as_skipped_and_changes_nothing():
-    grpo, watch, before = trained(2.0**40, iterations=2, check_invariants=False)
+    grpo, watch, before = train_with_scale(2.0**40, iterations=2, check_invariants=False)
     assert [report.skipped is None for report in watch.reports] == [False, False]
     assert watch.skipped == 2
     assert watch.scales == [2.0**39, 2.0**38]  # the scaler has noticed
-    assert not moved(grpo, before)
+    assert not has_moved(grpo, before)
     assert grpo.iteration == 2

@@ -26,7 +26,7 @@ from tests.support.training import (
     letters,
     loader,
     module,
-    sampled,
+    sample_rollout,
     train,
     vowels,
 )
@@ -34,8 +34,8 @@ from tests.training.parts import learner_of
 
 
 def mean_reward(grpo):
-    """Of 64 completions of each of two prompts."""
-    rollout = sampled(grpo, prompt_batch("a", "b"), "val", group_size=64)
+    """Mean over 64 completions of each of two prompts."""
+    rollout = sample_rollout(grpo, prompt_batch("a", "b"), "val", group_size=64)
     return grpo.scorer.start(rollout).wait().total.mean()
 
 
@@ -63,7 +63,7 @@ def test_the_gradient_is_that_of_the_papers_formula(architecture):
     # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
     policy = tiny_policy(architecture)
     grpo = module(architecture)
-    rollout = sampled(grpo, batch)
+    rollout = sample_rollout(grpo, batch)
     loss = torch.zeros(())
     for prompt in range(len(batch)):
         rows = range(prompt * GROUP, (prompt + 1) * GROUP)
@@ -97,7 +97,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(objective, kind):
         assert (gradient - whole).norm() / whole.norm() < 2e-5, limit
 
 
-def test_rows_that_teach_nothing_are_skipped_and_the_gradient_stays(monkeypatch):
+def test_rows_with_zero_advantage_are_skipped_without_changing_the_gradient(monkeypatch):
     batch = prompt_batch("a", "hello there", "xyz")
     skipped = step_gradient(module(), batch)
     monkeypatch.setattr(Objective, "needs_all_rows", True)
@@ -123,7 +123,7 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
     assert abs(float(logged[1]["policy/log_ratio"])) > 1e-6
 
 
-def test_old_logprobs_are_the_samplers_only_where_those_are_exact(not_learned):
+def test_old_logprobs_are_reused_only_if_the_sampler_is_exact(not_learned):
     batch = prompt_batch("a", "hello there")
     two_epochs = UpdateConfig(epochs_per_rollout=2)
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.9)):
@@ -142,7 +142,7 @@ def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
     grpo = module(sampling=sampling, update=UpdateConfig(max_grad_norm=None))
     got = step_gradient(grpo, batch)
     grpo = module(sampling=sampling)
-    rollout = sampled(grpo, batch)
+    rollout = sample_rollout(grpo, batch)
     rewards = torch.tensor(letters([], rollout.completions)).view(-1, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     loss = torch.zeros(())
@@ -160,14 +160,14 @@ def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
 
 
 def drawn(sampling):
-    """What a run samples by."""
+    """Return the sampling of a run."""
     grpo = module(sampling=sampling)
     grpo.configure_model()
     assert grpo.rollouter.sampling == grpo.learner.sampling
     return grpo.rollouter.sampling
 
 
-def test_a_set_too_large_to_remember_is_refused_and_an_open_one_is_bounded():
+def test_a_candidate_set_above_the_limit_raises_and_an_open_one_is_bounded():
     with raises_for("sampling.top_k", "300", "256"):
         module(sampling=Sampling(top_k=300))
     assert drawn(Sampling(top_k=300, max_candidates=300)).top_k == 300
@@ -224,7 +224,7 @@ def test_a_checkpoint_holds_what_is_trained_and_a_resumed_run_ends_the_same(kind
         assert torch.equal(one, other)
 
 
-def test_a_run_that_is_done_takes_no_further_iteration(tmp_path):
+def test_a_complete_run_takes_no_further_iteration(tmp_path):
     train(module(max_iterations=2), batches("a")).save_checkpoint(tmp_path / "done.ckpt")
     again = module(max_iterations=2)
     runner = Trainer(logger=False, enable_checkpointing=False, max_epochs=-1)
@@ -269,12 +269,12 @@ def test_predictions_name_prompt_completion_and_columns():
         ),
     ],
 )
-def test_impossible_settings_are_refused_before_anything_is_loaded(settings, message):
+def test_invalid_settings_raise_before_anything_is_loaded(settings, message):
     with pytest.raises(ValueError, match=message):
         module(**settings)
 
 
-def test_pass_at_more_than_the_samples_is_refused():
+def test_pass_at_k_above_the_number_of_samples_raises():
     with pytest.raises(ValueError, match="pass_at_k"):
         Evaluation(pass_at_k=[8])
 
@@ -301,7 +301,7 @@ def test_mixed_precision_recomputes_the_old_logprobs_and_learns_in_float32_weigh
     assert runner.logged_metrics["optim/grad_norm"].isfinite()
 
 
-def test_a_precision_that_converts_prompts_is_refused():
+def test_a_precision_that_converts_prompts_raises():
     with pytest.raises(ValueError, match="precision"):
         train(module(), batches("a"), precision="bf16-true")
 
@@ -316,14 +316,14 @@ def test_low_precision_weights_recompute_the_old_logprobs(not_learned):
         assert (training_batch.old_logprobs is training_batch.sampler_logprobs) == same
 
 
-def test_pairs_instead_of_prompts_are_refused():
+def test_pairs_instead_of_prompts_raise():
     mask = torch.ones(1, 2, dtype=torch.bool)
     pairs = PairBatch(torch.ones(1, 2, dtype=torch.long), mask, mask)
     with raises_for("PairBatch", "PromptData"):
         train(module(), loader(pairs))
 
 
-def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(updates):
+def test_log_probabilities_of_a_low_precision_engine_are_recomputed_and_corrected(updates):
     engine = LocalEngine(dtype="bfloat16")
     grpo = module(engine=engine, update=UpdateConfig(epochs_per_rollout=2))
     runner = train(grpo, batches("a", "hello there"))
@@ -342,7 +342,7 @@ def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(upd
     assert exact["policy/sampler_mismatch"] < 1e-5
 
 
-def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
+def test_the_logged_loss_does_not_depend_on_the_split():
     batch = prompt_batch("a", "hello there", "xyz")
     losses = []
     for size in (None, 1, 5):
@@ -355,10 +355,10 @@ def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
 
 
-# --- numbers that are not finite, and memory that is short ---
+# --- non-finite numbers and OOM ---
 
 
-def test_the_moments_of_earlier_steps_stay_and_training_goes_on():
+def test_a_skipped_step_keeps_the_optimizer_state_and_training_continues():
     good, bad = Objective(), Broken(prompt=first_token("a"))
     seen = []
 
@@ -401,12 +401,12 @@ class TightEngine(LocalEngine):
 
 
 @pytest.mark.filterwarnings("ignore:Out of memory with")
-def test_short_memory_halves_the_rollout_and_keeps_the_completions():
+def test_oom_halves_the_rollout_and_keeps_the_completions():
     prompts = prompt_batch(*"abcdefgh")
-    whole = sampled(module(), prompts)
+    whole = sample_rollout(module(), prompts)
     grpo = module(engine=TightEngine())
     with pytest.warns(UserWarning, match="engine.max_rows = 8"):
-        halved = sampled(grpo, prompts)
+        halved = sample_rollout(grpo, prompts)
     assert grpo.rollouter.row_limit.max_rows == 8
     assert torch.equal(whole.completion_ids, halved.completion_ids)
 

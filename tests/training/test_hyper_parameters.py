@@ -45,7 +45,7 @@ def test_a_partial_keeps_its_arguments_and_a_lambda_is_not_plain():
             describe(value)
 
 
-def saved(module, path):
+def save(module, path):
     """A checkpoint of a module that has changed its weights, without training it."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module.configure_model()
@@ -68,7 +68,7 @@ def test_grpo_is_loaded_from_its_checkpoint_alone(tmp_path):
     optimizer = partial(torch.optim.AdamW, lr=0.25)
     rewards = {"right": Reward(correctness)}
     module = GRPO(BUILTIN, rewards, group_size=3, sampling=Sampling(top_k=5), optimizer=optimizer)
-    saved(module, tmp_path / "a.ckpt")
+    save(module, tmp_path / "a.ckpt")
     again = GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
     assert equal_weights(module, again)
     assert (again.group_size, again.sampling.top_k) == (3, 5)
@@ -80,7 +80,7 @@ def test_grpo_is_loaded_from_its_checkpoint_alone(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_checkpoint_cannot_hold_is_asked_for_by_name(tmp_path):
     rewards = {"half": Reward(lambda prompts, completions: [0.5] * len(prompts))}
-    module = saved(GRPO(BUILTIN, rewards), tmp_path / "a.ckpt")
+    module = save(GRPO(BUILTIN, rewards), tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match="rewards"):
         GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
     assert equal_weights(module, GRPO.load_from_checkpoint(tmp_path / "a.ckpt", rewards=rewards))
@@ -90,7 +90,7 @@ def test_what_a_checkpoint_cannot_hold_is_asked_for_by_name(tmp_path):
 def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
     module = SFT(scratch=SCRATCH)
     module.fit_tokenizer(["one two", "three four"])
-    saved(module, tmp_path / "a.ckpt")
+    save(module, tmp_path / "a.ckpt")
     again = SFT.load_from_checkpoint(tmp_path / "a.ckpt")
     assert equal_weights(module, again)
     assert again.tokenizer.get_vocab() == module.tokenizer.get_vocab()
@@ -98,7 +98,7 @@ def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_code_that_a_checkpoint_names_is_never_called(tmp_path, monkeypatch):
-    module = saved(GRPO(BUILTIN, {"right": Reward(correctness)}), tmp_path / "a.ckpt")
+    module = save(GRPO(BUILTIN, {"right": Reward(correctness)}), tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     called = []
     monkeypatch.setattr("os.system", called.append)

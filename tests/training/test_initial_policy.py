@@ -35,7 +35,7 @@ def module(kl_coef: float = 0.0, lora: LoRA | None = None, **evaluation) -> GRPO
     return grpo
 
 
-def moved(grpo: GRPO) -> GRPO:
+def move(grpo: GRPO) -> GRPO:
     """The module after an iteration that changed its weights."""
     grpo.iteration = 1
     with torch.no_grad():
@@ -53,8 +53,8 @@ def numbers(grpo: GRPO) -> dict[str, float]:
     return report | grpo.complete_evaluation()
 
 
-def expected(grpo: GRPO) -> tuple[float, float]:
-    """Perplexity and KL by the library's policy, loaded anew, all rows at once."""
+def compute_expected(grpo: GRPO) -> tuple[float, float]:
+    """Perplexity and KL under a newly loaded policy, all rows at once."""
     rollout = grpo.rollout
     with torch.no_grad():
         at_start = load_policy(MODEL).logprobs(rollout.tokens).logprobs[rollout.loss_mask]
@@ -67,25 +67,25 @@ def test_before_training_the_start_is_the_policy_and_costs_nothing(monkeypatch):
     grpo = module()
     found = numbers(grpo)
     assert found["val/initial_kl"] == 0
-    assert found["val/initial_perplexity"] == pytest.approx(expected(grpo)[0], rel=1e-4)
+    assert found["val/initial_perplexity"] == pytest.approx(compute_expected(grpo)[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
     "settings", [{"kl_coef": 0.1}, {"lora": LoRA(rank=2)}, {}], ids=["reference", "lora", "loaded"]
 )
 def test_after_training_the_samples_are_asked_of_the_start(settings, monkeypatch):
-    grpo = moved(module(**settings))
-    if settings:  # it is at hand
+    grpo = move(module(**settings))
+    if settings:  # the reference is in memory
         monkeypatch.setattr(start, "load_reference", None)
     found = numbers(grpo)
-    perplexity, kl = expected(grpo)
+    perplexity, kl = compute_expected(grpo)
     assert found["val/initial_perplexity"] == pytest.approx(perplexity, rel=1e-3)
     assert found["val/initial_kl"] == pytest.approx(kl, rel=1e-3)
     assert kl > 0.01
 
 
 def test_the_weights_and_what_is_kept_stay_as_they_are():
-    grpo = moved(module())
+    grpo = move(module())
     before = {name: value.clone() for name, value in grpo.state_dict().items()}
     numbers(grpo)
     assert before.keys() == grpo.state_dict().keys()
@@ -94,7 +94,7 @@ def test_the_weights_and_what_is_kept_stay_as_they_are():
 
 
 def test_where_the_start_is_gone_a_line_says_so_and_nothing_is_lost():
-    grpo = moved(module())
+    grpo = move(module())
     grpo.pretrained = "/nowhere/at/all"
     with pytest.warns(UserWarning, match="initial_perplexity and initial_kl are not measured"):
         found = numbers(grpo)
@@ -103,7 +103,7 @@ def test_where_the_start_is_gone_a_line_says_so_and_nothing_is_lost():
 
 
 def test_it_can_be_switched_off():
-    found = numbers(moved(module(text_quality=False)))
+    found = numbers(move(module(text_quality=False)))
     assert not [name for name in found if "initial" in name or "distinct" in name]
 
 

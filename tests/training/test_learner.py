@@ -1,4 +1,4 @@
-"""The learner by itself: its gradient, skipped steps, short memory, tokens of an environment."""
+"""The learner without a trainer: gradients, skipped steps, OOM, tokens of an environment."""
 
 from dataclasses import dataclass, replace
 
@@ -22,13 +22,13 @@ from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import (
     GROUP,
     ONE_PASS,
+    build_training_batch,
     gradient_of,
     learner_of,
     letters,
     recording,
     rewards_of,
     rollouter_of,
-    sampled,
 )
 
 BATCH = ("a", "hello there", "xyz")
@@ -80,11 +80,11 @@ OBJECTIVES = {
 }
 
 
-def judged(kind, objective, **settings):
+def build_case(kind, objective, **settings):
     """A learner, and what it learns from after the policy has moved."""
     reference = FrozenReference(tiny_policy(kind, seed=5)) if objective.kl_coef else None
     learner = learner_of(tiny_policy(kind), objective, reference=reference, **settings)
-    training_batch = sampled(learner, prompt_batch(*BATCH))
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     weights = training_batch.loss_weights
     noise = torch.linspace(-0.3, 0.3, weights.numel()).view_as(weights)
     return learner, replace(training_batch, old_logprobs=training_batch.sampler_logprobs + noise)
@@ -93,7 +93,7 @@ def judged(kind, objective, **settings):
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("kind", ["qwen2", "t5"])
 def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, kind):
-    learner, training_batch = judged(kind, OBJECTIVES[name])
+    learner, training_batch = build_case(kind, OBJECTIVES[name])
     learner.policy.double()  # T5's scores are not scaled: in float32 they round to more than 1e-5
     expected = gradient_of(learner, training_batch)
     for limits in LIMITS:
@@ -104,7 +104,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, ki
 
 
 def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):
-    learner, training_batch = judged("qwen2", Objective())
+    learner, training_batch = build_case("qwen2", Objective())
     half = torch.arange(len(training_batch))[:, None] % 2
     training_batch = replace(training_batch, advantages=training_batch.advantages * half)
     skipped = gradient_of(learner, training_batch)
@@ -115,12 +115,14 @@ def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):
 def test_equal_rewards_leave_the_gradient_at_zero():
     learner = learner_of(tiny_policy("qwen2"))
     always_half = lambda prompts, completions: [0.5 for _ in completions]  # noqa: E731
-    gradient = gradient_of(learner, sampled(learner, prompt_batch(*BATCH), always_half))
+    gradient = gradient_of(
+        learner, build_training_batch(learner, prompt_batch(*BATCH), always_half)
+    )
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
 def test_the_gradient_is_clipped_and_its_norm_is_that_before():
-    learner, training_batch = judged("qwen2", Objective())
+    learner, training_batch = build_case("qwen2", Objective())
     norm = float(gradient_of(learner, training_batch).norm())
     clipped = replace(learner, config=replace(ONE_PASS, max_grad_norm=norm / 2))
     stepper = recording(learner.policy)
@@ -130,7 +132,7 @@ def test_the_gradient_is_clipped_and_its_norm_is_that_before():
 
 
 def test_two_processes_that_hold_the_same_have_the_gradient_of_one():
-    learner, training_batch = judged("qwen2", Objective())
+    learner, training_batch = build_case("qwen2", Objective())
     alone = learner.step(training_batch, recording(learner.policy)).sums["policy/loss"]
     expected = gradient_of(learner, training_batch)
     # Their weights are half as large; gradients are averaged, so each has its own twice.
@@ -176,7 +178,7 @@ def test_reference_logprobs_are_the_references_own():
 def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
     sampling = Sampling(temperature=0.9, top_k=4)
     learner = learner_of(tiny_policy("qwen2"), sampling=sampling)
-    training_batch = sampled(learner, prompt_batch(*BATCH))
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     assert training_batch.candidate_ids is not None
     found = learner.logprobs(training_batch.tokens).logprobs
     torch.testing.assert_close(
@@ -185,7 +187,7 @@ def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
 
 
 def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_moves():
-    learner, training_batch = judged(
+    learner, training_batch = build_case(
         "qwen2", Objective(importance_correction=ImportanceCorrection())
     )
     learner = replace(learner, config=UpdateConfig(epochs_per_rollout=2))
@@ -204,7 +206,7 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_mo
 def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
     config = UpdateConfig(epochs_per_rollout=2, num_mini_batches=3)
     learner = learner_of(tiny_policy("qwen2"), config=config)
-    training_batch = sampled(learner, prompt_batch(*BATCH))
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     reports = learner.update(training_batch, PlainStepper(optimizer, scheduler))
@@ -217,7 +219,7 @@ def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
 def test_weights_are_made_for_each_optimizer_step():
     objective = Objective(loss_aggregation="sequence_mean")
     learner = learner_of(tiny_policy("qwen2"), objective, UpdateConfig(num_mini_batches=3))
-    training_batch = sampled(learner, prompt_batch(*BATCH))
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     per_row = training_batch.loss_weights.sum(1)
     torch.testing.assert_close(per_row, torch.full((3 * GROUP,), 1 / GROUP))
 
@@ -235,7 +237,7 @@ def test_one_bad_micro_batch_leaves_weights_and_moments_bitwise(kind, value, sta
         tiny_policy("qwen2"), objective, UpdateConfig(micro_batch_size=1, num_mini_batches=3)
     )
     learner = replace(learner, micro_batching=STATIC) if static else learner
-    training_batch = sampled(learner, prompt_batch(*BATCH))
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2)
     seen = []
 
@@ -264,7 +266,7 @@ def test_one_bad_micro_batch_leaves_weights_and_moments_bitwise(kind, value, sta
     [("advantages", "advantage"), ("sampler_logprobs", "log-probability at sampling")],
 )
 def test_a_bad_number_of_the_rollout_is_named(field, name):
-    learner, training_batch = judged("qwen2", Objective())
+    learner, training_batch = build_case("qwen2", Objective())
     values = getattr(training_batch, field).clone()
     values[5, 0] = torch.nan
     stepper = recording(learner.policy)
@@ -278,7 +280,7 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
         def sum(self, value):
             return value + 1
 
-    learner, training_batch = judged("qwen2", Objective())
+    learner, training_batch = build_case("qwen2", Objective())
     stepper = recording(learner.policy)
     report = replace(learner, comm=Other()).step(training_batch, stepper)
     assert report.skipped == {}
@@ -289,9 +291,9 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
 
 
 def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
-    learner, training_batch = judged("qwen2", Objective())
+    learner, training_batch = build_case("qwen2", Objective())
     whole = gradient_of(learner, training_batch)
-    tight, _ = judged("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
+    tight, _ = build_case("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
     said = "update.micro_batch_size = 2"
     with pytest.warns(UserWarning, match=said):
         found = gradient_of(tight, training_batch)
@@ -307,14 +309,14 @@ def test_memory_too_short_for_one_row_says_what_to_do():
         def loss(self, new, training_batch, *rest):
             raise torch.OutOfMemoryError("out of memory")
 
-    learner, training_batch = judged("qwen2", TooTight())
+    learner, training_batch = build_case("qwen2", TooTight())
     message = "update.micro_batch_size.*gradient_checkpointing"
     with pytest.raises(RuntimeError, match=message):
         gradient_of(learner, training_batch)
 
 
 def test_several_processes_repeat_their_step_together():
-    learner, training_batch = judged("qwen2", Tight())
+    learner, training_batch = build_case("qwen2", Tight())
     with pytest.warns(UserWarning, match="update.micro_batch_size"):
         gradient_of(replace(learner, comm=Twins()), training_batch)
 
@@ -352,7 +354,7 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 def test_only_tokens_of_the_policy_are_learned_from(name):
-    """The gradient by log-probabilities is 0 where an environment spoke, whatever those are."""
+    """The gradient by log-probabilities is 0 on observations, for any log-probabilities."""
     objective = TURNS[name]
     reference = FrozenReference(tiny_policy("qwen2", seed=5)) if objective.needs_reference else None
     config = UpdateConfig(epochs_per_rollout=2, micro_batch_size=5)

@@ -9,7 +9,7 @@ def parameters():
 
 
 def rates(schedule, steps):
-    """The learning rate of each of so many optimizer steps."""
+    """Return the learning rate of each of `number` optimizer steps."""
     seen = []
     for _ in range(steps):
         seen.append(schedule.optimizer.param_groups[0]["lr"])

@@ -14,7 +14,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.update_config import UpdateConfig
 from tests.rewards import faulty
 from tests.support.models import prompt_batch, tiny_policy
-from tests.support.training import GROUP, letters, module, sampled, train, vowels
+from tests.support.training import GROUP, letters, module, sample_rollout, train, vowels
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?"]
 KL = Objective(kl_coef=0.1)
@@ -72,12 +72,12 @@ def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
     grpo.configure_model()
     generate = grpo.rollouter.generate
 
-    def watched(*args, sampling, **settings):
+    def watch(*args, sampling, **settings):
         if sampling == Sampling(temperature=0.0):
             path.touch()
         return generate(*args, sampling=sampling, **settings)
 
-    grpo.rollouter.generate = watched
+    grpo.rollouter.generate = watch
     grpo.validation_step(prompt_batch(*TEXTS), 0)
     assert path.exists()
     assert not runner.failures
@@ -107,12 +107,12 @@ def test_the_reference_is_asked_about_every_row_once():
 def test_no_reference_is_asked_about_groups_that_may_be_replaced():
     events = []
 
-    def judged(prompts, completions):
+    def judge(prompts, completions):
         events.append("rewards")
         return letters(prompts, completions)
 
     grpo = learner(
-        lambda rows: events.append("reference"), reward=judged, dynamic_sampling_attempts=1
+        lambda rows: events.append("reference"), reward=judge, dynamic_sampling_attempts=1
     )
     train(grpo, PromptData(TEXTS, batch_size=4))
     assert events[0] == "rewards"
@@ -121,7 +121,7 @@ def test_no_reference_is_asked_about_groups_that_may_be_replaced():
 
 def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(runner, tmp_path):
     grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), reward_runner=runner)
-    rollout = sampled(grpo, prompt_batch(*TEXTS))
+    rollout = sample_rollout(grpo, prompt_batch(*TEXTS))
     first = grpo.scorer.start(rollout)
     grpo.scorer.start(rollout)
     assert [worker.busy for worker in runner.pool.workers].count(True) == 1
@@ -135,7 +135,7 @@ def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(
 def test_time_before_wait_does_not_count_against_the_rows():
     runner = ProcessRunner(timeout_s=2.0, num_workers=2)
     grpo = module(reward=faulty.sleeps, reward_runner=runner)
-    rollout = sampled(grpo, prompt_batch("a", "b"))
+    rollout = sample_rollout(grpo, prompt_batch("a", "b"))
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]
     pending = grpo.scorer.start(rollout)
     time.sleep(3.0)  # the models take longer than the functions may

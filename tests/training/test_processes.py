@@ -90,7 +90,7 @@ def take_gradients(num_processes, folder):
 
 
 def redraw(num_processes, folder):
-    """Two iterations in which only some prompts teach; leaves what was counted."""
+    """Two iterations in which only some groups have variance; save the metrics."""
     grpo = GRPO(
         "",
         {"letters": Reward(letters_after_long_prompts)},

@@ -72,8 +72,8 @@ def fit(sft, batches, **settings):
     return trainer
 
 
-def logged(sft, batch):
-    """What one iteration on a batch logs."""
+def log_iteration(sft, batch):
+    """Return the metrics of one iteration on a batch."""
     return {name: float(value) for name, value in fit(sft, [batch]).callback_metrics.items()}
 
 
@@ -86,7 +86,7 @@ def plain_loss(model, batch):
 
 def test_loss_is_that_of_transformers_over_the_completions_only(folder):
     batch = batch_of(SHORT, LONG)
-    metrics = logged(SFT(folder, optimizer=LEARN_NOTHING), batch)
+    metrics = log_iteration(SFT(folder, optimizer=LEARN_NOTHING), batch)
 
     loss = plain_loss(tiny_model("gemma2"), batch)
     assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -118,7 +118,7 @@ def test_a_step_of_an_encoder_decoder_model_is_that_of_transformers(tmp_path):
     tiny_model("t5").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     sft = SFT(str(tmp_path), optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)
-    metrics = logged(sft, batch_of(SHORT, LONG))
+    metrics = log_iteration(sft, batch_of(SHORT, LONG))
 
     model = tiny_model("t5")
     asked = {"input_ids": torch.tensor([[1, 70, 71], [1, 72, 0]])}
@@ -135,7 +135,7 @@ def test_a_step_of_an_encoder_decoder_model_is_that_of_transformers(tmp_path):
 
 def test_gradients_are_scaled_down_to_max_grad_norm(folder):
     sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.01)
-    metrics = logged(sft, batch_of(SHORT, LONG))
+    metrics = log_iteration(sft, batch_of(SHORT, LONG))
 
     pairs = zip(tiny_model("gemma2").parameters(), sft.policy.model.parameters(), strict=True)
     moved = torch.stack([(new - old).norm() for old, new in pairs]).norm()
@@ -145,7 +145,7 @@ def test_gradients_are_scaled_down_to_max_grad_norm(folder):
 
 def test_padding_changes_nothing_but_its_share(folder):
     tight, loose = (
-        logged(SFT(folder, optimizer=LEARN_NOTHING), batch_of(SHORT, LONG, length=length))
+        log_iteration(SFT(folder, optimizer=LEARN_NOTHING), batch_of(SHORT, LONG, length=length))
         for length in (0, 16)
     )
 
@@ -306,18 +306,18 @@ def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, mon
 def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
     scratch_run, monkeypatch
 ):
-    other = [{"prompt": f"Who are {n} others", "completion": f"nobody {n}"} for n in range(9)]
+    other = [{"prompt": f"Who are {n} others", "completion": f"person {n}"} for n in range(9)]
     (scratch_run.parents[1] / "pairs.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in other)
     )
     loss = []
     score = SFT.score
 
-    def noted(self, batch):
+    def note(self, batch):
         loss.append(self.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True))
         return score(self, batch)
 
-    monkeypatch.setattr(SFT, "score", noted)
+    monkeypatch.setattr(SFT, "score", note)
     words = [
         "--ckpt_path",
         "last",

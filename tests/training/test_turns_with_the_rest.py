@@ -59,13 +59,13 @@ POLICIES = {
     "bf16": lambda _: tiny_policy("llama").to(torch.bfloat16),
     "library": lambda _: build_policy(random_model("bloom"), byte_tokenizer()).eval(),
     "t5": lambda _: tiny_policy("t5"),
-    "redrawn": lambda _: tiny_policy("gpt2"),
+    "dynamic_sampling": lambda _: tiny_policy("gpt2"),
 }
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_fit_with_turns_holds_its_invariants_and_learns(kind, tmp_path):
-    resamples, data = kind == "redrawn", [loader(prompt_batch("a", "hello there"))]
+    resamples, data = kind == "dynamic_sampling", [loader(prompt_batch("a", "hello there"))]
     if resamples:
         rows = [{"prompt": "a"}, {"prompt": "hello there"}]
         data = [None, None, PromptData(rows, batch_size=2)]
@@ -109,20 +109,22 @@ def test_packed_prefixes_plain_rows_and_static_batches_give_the_same_gradient_of
 
 
 class CallsAlways(Tools):
-    """What a random policy says is taken for a call."""
+    """Parse the text of a random policy as a tool call."""
 
     def step(self, action):
         return super().step(CALL)
 
 
 @pytest.mark.parametrize(
-    ("template", "end", "role", "heard"),
+    ("template", "end", "role", "observation"),
     [
         (QWEN, "<|im_end|>", "tool", "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im"),
         (GEMMA, "<end_of_turn>", "user", "<start_of_turn>user\n12<end_of_turn>"),
     ],
 )
-def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, end, role, heard):
+def test_a_fit_with_a_chat_template_inserts_tool_output_between_turns(
+    template, end, role, observation
+):
     tokenizer = merging_tokenizer(template)
     tokenizer.eos_token = end
     model = tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
@@ -143,4 +145,4 @@ def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, e
     grpo.on_train_batch_end = lambda outputs, *_: rollouts.append(outputs["rollout"])
     assert any(resolve_auto(grpo, None, None, data))
     text = tokenizer.decode(rollouts[0].completion_ids[0][rollouts[0].completion_mask[0]])
-    assert heard in text
+    assert observation in text

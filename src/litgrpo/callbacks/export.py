@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.run_folder import TRAINING_STATE, NotSaved, run_folder, writes_files
-from litgrpo.distributed.fsdp.units import is_divided
+from litgrpo.distributed.fsdp.units import is_sharded
 
 NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -113,7 +113,7 @@ class HFCheckpoints(Checkpoint):
 
 def writes_policy(trainer: Any, pl_module: Any) -> bool:
     """Return True on ranks that write the policy or hold a shard of it."""
-    return writes_files(trainer) or (is_divided(pl_module.policy) and not trainer.fast_dev_run)
+    return writes_files(trainer) or (is_sharded(pl_module.policy) and not trainer.fast_dev_run)
 
 
 def _write_policy(pl_module: Any, folder: Path) -> None:

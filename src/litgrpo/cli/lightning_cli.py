@@ -44,7 +44,7 @@ from litgrpo.checkpointing.shards import read_checkpoint
 from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.distributed.machine import check_machine
-from litgrpo.distributed.restarts import meet_anew
+from litgrpo.distributed.restarts import open_restart_store
 from litgrpo.training.sft import SFT
 
 # Summary prints the evaluation, with intervals; Predictions writes the completions.
@@ -135,7 +135,7 @@ class LitGRPOCLI(RecipeCLI):
         group = settings.model.init_args.get("group_size")
         rows = prompts * group if self.command == "fit" and prompts and group else None
         check_machine(settings.trainer, rows)
-        meet_anew()
+        open_restart_store()
         for key in ("model", "data"):
             self.replace_null_by_default(settings[key])
             self.pass_seed_to(settings[key])

@@ -1,4 +1,4 @@
-"""A function that is recorded once for each set of shapes, and then replayed by one launch."""
+"""CUDA graphs: record a function once for each set of shapes, then replay it in one launch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from litgrpo.distributed.device import Backend, Function
 
 Run = Callable[[], Any]
-# Recordings that are kept for each module; each keeps the memory of its tensors.
+# Recordings of each module; each holds the memory of its tensors.
 MOST_KEPT = 4
-RUNS_BEFORE_RECORDING = 3  # so that libraries have taken the memory and the kernels that they want
+RUNS_BEFORE_RECORDING = 3  # libraries allocate workspaces and select kernels in the first runs
 
 
 class Recording(NamedTuple):
     """A recorded call.
 
     Args:
-        inputs: the tensors that it reads, and may write.
-        replay: computes again, from what lies in the inputs now.
-        results: what it returns, always in the same memory.
+        inputs: tensors that it reads, and may write.
+        replay: computes again from the current values of the inputs.
+        results: returned values, always in the same memory.
     """
 
     inputs: list[Tensor]
@@ -34,17 +34,16 @@ class Recording(NamedTuple):
 
 
 def record(run: Run) -> tuple[Run, Any]:
-    """Record what a function asks of a CUDA device, as a CUDA graph.
+    """Record a function as a CUDA graph.
 
     Args:
-        run: returns tensors. No value may be looked at on the way, and no shape depend on one. It
-            is run some times before it is recorded.
+        run: returns tensors. It must not read values of the device, and no shape may depend on
+            one. It is run several times before it is recorded.
 
     Returns:
-        A function that does the same again, and what the recorded run returned, into which it
-        writes.
+        A function that replays the run, and the results of the run, which each replay overwrites.
     """
-    # Warm-up on a stream of its own, as torch asks for: nothing of it may get into the graph.
+    # torch requires the warm-up on a separate stream: none of it may be captured in the graph.
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
@@ -81,12 +80,12 @@ class Replayed:
         self.kept: WeakKeyDictionary[nn.Module, dict[Hashable, Recording]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        """What the function returns for these arguments."""
+        """Return the results of the function for these arguments."""
         leaves = tree_leaves(arguments)
         kept = self.kept.setdefault(module, {})
         key = (*_state(module), *map(_kind, leaves))
         if key not in kept:
-            kept[key] = self._recorded(module, arguments)
+            kept[key] = self._record(module, arguments)
             for oldest in list(kept)[:-MOST_KEPT]:
                 del kept[oldest]
         inputs, replay, results = kept[key]
@@ -96,8 +95,8 @@ class Replayed:
         replay()
         return results
 
-    def _recorded(self, module: nn.Module, arguments: Any) -> Recording:
-        """One call, with inputs of its own."""
+    def _record(self, module: nn.Module, arguments: Any) -> Recording:
+        """Record one call with separate inputs."""
         own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arguments)
         replay, results = self.record(partial(self.function, module, *own))
         return Recording(_tensors(tree_leaves(own)), replay, results)
@@ -108,7 +107,7 @@ def _tensors(leaves: list[Any]) -> list[Tensor]:
 
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:
-    """What else a recording depends on: where the weights are, and the precision of products."""
+    """State that a recording depends on: address and dtype of the weights, mode, autocast dtype."""
     weight = next(module.parameters())
     kind = weight.device.type
     lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -116,12 +115,12 @@ def _state(module: nn.Module) -> tuple[Hashable, ...]:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """What a recording depends on: a tensor's shape and type, a constant's value."""
+    """Shape and dtype of a tensor, or the value of a constant, which a recording depends on."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 class CudaBackend(Backend):
-    """A GPU; the functions that are to be replayed become CUDA graphs."""
+    """Capabilities of a GPU; functions compiled with `replay` become CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

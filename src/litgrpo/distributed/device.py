@@ -15,7 +15,8 @@ from litgrpo.arguments import import_by_path
 from litgrpo.types import Stats
 
 Function = Callable[..., Any]
-# By kind of device: what it needs more than `Backend`; what divides weights; what checks machines.
+# {kind of device: import path}, of its backend and of the strategy that shards weights; then
+# the paths of machine checks.
 BACKENDS = {"cuda": "litgrpo.distributed.cuda.CudaBackend"}
 BACKENDS["xla"] = "litgrpo.xla.backend.XlaBackend"
 DIVIDING = {"cuda": "litgrpo.distributed.fsdp.strategy.FSDP2Strategy"}
@@ -26,7 +27,7 @@ PREFLIGHTS = ("litgrpo.xla.preflight.check",)
 class Backend:
     """The capabilities of a device; the defaults are those of the CPU.
 
-    `static_shapes`: whether the device compiles a program for each set of shapes, which takes
+    `static_shapes`: True if the device compiles a program for each set of shapes, which takes
     seconds. Then shapes must not follow the content, and rollouts and numbers stay on the host.
     `num_chips`: chips that the device represents; the rows of a micro-batch are divided among them.
 
@@ -56,13 +57,13 @@ class Backend:
         return {}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Put back what `random_state` returned."""
+        """Restore the result of `random_state`."""
 
     def synchronize(self) -> None:
-        """Wait until the device has computed everything that was asked for."""
+        """Wait until the device has finished all submitted work."""
 
     def flush(self) -> None:
-        """Start what was asked for so far, where a device only records it; do not wait."""
+        """Start the recorded work on devices that record lazily; do not wait."""
 
     def compile(self, function: Function, *, replay: bool = False) -> Function:
         """The same function, prepared for many calls with the same shapes.
@@ -72,7 +73,7 @@ class Backend:
 
         Args:
             function: of a module, tensors and constants, defined at the top of a file. No shape may
-                depend on a value, and no value is looked at.
+                depend on a value, and no value is read.
             replay: what one call returns is the input of the next one and good until then; the
                 device may reuse memory.
         """
@@ -87,7 +88,7 @@ class Backend:
         return hidden
 
     def to_host(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copies in the host's memory, by one wait for the device."""
+        """Copy tensors to the host, with one wait for the device."""
         return [tensor.detach().cpu() for tensor in tensors]
 
     def rows_to(self, tensor: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Backend:
         return []
 
     def counters(self) -> dict[str, int]:
-        """What the device has compiled so far in this process; empty where nothing is compiled.
+        """Counters of the compiler in this process; empty if the device compiles nothing.
 
         `compilations`: programs compiled. `host_reads`: times that the host waited for values of
         the device. `cpu_fallbacks`: calls of operators that the device does not have.
@@ -114,7 +115,7 @@ class Backend:
         return {}
 
     def peak_memory_gib(self) -> float:
-        """Most memory in use so far: of the device where it says, else of this process."""
+        """Peak memory in GiB, of the device if it reports it, else of this process."""
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -124,7 +125,7 @@ _known: dict[torch.device, Backend] = {}
 
 
 def backend(device: torch.device) -> Backend:
-    """The capabilities of a device, the same object in every call."""
+    """Return the capabilities of a device, the same object in every call."""
     if device not in _known:
         kind = import_by_path(BACKENDS.get(device.type, "litgrpo.distributed.device.Backend"))
         install(kind(device))
@@ -132,23 +133,23 @@ def backend(device: torch.device) -> Backend:
 
 
 def install(own: Backend) -> None:
-    """Use this for its device from now on; for strategies that know more about the device."""
+    """Replace the backend of a device, for strategies that know more about it."""
     _known[own.device] = own
 
 
 def known_backends() -> list[Backend]:
-    """Of the devices that were asked for so far."""
+    """Return the backends of all devices used so far."""
     return list(_known.values())
 
 
 def to_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one device in the host's memory, by one wait for it."""
+    """Copy tensors of one device to the host, with one wait."""
     return backend(tensors[0].device).to_host(tensors) if tensors else []
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Compute with so many threads of the processor, or with fewer if there are fewer."""
+    """Compute with at most this many threads of the processor."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(number, before))
     try:
@@ -164,7 +165,7 @@ class Clock:
     """Seconds of the phases of one iteration.
 
     Args:
-        device: is waited for at the end of each phase.
+        device: synchronized at the end of each phase.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -178,7 +179,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of what is done within to the phase of this name."""
+        """Add the seconds of the block to the phase of this name."""
         started = time.perf_counter()
         yield
         backend(self.device).synchronize()
@@ -194,8 +195,8 @@ class Clock:
         return {name: torch.tensor(number) for name, number in numbers.items()}
 
 
-def timed(name: str) -> Callable[[Method], Method]:
-    """Count every call of a method as a phase, on the `clock` of its object."""
+def time_phase(name: str) -> Callable[[Method], Method]:
+    """Decorate a method to add its seconds to a phase of the object's `clock`."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

@@ -8,7 +8,7 @@ import warnings
 
 from torch import distributed
 
-# Who started the processes sets one of these. SLURM's comes last: it may be set although another
+# Every launcher sets one of these. SLURM comes last: its variable may be set although another
 # launcher started the processes.
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -34,15 +34,15 @@ def rank_zero_warn(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def _nobody_else_writes(record: logging.LogRecord) -> bool:
+def _is_unhandled(record: logging.LogRecord) -> bool:
     """Return True if the root logger has no handler, which would write the record again."""
     return not logging.getLogger().handlers
 
 
 def _show_lines() -> None:
-    """Let lines reach stderr as they are, in programs that have not configured logging."""
+    """Write lines to stderr without a prefix, in programs that have not configured logging."""
     console = logging.StreamHandler()
-    console.addFilter(_nobody_else_writes)
+    console.addFilter(_is_unhandled)
     log.addHandler(console)
     log.setLevel(logging.INFO)
 

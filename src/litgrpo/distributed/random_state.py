@@ -18,7 +18,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned, as far as the devices are there."""
+    """Restore the result of `random_state` on the devices that exist."""
     torch.set_rng_state(state["cpu"])
     for number, own in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(own, number)

@@ -1,9 +1,9 @@
-"""Where processes that torchrun started again meet: not among the addresses of the dead.
+"""Use a fresh TCPStore after a torchrun restart (works around pytorch/pytorch#135712).
 
-torchrun's agent keeps one store for all restarts, and in it the addresses under which the processes
-of the last start could be reached. A process that starts a moment before the others reads those and
-connects to nobody, or to whoever has the port now (pytorch/pytorch#135712). How often torchrun has
-restarted differs between machines, so it names no start; a store that answers does.
+torchrun's agent keeps one store for all restarts, with the addresses of the ranks of the previous
+start. A rank that starts earlier than the others reads them and connects to a dead address, or to
+another program on that port. The number of restarts differs between machines, so it cannot identify
+a start; a store that answers can.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-KEY = "litgrpo/port"  # in the agent's store: of the first process's newest store
+KEY = "litgrpo/port"  # in the agent's store: port of the newest store of rank 0
 SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 WAIT_S, TRY_S, PAUSE_S = 1800.0, 2.0, 0.2
 _kept: list[TCPStore] = []  # a store ends with its object
 
 
-def meet_anew() -> None:
-    """Let this start of torchrun's processes meet in a store of its own.
+def open_restart_store() -> None:
+    """Connect the ranks of this torchrun start through a separate store.
 
-    The first process opens it and says where; the others take it once it answers. Afterwards the
-    variables say that the first process has the store, as without torchrun's sharing. Nothing
-    happens under any other launcher, or when called again.
+    Rank 0 opens the store and publishes its port; the others connect once it answers. Afterwards
+    the environment variables name rank 0 as the owner of the store, as without torchrun's shared
+    store. Has no effect under other launchers, or when called again.
 
     Raises:
-        TimeoutError: the first process has not come.
+        TimeoutError: rank 0 did not open a store.
     """
     if os.environ.get(SHARED) != str(True):
         return
@@ -40,20 +40,20 @@ def meet_anew() -> None:
         agents.set(KEY, str(own.port))
         port = own.port
     else:
-        port = _answering(agents, host)
+        port = _wait_for_port(agents, host)
     os.environ |= {"MASTER_PORT": str(port), SHARED: str(False)}
 
 
-def _answering(agents: TCPStore, host: str) -> int:
-    """The port of the newest store, when it answers."""
+def _wait_for_port(agents: TCPStore, host: str) -> int:
+    """Wait for the newest store to answer, and return its port."""
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         try:
             agents.wait([KEY], timedelta(seconds=TRY_S))
             port = int(agents.get(KEY))
             TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TRY_S))
-        except (DistNetworkError, DistStoreError):  # it is of a start that has ended, or to come
+        except (DistNetworkError, DistStoreError):  # of a previous start, or not open yet
             time.sleep(PAUSE_S)
         else:
             return port
-    raise TimeoutError(f"The first process has opened no store on {host} for {WAIT_S:.0f} s.")
+    raise TimeoutError(f"Rank 0 did not open a store on {host} within {WAIT_S:.0f} s.")

@@ -1,4 +1,4 @@
-"""Which dimension of a weight is divided among chips: one rule for the strategy and the plan."""
+"""Dimension in which a weight is sharded over chips, for the strategy and the planner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MIN_SHARD_SIZE = 1024
 
 
 def shard_dim(shape: Sequence[int], chips: int, min_size: int = MIN_SHARD_SIZE) -> int | None:
-    """The dimension that is divided evenly among chips: the largest one that can be.
+    """Return the largest dimension that can be sharded evenly over chips.
 
     Args:
         shape: of a tensor.
@@ -30,7 +30,7 @@ def shard_dim(shape: Sequence[int], chips: int, min_size: int = MIN_SHARD_SIZE) 
 
 
 def share_of(shape: Sequence[int], chips: int, min_size: int = MIN_SHARD_SIZE) -> int:
-    """Elements of a tensor that each chip holds.
+    """Return the number of elements of a tensor on each chip.
 
     Args:
         shape: of the tensor.
@@ -41,7 +41,7 @@ def share_of(shape: Sequence[int], chips: int, min_size: int = MIN_SHARD_SIZE) -
 
 
 class DividesWeights:
-    """A strategy that divides weights among chips by `shard_dim`.
+    """Strategy that shards weights over chips by `shard_dim`.
 
     `min_shard_size`, of its arguments: parameters of fewer elements are kept whole on every chip.
     """

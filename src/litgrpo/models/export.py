@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from litgrpo.distributed.device import backend, to_host
-from litgrpo.distributed.fsdp.units import is_divided
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank
 from litgrpo.models.adapters import (
     is_quantized,
@@ -45,11 +45,11 @@ def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> No
         `AutoModelForCausalLM.from_pretrained("my_model")`.
     """
     folder = Path(folder)
-    if is_divided(policy):
+    if is_sharded(policy):
         _export_shards(policy, folder, dtype)
     else:
         _export_whole(policy, folder, dtype)
-    if is_divided(policy) and rank():
+    if is_sharded(policy) and rank():
         return
     _save_tokenizer(policy, folder)
     _align_permissions(folder)

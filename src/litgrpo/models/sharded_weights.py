@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, PreTrainedModel
 
-from litgrpo.distributed.fsdp.units import is_divided
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.models.adapters import TRAINED, LoRA, Quantization
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.kernels.linear import LinearKernels
@@ -103,7 +103,7 @@ class PolicySharding:
 
     def shard(self, policy: Policy) -> None:
         """Shard a policy's layers and the rest of it; does nothing if it is sharded already."""
-        if is_divided(policy):
+        if is_sharded(policy):
             return
         # oneDNN's packed weights are copies, which would be stale after every gather.
         policy.set_linear_kernels(LinearKernels())

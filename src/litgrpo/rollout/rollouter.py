@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from litgrpo.distributed.device import Clock, timed
+from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import RowLimit, retry_smaller
 from litgrpo.models.policy import Policy
@@ -57,7 +57,7 @@ class Rollouter:
     generated_tokens: int = field(default=0, init=False)  # in training, by this rank
     _synced_iteration: int | None = field(default=None, init=False)  # the engine's weights
 
-    @timed("time/rollout_s")
+    @time_phase("time/rollout_s")
     def generate(
         self,
         prompts: PromptBatch,

@@ -20,7 +20,7 @@ from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import reward_columns, validation_set_names
 from litgrpo.distributed.device import Clock, backend
-from litgrpo.distributed.fsdp.units import is_divided
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.environments.base import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.models.kernels import linear as linears
@@ -314,7 +314,7 @@ class GRPO(LightningModule):
         micro_batching: MicroBatching = RaggedBatches()
         if static_shapes:
             micro_batching = StaticBatches(backend(device))
-        elif is_divided(policy):
+        elif is_sharded(policy):
             micro_batching = EvenBatches(policy, comm)
         linear_outputs = linears.count_linear_outputs(policy.model)
         return Learner(

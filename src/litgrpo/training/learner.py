@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from litgrpo.algorithms.losses import EntropyTotals, Objective
 from litgrpo.algorithms.turn_credit import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
-from litgrpo.distributed.device import Clock, timed
+from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import Attempt, RowLimit, repeat_on_all_ranks, retry_smaller
 from litgrpo.models.policy import Policy
@@ -107,7 +107,7 @@ class Learner:
 
     # --- before the update ---
 
-    @timed("time/logprobs_s")
+    @time_phase("time/logprobs_s")
     def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
         """Compute the log-probabilities that the objective compares with.
 
@@ -158,7 +158,7 @@ class Learner:
         limits = self._limits(max_rows, reference.shares_prompts)
         return self.micro_batching.compute_logprobs(tokens, compute, limits).logprobs
 
-    @timed("time/learn_s")
+    @time_phase("time/learn_s")
     def build_batch(
         self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
     ) -> TrainingBatch:
@@ -202,7 +202,7 @@ class Learner:
 
     # --- the update ---
 
-    @timed("time/learn_s")
+    @time_phase("time/learn_s")
     def update(self, batch: TrainingBatch, stepper: Stepper) -> list[StepReport]:
         """Take all optimizer steps of an iteration.
 

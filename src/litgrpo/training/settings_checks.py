@@ -14,7 +14,7 @@ from litgrpo.data.modules import SourceData
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet, StreamedPrompts
 from litgrpo.distributed.device import backend
-from litgrpo.distributed.fsdp.units import is_divided
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.models.limits import check_lengths, check_tokens
 from litgrpo.models.loading import Precision
@@ -68,7 +68,7 @@ def check_async_sharding(policy: Policy, engine: RolloutEngine) -> None:
     Raises:
         ValueError: the engine samples with the policy's own weights, which are sharded.
     """
-    if is_divided(policy) and not engine.samples_elsewhere:
+    if is_sharded(policy) and not engine.samples_elsewhere:
         raise ValueError(
             "update.staleness is 1, but this engine generates with weights that trainer.strategy "
             "shards. Set staleness to 0, or use trainer.strategy ddp or a ServerEngine."

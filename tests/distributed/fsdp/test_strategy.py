@@ -1,4 +1,4 @@
-"""Several processes with divided weights learn what one process does."""
+"""Sharded training gives the results of one process."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Division and gathering in two processes; without it everything stays as it is."""
+"""Shard and gather on two ranks; unsharded modules stay unchanged."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from litgrpo.distributed.fsdp.units import divide, gathered, is_divided, is_gathered
+from litgrpo.distributed.fsdp.units import divide, gathered, is_gathered, is_sharded
 from litgrpo.models.sharded_weights import ENTRIES, find_fsdp_units
 from litgrpo.tensors import whole
 from tests.support.gloo import run_by
@@ -17,13 +17,13 @@ from tests.support.models import prompt_batch, tiny_policy
 
 def test_what_is_not_divided_stays_whole():
     policy = tiny_policy("qwen2")
-    assert not is_divided(policy)
+    assert not is_sharded(policy)
     assert is_gathered(policy)
     with gathered(policy, None):
         assert is_gathered(policy)
 
 
-def divided_and_gathered(processes):
+def shard_and_gather(processes):
     dist.init_process_group("gloo")
     policy = tiny_policy("gemma2")
     plain = copy.deepcopy(policy)
@@ -31,7 +31,7 @@ def divided_and_gathered(processes):
     divide(policy, find_fsdp_units(policy), ENTRIES, init_device_mesh("cpu", (processes,)))
     prompts = prompt_batch("a", "hello")
     asked = (prompts.prompt_ids, prompts.prompt_mask, prompts.prompt_ids)
-    assert is_divided(policy)
+    assert is_sharded(policy)
     assert not is_gathered(policy)
     for parameter, other in zip(policy.parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
@@ -62,4 +62,4 @@ def divided_and_gathered(processes):
 
 @pytest.mark.timeout(900)
 def test_two_processes_divide_gather_and_learn():
-    run_by(2, divided_and_gathered)
+    run_by(2, shard_and_gather)

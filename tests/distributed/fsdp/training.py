@@ -1,4 +1,4 @@
-"""Small trainings that one process does alone and several do with divided weights."""
+"""Small training runs, for one process and for several ranks with sharded weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,13 +36,13 @@ def letters(prompts, completions):
 
 
 def letters_of_one(prompts, completions):
-    """Of four prompts one teaches: its process has rows to learn from, the others have none."""
+    """Rewards of which one group in four has variance: only one rank has rows in the loss."""
     scored = zip(prompts, letters(prompts, completions), strict=True)
     return [score if "hello" in prompt else 0.0 for prompt, score in scored]
 
 
 def trainer(processes, replicas=1, **settings):
-    """A silent trainer of so many processes."""
+    """Build a silent trainer with this number of processes."""
     divided = {"strategy": FSDP2Strategy(replicas=replicas) if processes > 1 else "auto"}
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     settings = dict.fromkeys(quiet, False) | divided | settings
@@ -66,7 +66,7 @@ def save_models(folder):
 
 
 def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
-    """Of a model in the folder."""
+    """Build the module of a model in the folder."""
     given = {
         "group_size": 4,
         "max_completion_length": 6,
@@ -163,7 +163,7 @@ class Gradients(GRPO):
 
 
 def take_gradients(processes, folder, replicas=1):
-    """Leaves the gradients of all algorithms, where all rows teach and where few do."""
+    """Leaves the gradients of all algorithms, with all rows and with few rows in the loss."""
     for name, reward in {"even": letters, "uneven": letters_of_one}.items():
         module = grpo(
             folder,
@@ -183,7 +183,7 @@ def train(processes, folder, name, source=None, replicas=1, fallback=False):
 
     Args:
         name: of the run's folder.
-        source: the checkpoint to go on from, in the folder.
+        source: checkpoint to resume from, in the folder.
         fallback: pass over damaged ones.
     """
     module = grpo(

@@ -1,4 +1,4 @@
-"""FSDP2 under Lightning: who starts the processes is Lightning's, what they divide is ours."""
+"""FSDP2 as a Lightning strategy: shards weights and optimizer state over ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from torch.distributed.tensor import empty as empty_shards
 
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.fsdp.units import divide, gathered
-from litgrpo.distributed.restarts import meet_anew
+from litgrpo.distributed.restarts import open_restart_store
 from litgrpo.training.lightning_compat import find_trainer
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Weights, gradients and moments are divided over processes (FSDP2, ZeRO-3).
+    """Shards weights, gradients and optimizer state over ranks (FSDP2, ZeRO-3).
 
-    The numbers are those of one process up to the order of sums. Rollouts and evaluations gather
-    the whole weights for as long as they last. `precision.autocast_dtype: bfloat16` gathers
+    Results equal those of one process up to the order of sums. Rollouts and evaluations gather
+    the full weights. `precision.autocast_dtype: bfloat16` gathers
     and computes in bfloat16, and reduces gradients in float32.
 
     Args:
-        replicas: copies of the weights (HSDP): each is divided over processes / replicas, and
-            gradients are averaged over copies. Give the number of nodes where these are slow to
-            reach.
+        replicas: copies of the weights (HSDP). Each is sharded over ranks / replicas, and gradients
+            are averaged over replicas. Set it to the number of nodes if their network is slow.
         reshard_after_forward: gather a layer again for its backward pass; false is faster and keeps
             all gathered layers of a micro-batch.
-        timeout_minutes: how long a process waits for the others before it gives up.
+        timeout_minutes: time that a rank waits for the others before it raises.
 
     Source: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277.
     """
@@ -50,25 +49,25 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.shards: DeviceMesh | None = None
         self._evaluating = ExitStack()
 
-    # Checkpoints are read before optimizers exist, as with every other strategy of ours.
+    # Checkpoints are read before optimizers exist, as with all strategies that litgrpo supports.
     restore_checkpoint_after_setup = False
     lightning_restore_optimizer = True
 
     def setup_environment(self) -> None:
-        """Start the process group and lay the processes out.
+        """Start the process group and build the device mesh.
 
         Raises:
-            ValueError: the processes cannot be divided into so many replicas.
+            ValueError: `replicas` does not divide the number of ranks.
         """
         self._data_parallel_size = self.num_nodes * self.num_processes
-        meet_anew()
+        open_restart_store()
         super().setup_environment()
         each, rest = divmod(self.world_size, self.replicas)
         require(
             not rest and each > 1,
-            f"replicas is {self.replicas}, and there are {self.world_size} processes: each replica "
-            "needs the same number of them, 2 or more. For whole weights on every process take "
-            "trainer.strategy ddp.",
+            f"replicas is {self.replicas} with {self.world_size} ranks; each replica needs an "
+            "equal number of ranks, at least 2. To keep all weights on every rank, set "
+            "trainer.strategy to ddp.",
         )
         shape, names = (self.replicas, each), ("replicas", "shards")
         both = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
@@ -81,13 +80,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         entries: Iterable[str],
         compute: torch.dtype | None,
     ) -> None:
-        """Divide a module over the processes; see `litgrpo.distributed.fsdp.units.divide`."""
+        """Shard a module over the ranks; see `litgrpo.distributed.fsdp.units.divide`."""
         assert self.shards is not None
         reshard = self.reshard_after_forward
         divide(module, units, entries, self.shards, compute=compute, reshard_after_forward=reshard)
 
     def shards_for(self, tensor: Tensor) -> DTensor:
-        """Room for this process's shard of a tensor: shape and dtype count, values do not."""
+        """Allocate the shard of this rank for a tensor of this shape and dtype."""
         assert self.shards is not None
         settings: Any = {"dtype": tensor.dtype, "device_mesh": self.shards}
         found: DTensor = empty_shards(*tensor.shape, placements=self._cut, **settings)
@@ -97,8 +96,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _cut(self) -> list[Any]:
         return [Replicate()] * (self.replicas > 1) + [Shard(0)]
 
-    def _divided_like(self, parameter: Tensor | None, value: Any) -> Any:
-        """A whole tensor of a parameter's shape, such as a file of one process holds, divided."""
+    def _shard_like(self, parameter: Tensor | None, value: Any) -> Any:
+        """Shard a full tensor like its parameter, as read from a single-process checkpoint."""
         if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
             return value
         if isinstance(value, DTensor) or value.shape != parameter.shape:
@@ -106,7 +105,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         there = value.to(self.root_device)
         return distribute_tensor(there, self.shards, self._cut, src_data_rank=None)
 
-    # --- what Lightning asks for ---
+    # --- hooks of Lightning ---
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Shards of all parameters by name."""
@@ -114,55 +113,55 @@ class FSDP2Strategy(ModelParallelStrategy):
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state as torch writes it; moments are shards, as their parameters."""
+        """The optimizer state, sharded like its parameters."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Hand the checkpoint to what writes it, on every process."""
+        """Pass the checkpoint to the CheckpointIO plugin on every rank."""
         path = Path(self.broadcast(filepath))
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What is read, on every process."""
+        """Read a checkpoint on every rank."""
         path = Path(self.broadcast(checkpoint_path))
         return self.checkpoint_io.load_checkpoint(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the weights over, whether they come as shards or whole."""
+        """Load weights, sharded or full."""
         module = self.lightning_module
         assert module is not None
-        ours, found = dict(module.named_parameters()), checkpoint["state_dict"]
-        divided = {n: self._divided_like(ours.get(n), value) for n, value in found.items()}
+        own, found = dict(module.named_parameters()), checkpoint["state_dict"]
+        divided = {n: self._shard_like(own.get(n), value) for n, value in found.items()}
         module.load_state_dict(divided, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take the moments over, whether they come as shards or whole."""
+        """Load the optimizer state, sharded or full."""
         for optimizer, found in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
-                n: {name: self._divided_like(trained[n], value) for name, value in values.items()}
+                n: {name: self._shard_like(trained[n], value) for name, value in values.items()}
                 for n, values in found["state"].items()
             }
             optimizer.load_state_dict({**found, "state": state})
 
     def _gather(self) -> None:
-        """Processes may have unequal numbers of batches to evaluate: nothing is exchanged then."""
+        """Gather the weights: ranks may have unequal numbers of batches to evaluate."""
         self._evaluating.enter_context(gathered(self.lightning_module))
 
-    def _divide_again(self) -> None:
+    def _reshard(self) -> None:
         self._evaluating.close()
 
     on_validation_start = on_test_start = on_predict_start = _gather
-    on_validation_end = on_test_end = on_predict_end = _divide_again
+    on_validation_end = on_test_end = on_predict_end = _reshard
 
 
 def strategy_of(module: Any) -> FSDP2Strategy | None:
-    """The strategy that divides a LightningModule; None where none does."""
+    """Return the FSDP2 strategy of a LightningModule; None without one."""
     trainer = find_trainer(module)
     strategy = None if trainer is None else trainer.strategy
     return strategy if isinstance(strategy, FSDP2Strategy) else None

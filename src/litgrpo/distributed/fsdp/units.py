@@ -24,13 +24,14 @@ from torch.distributed.fsdp import (
 
 
 @dataclass
-class Division:
-    """How a module is divided.
+class ShardedUnits:
+    """FSDP units of a sharded module, and how many `gathered` blocks are open.
 
     Args:
-        units: what is gathered together, the module itself last: it has what is in no other.
-        reshard: of each unit, whether its gathered weights are let go after its forward pass.
-        open: how many `gathered` it is in.
+        units: modules whose weights are gathered together; the last one is the module itself, with
+            all parameters that are in no other unit.
+        reshard: of each unit, True if its gathered weights are freed after its forward pass.
+        open: number of open `gathered` blocks.
     """
 
     units: list[FSDPModule]
@@ -38,15 +39,15 @@ class Division:
     open: int = 0
 
     def gather(self) -> None:
-        """Make all weights whole, and keep them so; every process must take part."""
+        """Gather all weights and keep them; every rank must take part."""
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.unshard()
 
-    def divide_again(self) -> None:
-        """Let the gathered weights go."""
+    def reshard_all(self) -> None:
+        """Free the gathered weights."""
         for unit, reshard in zip(self.units, self.reshard, strict=True):
             unit.reshard()
             unit.set_reshard_after_forward(reshard, recurse=False)
@@ -54,7 +55,7 @@ class Division:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
-_divided: WeakKeyDictionary[nn.Module, Division] = WeakKeyDictionary()
+_sharded: WeakKeyDictionary[nn.Module, ShardedUnits] = WeakKeyDictionary()
 
 
 def divide(
@@ -66,7 +67,7 @@ def divide(
     compute: torch.dtype | None = None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Divide the parameters of a module over the processes of a mesh.
+    """Shard the parameters of a module over the ranks of a mesh.
 
     Args:
         module: its parameters become shards in place, on the mesh's device.
@@ -81,34 +82,36 @@ def divide(
     precision = MixedPrecisionPolicy() if compute is None else low
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     parts = [*units, module]
-    # The last is needed again at once by its backward pass; without one it is let go, too.
+    # The backward pass needs the last unit at once; a frozen model has none, so it is resharded.
     reshard = [reshard_after_forward] * (len(parts) - 1) + [frozen]
     for part, after_forward in zip(parts, reshard, strict=True):
         fully_shard(part, mesh=mesh, reshard_after_forward=after_forward, mp_policy=precision)
     for name in entries:
         register_fsdp_forward_method(module, name)
-    _divided[module] = Division([unit for unit in parts if isinstance(unit, FSDPModule)], reshard)
+    _sharded[module] = ShardedUnits(
+        [unit for unit in parts if isinstance(unit, FSDPModule)], reshard
+    )
 
 
-def is_divided(module: nn.Module) -> bool:
-    """Whether a module was divided."""
-    return module in _divided
+def is_sharded(module: nn.Module) -> bool:
+    """Return True if a module is sharded."""
+    return module in _sharded
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Whether all of a module's weights are whole here: within `gathered`, or never divided."""
-    return module not in _divided or bool(_divided[module].open)
+    """Return True if this rank has all weights of a module: inside `gathered`, or not sharded."""
+    return module not in _sharded or bool(_sharded[module].open)
 
 
 @contextmanager
 def gathered(*modules: nn.Module | None) -> Iterator[None]:
-    """Whole weights of all divided modules among these and their parts; others are left alone.
+    """Gather the weights of all sharded modules among these and their submodules.
 
-    Every process must enter and leave together. No gradient is reduced within, and weights that
-    change within are lost.
+    All ranks must enter and exit together. Inside, gradients are not reduced, and changes of the
+    weights are lost.
     """
     parts = [part for module in modules if module is not None for part in module.modules()]
-    found = [_divided[part] for part in parts if part in _divided]
+    found = [_sharded[part] for part in parts if part in _sharded]
     for division in found:
         if not division.open:
             division.gather()
@@ -119,4 +122,4 @@ def gathered(*modules: nn.Module | None) -> Iterator[None]:
         for division in found:
             division.open -= 1
             if not division.open:
-                division.divide_again()
+                division.reshard_all()
