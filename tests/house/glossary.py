@@ -25,6 +25,7 @@ CLEAN: list[str] = [
     "docs/contributing.md",
     "docs/data.md",
     "docs/design.md",
+    "docs/doctor.md",
     "docs/first_task.md",
     "docs/gpu.md",
     "docs/howto",

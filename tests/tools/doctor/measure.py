@@ -96,7 +96,7 @@ def summary(verdicts: list[Verdict], names_causes: bool) -> dict[str, str]:
     healthy = [each for each in verdicts if each.label == HEALTHY]
     found = {
         "any alarm in failed runs": share(sum(bool(v.alarms) for v in failed), len(failed)),
-        "the cause named": "not asked",
+        "the cause named": "not measured",
         "false alarms in healthy runs": share(sum(bool(v.alarms) for v in healthy), len(healthy)),
         "failed runs, critical only": share(sum(v.critical for v in failed), len(failed)),
         "healthy runs, critical only": share(sum(v.critical for v in healthy), len(healthy)),
@@ -106,7 +106,7 @@ def summary(verdicts: list[Verdict], names_causes: bool) -> dict[str, str]:
         found["the cause named"] = share(sum(v.cause_named for v in failed), len(failed))
         first = [v.first in v.run["label"]["expected"] for v in failed]
         found["the cause is the first finding"] = share(sum(first), len(failed))
-        found["since, median distance from the truth"] = f"{median(delays or [0]):.0f} iterations"
+        found["first iteration, median error"] = f"{median(delays or [0]):.0f} iterations"
     return found
 
 
