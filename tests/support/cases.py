@@ -1,10 +1,8 @@
-"""Shared by tests of tools.audit.cases."""
+"""Math problems with worked solutions, for tests of `audit`."""
 
-from litgrpo.tools.audit.cases import (
-    Problem,
-)
+from litgrpo.tools.audit.cases import Problem
 
-# Written for this test; the last two are cases that naive rules fail on.
+# Written for this test; naive answer parsers fail on the last two.
 WORKED = [
     ("Ann has 3 bags of 4 nuts. How many nuts?", "She has 3*4=<<3*4=12>>12 nuts.\n#### 12"),
     ("A pen costs $2. How much are 9 pens?", "They are 9*2=<<9*2=18>>18 dollars.\n#### 18"),

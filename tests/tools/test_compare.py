@@ -1,4 +1,4 @@
-"""The comparison of algorithms: what is run, what is read, and when a gain is called real."""
+"""Tests of `compare`: runs, results and significance."""
 
 import json
 import sys
@@ -8,7 +8,17 @@ import pytest
 
 from litgrpo.cli.main import main
 from litgrpo.tools import compare as comparing
-from litgrpo.tools.compare import Run, compare, fit, holm, overlay, read, rows_of, smooth, table
+from litgrpo.tools.compare import (
+    Run,
+    compare,
+    compare_runs,
+    find_override,
+    fit,
+    format_table,
+    holm,
+    read_run,
+    smooth,
+)
 
 ROOT = Path(__file__).parents[2]
 METRICS = ("pass@1", "pass@8")
@@ -22,10 +32,12 @@ def run(pass_at_1, tokens=1000, reward=2.5):
 
 
 def rows(**values):
-    return rows_of({name: [run(value) for value in some] for name, some in values.items()}, ALL)
+    return compare_runs(
+        {name: [run(value) for value in some] for name, some in values.items()}, ALL
+    )
 
 
-def test_p_values_are_corrected_for_being_several_and_stay_in_order():
+def test_holm_corrects_p_values_and_keeps_their_order():
     assert holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx(
         {"a": 0.06, "b": 0.03, "c": 0.06}
     )
@@ -33,14 +45,14 @@ def test_p_values_are_corrected_for_being_several_and_stay_in_order():
     assert holm({}) == {}
 
 
-def test_a_gain_is_real_where_seeds_agree_and_not_shown_where_they_do_not():
+def test_a_difference_is_significant_if_seeds_agree():
     first, better, worse, unclear = rows(
         first=[0.50, 0.60, 0.55, 0.52, 0.58],
         better=[0.61, 0.70, 0.65, 0.63, 0.68],
         worse=[0.41, 0.50, 0.45, 0.43, 0.48],
         unclear=[0.90, 0.20, 0.55, 0.30, 0.70],
     )
-    assert first.verdict("pass@1") == "the row to beat"
+    assert first.verdict("pass@1") == "baseline"
     assert better.verdict("pass@1").startswith("yes, better (p 0.00")
     assert worse.verdict("pass@1").startswith("no, worse (p 0.00")
     assert unclear.verdict("pass@1").startswith("not shown (p ")
@@ -49,8 +61,8 @@ def test_a_gain_is_real_where_seeds_agree_and_not_shown_where_they_do_not():
     assert (gain.mean, gain.low, gain.high) == pytest.approx((0.104, 0.0972, 0.1108), abs=1e-4)
 
 
-def test_the_table_has_a_line_for_every_algorithm_and_the_start():
-    lines = table(rows(plain=[0.5, 0.6], other=[0.6, 0.7]), METRICS, [3, 4]).splitlines()
+def test_the_table_has_a_row_for_every_algorithm_and_the_initial_policy():
+    lines = format_table(rows(plain=[0.5, 0.6], other=[0.6, 0.7]), METRICS, [3, 4]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
     assert cells[0][:3] == ["algorithm", "pass@1", "pass@8"]
     assert [line[0] for line in cells[2:]] == ["before training", "plain", "other"]
@@ -63,11 +75,11 @@ def test_the_table_has_a_line_for_every_algorithm_and_the_start():
     assert "2 seeds" in lines[-1]
 
 
-def test_where_nothing_ever_succeeds_the_mean_reward_decides():
+def test_without_any_success_the_mean_reward_is_compared():
     found = {"plain": [1.0, 1.1, 1.2], "other": [2.0, 2.1, 2.2]}
     runs = {name: [run(0.0, reward=x) for x in values] for name, values in found.items()}
-    head, *_, last = table(rows_of(runs, ALL), METRICS, [0, 1, 2]).splitlines()[:5]
-    assert "reward over the first row" in head
+    head, *_, last = format_table(compare_runs(runs, ALL), METRICS, [0, 1, 2]).splitlines()[:5]
+    assert "reward minus baseline" in head
     assert "+1.000 [+1.000, +1.000] | yes, better" in last
 
 
@@ -75,54 +87,54 @@ def test_a_curve_is_smoothed_over_its_neighbors():
     assert smooth([1.0, 2.0, 6.0], reach=1) == [1.5, 3.0, 4.0]
 
 
-def test_an_unknown_algorithm_is_refused_before_anything_is_run(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # overlays are found in any folder
-    assert overlay("plain") == []
-    assert [path.name for path in overlay("dapo")] == ["dapo.yaml"]
-    with pytest.raises(ValueError, match=r"no algorithm 'dappo'.*plain, bnpo, .*dapo"):
+def test_an_unknown_algorithm_raises_before_any_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # built-in overrides are found from any folder
+    assert find_override("plain") == []
+    assert [path.name for path in find_override("dapo")] == ["dapo.yaml"]
+    with pytest.raises(ValueError, match=r"'dappo'.*plain, bnpo, .*dapo"):
         compare("configs/quickstart.yaml", ["plain", "dappo"], run_dir=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
-    ("algorithms", "seeds", "words"),
+    ("algorithms", "seeds", "setting"),
     [
-        (["plain"], [0, 1], "two or more different"),
-        (["plain", "plain"], [0, 1], "two or more different"),
-        (["plain", "dapo"], [0], "at least 2 different"),
-        (["plain", "dapo"], [0, 0], "at least 2 different"),
+        (["plain"], [0, 1], "algorithms"),
+        (["plain", "plain"], [0, 1], "algorithms"),
+        (["plain", "dapo"], [0], "seeds"),
+        (["plain", "dapo"], [0, 0], "seeds"),
     ],
 )
-def test_too_little_to_compare_is_refused(algorithms, seeds, words):
-    with pytest.raises(ValueError, match=words):
+def test_fewer_than_two_algorithms_or_seeds_raise(algorithms, seeds, setting):
+    with pytest.raises(ValueError, match=setting):
         compare("configs/quickstart.yaml", algorithms, seeds=seeds)
 
 
-def test_a_run_that_fails_is_named_with_its_last_words(tmp_path):
-    said = r"seed=1 ended with exit code 2:\nerror: recipe 'none'"
-    with pytest.raises(ValueError, match=said):
+def test_a_failed_run_is_named_with_the_end_of_its_log(tmp_path):
+    text = r"seed=1 failed with exit code 2:\nerror: recipe 'none'"
+    with pytest.raises(ValueError, match=text):
         fit(tmp_path / "seed=1", ["-c", "none"], {"OMP_NUM_THREADS": "1"})
 
 
-def test_a_run_that_is_there_is_not_repeated(tmp_path):
+def test_a_finished_run_is_not_repeated(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     fit(tmp_path, ["--no-such-key"], {})
 
 
-def test_a_run_is_read_from_its_numbers(tmp_path):
+def test_a_run_is_read_from_its_metrics(tmp_path):
     (tmp_path / "metrics.csv").write_text(
         "step,val/pass@1,val/pass@8,reward/mean,perf/generated_tokens\n"
         "0,0.25,0.5,,\n1,,,0.3,120\n2,,,0.4,250\n2,0.75,1.0,,\n"
     )
-    found = read(tmp_path, METRICS)
+    found = read_run(tmp_path, METRICS)
     assert found.before == {"pass@1": 0.25, "pass@8": 0.5}
     assert found.after == {"pass@1": 0.75, "pass@8": 1.0}
     assert (found.tokens, found.iterations) == (250, 2)
     assert found.curve == [(120, 0.3), (250, 0.4)]
 
 
-def test_the_verb_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):
-    """The whole command but for the training, whose numbers are put in place."""
+def test_the_command_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):
+    """The runs are already finished, so nothing is trained."""
     for name, value in {"plain": 0.5, "dapo": 0.75}.items():
         for seed in (0, 1):
             folder = tmp_path / name / f"seed={seed}"
@@ -145,7 +157,7 @@ def test_the_verb_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_a_missing_matplotlib_raises_with_the_install_command(monkeypatch):
     monkeypatch.setattr(comparing, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'litgrpo\[compare\]'"):
         compare("configs/quickstart.yaml")

@@ -30,13 +30,13 @@ def test_an_episode_is_chosen_by_number_or_reward(run, row, number, capsys):
     assert f"iteration-000001.jsonl, row {number} of 2" in capsys.readouterr().out
 
 
-def test_predictions_are_replayed_where_nothing_was_trained(tmp_path, capsys):
+def test_predictions_are_replayed_without_training_samples(tmp_path, capsys):
     (tmp_path / "predictions.jsonl").write_text('{"prompt": "1+1?", "completion": "2"}\n')
     replay(str(tmp_path))
     assert "policy     | 2" in capsys.readouterr().out
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out(run, capsys):
+def test_an_incomplete_last_line_is_ignored(run, capsys):
     path = run / "samples" / "iteration-000010.jsonl"
     path.write_text(path.read_text() + '{"prompt": "2*')
     replay(str(path))
@@ -44,38 +44,38 @@ def test_a_line_that_a_kill_cut_short_is_left_out(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "text"),
     [
-        ({"iteration": 5}, "no samples of iteration 5; there are: 1, 10"),
+        ({"iteration": 5}, "iteration 5; available: 1, 10"),
         ({"row": "2"}, "--row is '2'; it must be 0 to 1"),
         ({"row": "-1"}, "--row is '-1'"),
         ({"row": "good"}, "`best` or `worst`"),
     ],
 )
-def test_what_is_not_there_is_named(run, asked, said):
-    with pytest.raises(ValueError, match=said):
-        replay(str(run), **asked)
+def test_missing_iterations_and_rows_raise(run, options, text):
+    with pytest.raises(ValueError, match=text):
+        replay(str(run), **options)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("", "is empty"), ("{\n", "line 1, is no JSON"), ("[1]\n", "line 1, is no sample")],
+    ("content", "text"),
+    [("", "is empty"), ("{\n", "line 1, is not JSON"), ("[1]\n", "line 1, is not a sample")],
 )
-def test_a_file_of_something_else_is_refused(tmp_path, text, said):
+def test_a_file_without_samples_raises(tmp_path, content, text):
     path = tmp_path / "other.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    path.write_text(content)
+    with pytest.raises(ValueError, match=text):
         replay(str(path))
 
 
-def test_a_folder_without_samples_is_refused(tmp_path):
+def test_a_folder_without_samples_raises(tmp_path):
     with pytest.raises(ValueError, match="every_n_iterations"):
         replay(str(tmp_path))
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError, match="nowhere"):
         replay(str(tmp_path / "nowhere"))
 
 
-def test_what_a_policy_said_cannot_command_the_terminal(tmp_path, capsys):
+def test_escape_sequences_of_the_policy_are_printed_as_text(tmp_path, capsys):
     row = {"prompt": "1+1?", "completion": "\x1b[2J2"}
     (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n")
     replay(str(tmp_path))

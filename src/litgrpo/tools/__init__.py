@@ -1,1 +1,1 @@
-"""Verbs besides training."""
+"""Commands that read runs and recipes; nothing in the core imports them."""

@@ -1,4 +1,4 @@
-"""Several algorithms and seeds on one recipe, at equal generated tokens: which gains are real?"""
+"""Compare algorithms on one recipe over seeds, at equal generated tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ from litgrpo.arguments import require
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
 
-OVERLAYS = "algorithms/"
+ALGORITHMS = "algorithms/"
 REWARD = "reward"  # the mean total reward of the sampled completions
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one algorithm reached with one seed.
+    """Results of one algorithm with one seed.
 
     Args:
-        before: {metric: value} before training; of the first algorithm only, as all start alike.
+        before: {metric: value} before training; only the first algorithm is evaluated then, since
+            all share the initial policy.
         after: {metric: value} after training.
-        tokens: tokens sampled in training.
-        iterations: iterations of training.
-        curve: tokens sampled so far and mean reward, for each iteration.
+        tokens: number of tokens generated in training.
+        iterations: number of training iterations.
+        curve: (generated tokens so far, mean reward) of each iteration.
+
+    Example:
+        >>> run = Run({"reward": 0.2}, {"reward": 0.7}, 900, 2, [(400.0, 0.2), (900.0, 0.5)])
+        >>> run.after["reward"], run.curve[-1]
+        (0.7, (900.0, 0.5))
     """
 
     before: dict[str, float]
@@ -43,14 +49,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one algorithm reached over all seeds.
+class AlgorithmResult:
+    """Results of one algorithm over all seeds.
 
     Args:
-        name: of the algorithm.
-        runs: one for each seed.
-        gains: {metric: what it is better than the first row by, seed by seed}; none for the first.
-        p_values: {metric: chance of such a difference by luck, corrected for the number of rows}.
+        name: name of the algorithm.
+        runs: one run per seed.
+        gains: {metric: difference from the first algorithm, paired by seed}; {} for the first.
+        p_values: {metric: p-value of this difference, corrected for the number of algorithms}.
     """
 
     name: str
@@ -59,13 +65,13 @@ class Row:
     p_values: dict[str, float]
 
     def values(self, metric: str) -> list[float]:
-        """[seeds] the metric after training."""
+        """Return the metric after training, for each seed."""
         return [run.after[metric] for run in self.runs]
 
     def verdict(self, metric: str) -> str:
-        """Whether the gain over the first row is real, in words."""
+        """Return the significance of the difference from the first algorithm, in words."""
         if metric not in self.gains:
-            return "the row to beat"
+            return "baseline"
         gain, p_value = self.gains[metric], self.p_values[metric]
         if p_value >= 0.05:  # noqa: PLR2004 (the customary level)
             return f"not shown (p {p_value:.2f})"
@@ -82,26 +88,28 @@ def compare(
     jobs: int = 1,
     fit_options: list[str] = [],  # noqa: B006 (read only)
 ) -> None:
-    """Train by several algorithms and seeds at equal generated tokens; write a table and a plot.
+    """Train with several algorithms and seeds at equal generated tokens; write a table and a plot.
 
-    Runs that are there already are not repeated, so a comparison goes on where it stopped.
+    Finished runs in `run_dir` are kept, so an interrupted comparison resumes.
 
     Args:
-        recipe: what to train; it must have validation prompts.
-        algorithms: overlays, by path or by name, those of configs/algorithms; `plain` is the recipe
-            itself. The others are compared with the first.
-        tokens: tokens that each run samples in training; the last iteration is finished.
-        seeds: at least 2; 5 or more tell something.
-        samples: k completions of each validation prompt, for pass@1, pass@k and the mean reward.
-        run_dir: where runs, table.md, table.json and plot.png go.
-        jobs: runs at a time; more than one makes each use one thread.
+        recipe: the recipe to train; it must have validation prompts.
+        algorithms: config overrides, by path or by name as in configs/algorithms; `plain` is the
+            recipe without one. The first algorithm is the baseline.
+        tokens: tokens that each run generates in training; the last iteration is completed.
+        seeds: at least 2; use 5 or more for useful intervals.
+        samples: completions per validation prompt (k), for pass@1, pass@k and the mean reward.
+        run_dir: folder for runs, table.md, table.json and plot.png.
+        jobs: number of concurrent runs; with more than one, each uses one thread.
         fit_options: more options of `fit`, e.g. --fit_options='["--data.batch_size", "8"]'.
     """
-    check_different(f"seeds is {seeds}; an interval needs at least 2 different ones.", seeds)
-    check_different(f"algorithms is {algorithms}; give two or more different ones.", algorithms)
-    plotting = find_spec("matplotlib") is not None
-    require(plotting, "the plot needs matplotlib: pip install 'litgrpo[compare]'")
-    overlays = {name: overlay(name) for name in algorithms}
+    check_different(f"seeds is {seeds}; give at least 2 different seeds.", seeds)
+    check_different(
+        f"algorithms is {algorithms}; give at least 2 different algorithms.", algorithms
+    )
+    has_matplotlib = find_spec("matplotlib") is not None
+    require(has_matplotlib, "the plot needs matplotlib: pip install 'litgrpo[compare]'")
+    overrides = {name: find_override(name) for name in algorithms}
     metrics = ("pass@1", f"pass@{samples}")
     evaluation = ["--model.evaluation.num_samples", str(samples)]
     evaluation += ["--model.evaluation.pass_at_k", f"[1, {samples}]"]
@@ -110,21 +118,21 @@ def compare(
 
     def train(name: str, seed: int) -> Run:
         own_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
-        recipes = [word for path in (recipe, *overlays[name]) for word in ("-c", str(path))]
+        recipes = [word for path in (recipe, *overrides[name]) for word in ("-c", str(path))]
         own = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
-        # All start alike: only the first algorithm is evaluated before training.
+        # All share the initial policy: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
         words = [*recipes, *evaluation, *limits, *fit_options, *own, *skipped]
         fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
-        return read(own_dir, (*metrics, REWARD))
+        return read_run(own_dir, (*metrics, REWARD))
 
     with ThreadPoolExecutor(jobs) as pool:
-        # Seed by seed, so that a comparison that is stopped early has rows of equal length.
+        # Seed by seed, so that an interrupted comparison has equally many runs of each algorithm.
         started = {(n, seed): pool.submit(train, n, seed) for seed in seeds for n in algorithms}
         results = {key: future.result() for key, future in started.items()}
     runs = {n: [results[n, seed] for seed in seeds] for n in algorithms}
-    rows = rows_of(runs, (*metrics, REWARD))
-    text = table(rows, metrics, seeds)
+    rows = compare_runs(runs, (*metrics, REWARD))
+    text = format_table(rows, metrics, seeds)
     Path(run_dir, "table.md").write_text(text + "\n")
     Path(run_dir, "table.json").write_text(json.dumps(as_json(rows, seeds), indent=2))
     plot(rows, metrics, Path(run_dir, "plot.png"))
@@ -132,54 +140,62 @@ def compare(
 
 
 def check_different(message: str, given: Sequence[object]) -> None:
-    """Refuse less than two, and one that is given twice."""
+    """Raise if there are fewer than two values, or equal ones."""
     require(len(set(given)) == len(given) > 1, message)
 
 
-def overlay(name: str) -> list[Path]:
-    """The recipe that turns another one into this algorithm; none for `plain`."""
+def find_override(name: str) -> list[Path]:
+    """Return the config override of an algorithm; [] for `plain`.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
     if name == "plain":
         return []
-    algorithms = [Path(word).name for word in built_in_recipes() if word.startswith(OVERLAYS)]
+    algorithms = [Path(word).name for word in built_in_recipes() if word.startswith(ALGORITHMS)]
     if name in algorithms:
-        return [recipe_file(OVERLAYS + name)]
+        return [recipe_file(ALGORITHMS + name)]
     path = Path(name)
     require(
         path.is_file(),
-        f"there is no algorithm {name!r}: {path} does not exist. Give the path of an overlay "
+        f"unknown algorithm {name!r}: {path} does not exist. Give the path of a config override, "
         f"or one of: {', '.join(['plain', *algorithms])}.",
     )
     return [path]
 
 
 def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
-    """Train in a process of its own, unless its summary is there already.
+    """Train in a new process; do nothing if the run is already finished.
 
     Args:
-        run_dir: the folder of the run.
+        run_dir: the run folder.
         words: the command line of `fit`.
-        limits: {name: value} to put into the environment.
+        limits: environment variables for the process, such as `OMP_NUM_THREADS`.
+
+    Raises:
+        ValueError: the process failed.
     """
+    # The summary is the last file of a run.
     if (run_dir / "summary.json").exists():
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_suffix(".log")
     with log.open("w") as output:
         command = [sys.executable, "-m", "litgrpo", "fit", *words]
-        there = str(Path(litgrpo.__file__).parents[1])  # also where it is not installed
-        paths = os.pathsep.join(filter(None, [there, os.environ.get("PYTHONPATH")]))
+        package_folder = str(Path(litgrpo.__file__).parents[1])  # for a clone that is not installed
+        paths = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": paths} | limits
         done = subprocess.run(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
         last = "\n".join(log.read_text().splitlines()[-5:])
-        raise ValueError(f"the run in {run_dir} ended with exit code {done.returncode}:\n{last}")
-    print(f"{run_dir} is done", flush=True)
+        raise ValueError(f"the run in {run_dir} failed with exit code {done.returncode}:\n{last}")
+    print(f"finished {run_dir}", flush=True)
 
 
-def read(run_dir: Path, metrics: Sequence[str]) -> Run:
-    """What a run reached, from its metrics.csv."""
+def read_run(run_dir: Path, metrics: Sequence[str]) -> Run:
+    """Read the results of a run from its metrics.csv."""
     with (run_dir / "metrics.csv").open() as file:
         logged = list(csv.DictReader(file))
     validated = [row for row in logged if row[f"val/{metrics[0]}"]]
@@ -192,8 +208,8 @@ def read(run_dir: Path, metrics: Sequence[str]) -> Run:
     return Run(before, after, int(curve[-1][0]), len(curve), curve)
 
 
-def rows_of(runs: dict[str, list[Run]], metrics: Sequence[str]) -> list[Row]:
-    """Each algorithm compared with the first one, seed by seed."""
+def compare_runs(runs: dict[str, list[Run]], metrics: Sequence[str]) -> list[AlgorithmResult]:
+    """Compare each algorithm with the first one, paired by seed."""
     first, *others = runs
     gains = {
         (name, metric): compute_paired_difference(
@@ -205,23 +221,24 @@ def rows_of(runs: dict[str, list[Run]], metrics: Sequence[str]) -> list[Row]:
     corrected = {
         metric: holm({name: gains[name, metric].p_value for name in others}) for metric in metrics
     }
-    rows = [Row(first, runs[first], {}, {})]
+    rows = [AlgorithmResult(first, runs[first], {}, {})]
     for name in others:
         own = {metric: gains[name, metric] for metric in metrics}
         p_values = {metric: corrected[metric][name] for metric in metrics}
-        rows.append(Row(name, runs[name], own, p_values))
+        rows.append(AlgorithmResult(name, runs[name], own, p_values))
     return rows
 
 
 def holm(p_values: dict[str, float]) -> dict[str, float]:
-    """p-values corrected for being several, so that one of them is wrong in 5 % of comparisons.
+    """Return p-values with Holm's correction: family-wise error rate 5 % at the level 0.05.
 
     Example:
         >>> holm({"a": 0.01, "b": 0.04, "c": 0.5})
         {'a': 0.03, 'b': 0.08, 'c': 0.5}
 
-    Source: Holm 1979, Scandinavian Journal of Statistics 6:65.
+    Source: Holm 1979, Scand. J. Statist. 6:65.
     """
+    # adjusted p_(k) = max over j <= k of min(1, (m - j + 1) p_(j)), for m sorted p-values.
     corrected: dict[str, float] = {}
     largest = 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
@@ -230,11 +247,11 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
     return {name: corrected[name] for name in p_values}
 
 
-def table(rows: list[Row], metrics: Sequence[str], seeds: Sequence[int]) -> str:
-    """The comparison as a Markdown table.
+def format_table(rows: list[AlgorithmResult], metrics: Sequence[str], seeds: Sequence[int]) -> str:
+    """Format the comparison as a Markdown table.
 
-    What decides is the first metric; where no completion of any row succeeded, as with a graded
-    reward below its threshold, it is the mean reward.
+    Differences are of the first metric, or of the mean reward if no completion succeeded, as with
+    a reward that never reaches the success threshold.
     """
 
     def interval(values: Sequence[float], within: Callable[..., tuple[float, float]]) -> str:
@@ -245,8 +262,8 @@ def table(rows: list[Row], metrics: Sequence[str], seeds: Sequence[int]) -> str:
     limits[REWARD] = mean_interval
     succeeded = any(any(row.values(metrics[0])) for row in rows)
     decides = metrics[0] if succeeded else REWARD
-    titles = ["algorithm", *metrics, "mean reward", f"{decides} over the first row"]
-    titles += ["is this gain real?", "iterations", "tokens"]
+    titles = ["algorithm", *metrics, "mean reward", f"{decides} minus baseline"]
+    titles += ["significant?", "iterations", "tokens"]
     lines = [titles, ["---"] * len(titles)]
     before = [interval([r.before[n] for r in rows[0].runs], limits[n]) for n in limits]
     lines.append(["before training", *before, "", "", "0", "0"])
@@ -266,13 +283,13 @@ def table(rows: list[Row], metrics: Sequence[str], seeds: Sequence[int]) -> str:
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     note = (
         f"Means over {len(seeds)} seeds with 95 % intervals (Student's t over seeds); differences "
-        "are taken seed by seed, their p-values corrected for the number of rows (Holm)."
+        "are paired by seed, with p-values corrected for the number of algorithms (Holm)."
     )
     return f"{text}\n\n{note}"
 
 
-def as_json(rows: list[Row], seeds: Sequence[int]) -> dict[str, object]:
-    """Every number of the table, seed by seed."""
+def as_json(rows: list[AlgorithmResult], seeds: Sequence[int]) -> dict[str, object]:
+    """Return every number of the table, for each seed."""
     return {
         "seeds": list(seeds),
         "algorithms": {
@@ -287,8 +304,8 @@ def as_json(rows: list[Row], seeds: Sequence[int]) -> dict[str, object]:
     }
 
 
-def plot(rows: list[Row], metrics: Sequence[str], path: Path) -> None:
-    """Mean reward against sampled tokens, and the metrics with their intervals."""
+def plot(rows: list[AlgorithmResult], metrics: Sequence[str], path: Path) -> None:
+    """Plot the mean reward over generated tokens, and the metrics with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -305,28 +322,30 @@ def plot(rows: list[Row], metrics: Sequence[str], path: Path) -> None:
             mean = fmean(row.values(metric))
             reach = [[mean - low], [high - mean]]
             axes[1].errorbar(mean, place + shift, xerr=reach, fmt=marker, color=color, capsize=3)
-    axes[0].set(xlabel="thousand tokens sampled in training", ylabel="mean reward of 9 iterations")
+    axes[0].set(
+        xlabel="thousand tokens generated in training", ylabel="mean reward of 9 iterations"
+    )
     axes[0].legend(fontsize="small")
     axes[1].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[1].invert_yaxis()
-    axes[1].set(xlabel=f"{metrics[0]} (circles), {metrics[1]} (squares), 95 % intervals over seeds")
+    axes[1].set(xlabel=f"{metrics[0]} (dots), {metrics[1]} (squares), 95 % intervals over seeds")
     figure.savefig(path, dpi=110)
 
 
 def bounds(shares: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of shares, which are between 0 and 1."""
+    """Return the 95 % interval of the mean of shares, cut to [0, 1]."""
     low, high = mean_interval(shares)
     return max(0.0, low), min(1.0, high)
 
 
 def mean_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Tokens and rewards, averaged over runs, as far as the shortest goes."""
+    """Return tokens and rewards averaged over runs, up to the length of the shortest run."""
     shortest = min(len(run.curve) for run in runs)
-    at = [[run.curve[number] for run in runs] for number in range(shortest)]
-    tokens = [fmean(tokens for tokens, _ in points) for points in at]
-    return tokens, [fmean(reward for _, reward in points) for points in at]
+    points_by_iteration = [[run.curve[number] for run in runs] for number in range(shortest)]
+    tokens = [fmean(tokens for tokens, _ in points) for points in points_by_iteration]
+    return tokens, [fmean(reward for _, reward in points) for points in points_by_iteration]
 
 
 def smooth(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Means over up to `reach` neighbors on either side."""
+    """Return means over up to `reach` neighbors on either side."""
     return [fmean(values[max(0, n - reach) : n + reach + 1]) for n in range(len(values))]

@@ -5,9 +5,9 @@ import pytest
 
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as library
-from litgrpo.tools.audit import command as audit_verb
+from litgrpo.tools.audit import command as audit_command
 from litgrpo.tools.audit.cases import Problem
-from litgrpo.tools.audit.command import problems_of
+from litgrpo.tools.audit.command import read_problems
 from tests.support.cases import WORKED
 
 ROOT = Path(__file__).parents[3]
@@ -38,20 +38,20 @@ def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> 
     code, out, _ = cli("audit", "-c", FAULTY, "--problems", references)
     assert code == 1
     assert "FAULT: giving up pays: 'no idea' in format earns 4.5" in out
-    assert "FAULT: form outweighs the answer" in out
+    assert "FAULT: the format outweighs the answer" in out
     assert "FAIL: " in out.splitlines()[-1]
 
 
-def test_a_config_override_and_own_reference_answers_are_used(cli, references, tmp_path) -> None:
-    overlay = tmp_path / "overlay.yaml"
-    overlay.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
+def test_config_overrides_and_given_problems_are_used(cli, references, tmp_path) -> None:
+    override = tmp_path / "override.yaml"
+    override.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
     code, out, _ = cli(
         *(
             "audit",
             "-c",
             FAULTY,
             "-c",
-            str(overlay),
+            str(override),
             "--problems",
             references,
             "--success_threshold",
@@ -60,7 +60,7 @@ def test_a_config_override_and_own_reference_answers_are_used(cli, references, t
         *("--answer_format", "{reasoning}\n#### {answer}"),
     )
     assert code == 0, out
-    assert "'right' says whether" in out
+    assert "'right' decides if" in out
     assert "check_answer" not in out
 
 
@@ -69,7 +69,7 @@ def test_a_config_override_and_own_reference_answers_are_used(cli, references, t
     [
         ([], "model.rewards"),
         (["-c", "nowhere.yaml"], "'nowhere.yaml'"),
-        (["-c", "recipe.yaml"], "the recipe has no rewards"),
+        (["-c", "recipe.yaml"], "model.rewards"),
         (["-c", QUICKSTART, "--success_reward", "right"], "success_reward is 'right'"),
         (["-c", QUICKSTART, "--limit", "-1"], "limit is -1"),
         (["-c", FAULTY], "--problems"),
@@ -93,7 +93,7 @@ model:
 data:
   class_path: litgrpo.PromptData
   init_args:
-    train: [Tell me a story.]
+    train: [Write me a story.]
 """
 
 
@@ -116,28 +116,28 @@ def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
 
 
 def test_columns_may_be_used_under_both_names() -> None:
-    """The audit reads `answer`, a reward of one's own the name that the data have."""
+    # The audit reads `answer`; a user's reward may read the name in the data.
     names = {"columns": {"prompt": "task", "answer": "solution"}}
     settings = {"train": [{"task": "1+1?", "solution": "two"}], **names}
     recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
-    _, (problem,) = problems_of(recipe, None)
+    _, (problem,) = read_problems(recipe, None)
     assert (problem.prompt, problem.answer) == ("1+1?", "two")
     assert problem.columns == {"task": "1+1?", "solution": "two"}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "said"),
+    ("tasks", "text"),
     [
         (["countdown", "gcd"], "executed as Python by the scorers of: countdown; screened"),
         (["gcd"], "executed by none of their scorers"),
     ],
 )
-def test_tasks_of_reasoning_gym_that_execute_answers_are_listed(tasks, said, monkeypatch):
+def test_tasks_of_reasoning_gym_that_execute_answers_are_listed(tasks, text, monkeypatch):
     monkeypatch.setattr(library, "installed_version", lambda: library.TESTED_VERSION)
     scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
     problems = [Problem("", "1", {"task": task}) for task in tasks]
-    assert said in "\n".join(audit_verb.executed_lines(scorer, problems))
+    assert text in "\n".join(audit_command.execution_lines(scorer, problems))
     assert (
-        audit_verb.executed_lines(Scorer({"right": Reward("litgrpo.rewards.exact")}), problems)
+        audit_command.execution_lines(Scorer({"right": Reward("litgrpo.rewards.exact")}), problems)
         == []
     )

@@ -1,4 +1,4 @@
-"""What pays for no play, or breaks by a text, is found; a sound environment passes."""
+"""Environments that reward scripted policies, or break on a text, are faults."""
 
 import json
 
@@ -14,11 +14,11 @@ from litgrpo.tools.audit.episodes import audit_episodes
 
 ROWS = [{"prompt": "Guess.", "answer": str(n)} for n in (3, 7)]
 SAMPLES = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-SPOKEN = [[["8", "4"], ["1"]], [["9"], ["8", "7"]]]
+TURN_TEXTS = [[["8", "4"], ["1"]], [["9"], ["8", "7"]]]
 
 
 class Paying:
-    """Pays as told for every turn, or breaks."""
+    """Returns the reward `pays(action, row)` for every turn."""
 
     def __init__(self, pays):
         self.pays = pays
@@ -28,24 +28,24 @@ class Paying:
         return ""
 
     def step(self, action):
-        return StepResult("go on", reward=self.pays(action, self.row))
+        return StepResult("continue", reward=self.pays(action, self.row))
 
 
-def found(environment, rewards=None, spoken=SPOKEN):
+def found(environment, rewards=None, turn_texts=TURN_TEXTS):
     scorer = Scorer(rewards or {"environment": Reward()}, runner=InProcessRunner(max_failed_frac=1))
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(ROWS)]
     pool = InProcessEpisodes(environment, max_failed_frac=1.0)
-    return audit_episodes(pool, environment, scorer, starts, SAMPLES, spoken, max_turns=3)
+    return audit_episodes(pool, environment, scorer, starts, SAMPLES, turn_texts, max_turns=3)
 
 
 def line(report, policy):
     return next(each for each in report.lines if each.policy == policy)
 
 
-def test_a_game_that_must_be_played_passes_and_the_answer_is_only_remarked():
-    report = found(Paying(lambda said, row: float(said.startswith(f"{row['answer']} <"))))
+def test_a_sound_environment_passes_and_rewarding_the_reference_answer_is_a_remark():
+    report = found(Paying(lambda text, row: float(text.startswith(f"{row['answer']} <"))))
     assert report.passed, report.faults
-    assert line(report, "says the answer").paid == 2
+    assert line(report, "gives the reference answer").paid == 2
     assert line(report, "only talks").mean == 0.0
     assert line(report, "only talks").turns == 3
     assert [each for each in report.remarks if "without playing is paid on 2 of 2" in each]
@@ -55,14 +55,20 @@ def test_a_game_that_must_be_played_passes_and_the_answer_is_only_remarked():
 @pytest.mark.parametrize(
     ("pays", "fault"),
     [
-        (lambda said, row: float("think" in said), "exploit: a policy that 'only talks' earns 3 "),
-        (lambda said, row: (len(said) == 0) / 3, "paid for nothing: a policy that 'says nothing'"),
-        (lambda said, row: float(said == "go on"), "exploit: a policy that 'copies what it hears'"),
-        (lambda said, row: float(said in "89"), "exploit: a policy that 'repeats a first turn'"),
-        (lambda said, row: 0.0 * int("7" * 4 in said and "x"), "breaks 2 of 2 episodes (ValueErr"),
+        (lambda text, row: float("think" in text), "exploit: a policy that 'only talks' earns 3 "),
+        (
+            lambda text, row: (len(text) == 0) / 3,
+            "paid for nothing: a policy that 'gives empty turns'",
+        ),
+        (
+            lambda text, row: float(text == "continue"),
+            "exploit: a policy that 'copies the observation'",
+        ),
+        (lambda text, row: float(text in "89"), "exploit: a policy that 'repeats a first turn'"),
+        (lambda text, row: 0.0 * int("7" * 4 in text and "x"), "breaks 2 of 2 episodes (ValueErr"),
     ],
 )
-def test_what_is_paid_without_play_or_breaks_is_a_fault(pays, fault):
+def test_rewards_for_scripted_policies_and_failures_are_faults(pays, fault):
     report = found(Paying(pays))
     assert any(fault in each for each in report.faults), report.faults
 
@@ -71,10 +77,10 @@ def loud(prompts, completions, turns, messages):
     return [float(len(said) == 3 and said[-1] == "") for said in turns]
 
 
-def test_rewards_beside_the_environments_count_and_fail_by_name():
+def test_other_rewards_are_added_and_their_failures_named():
     report = found(NumberGame(), {"environment": Reward(), "loud": Reward(loud, weight=2.0)})
-    assert line(report, "says nothing").mean == 2.0
-    assert any("exploit: a policy that 'says nothing'" in fault for fault in report.faults)
+    assert line(report, "gives empty turns").mean == 2.0
+    assert any("exploit: a policy that 'gives empty turns'" in fault for fault in report.faults)
     broken = found(
         NumberGame(), {"environment": Reward(), "bad": Reward(lambda prompts, **_: 1 / 0)}
     )

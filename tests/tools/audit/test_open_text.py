@@ -1,4 +1,4 @@
-"""Rewards of open text: exploits that earn more than real texts are found, sound rewards pass."""
+"""Exploits of rewards for open-ended text are found; sound rewards pass."""
 
 from types import SimpleNamespace
 
@@ -7,10 +7,10 @@ import pytest
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.tools.audit.cases import Problem
-from litgrpo.tools.audit.open_text import OWN_WORDS, audit_open_text, own_words
+from litgrpo.tools.audit.open_text import LEXICON_WORDS, audit_open_text, find_lexicon
 
 LEXICON = {"joyful": 3.0, "splendid": 4.0, "sad": -2.0}
-PROBLEMS = [Problem(f"Tell me about {what} and the sea.", None) for what in ("cats", "dogs")]
+PROBLEMS = [Problem(f"Write about {what} and the sea.", None) for what in ("cats", "dogs")]
 SAMPLES = [["It was a fine day. We walked.", "No idea."]] * 2
 
 
@@ -26,7 +26,7 @@ def on_topic(prompts, completions):
 
 
 def real_text(prompts, completions):
-    """What the samples are, and no exploit is."""
+    """1 for the samples, 0 for every exploit."""
     return [float(text in SAMPLES[0]) for text in completions]
 
 
@@ -48,15 +48,17 @@ def kinds_of_exploits(report):
     return {fault.split("'")[1] for fault in report.faults}
 
 
-def test_a_reward_that_counts_words_is_hacked_with_its_own_lexicon():
+def test_a_reward_that_counts_words_is_exploited_with_its_lexicon():
     report = found(cheerful)
-    assert kinds_of_exploits(report) == {OWN_WORDS, f"{OWN_WORDS}, repeated"}
-    (best,) = [exploit for exploit in report.exploits if exploit.kind == f"{OWN_WORDS}, repeated"]
+    assert kinds_of_exploits(report) == {LEXICON_WORDS, f"{LEXICON_WORDS}, repeated"}
+    (best,) = [
+        exploit for exploit in report.exploits if exploit.kind == f"{LEXICON_WORDS}, repeated"
+    ]
     assert (best.mean, best.beats, best.example.split()[:2]) == (120.0, 2, ["splendid"] * 2)
     assert not report.passed
 
 
-def test_a_reward_for_the_prompts_words_is_hacked_by_copying_them():
+def test_a_reward_for_the_prompts_words_is_exploited_by_copying_them():
     report = found(on_topic)
     assert {"prompt copied", "keywords of the prompt"} <= kinds_of_exploits(report)
 
@@ -76,15 +78,17 @@ def test_failures_are_faults():
 def test_words_are_found_in_arguments_constants_closures_and_objects():
     analyzer = SimpleNamespace(lexicon={"closed": 9.0, ":-)": 3.0})
 
-    def judge(prompts, completions, words=("default",), bad=()):
+    def count_words(prompts, completions, words=("default",), bad=()):
         return [float(text in analyzer.lexicon) for text in completions]
 
-    words = own_words(Scorer({"one": Reward(judge, kwargs={"bad": ["given", "two words"]})}))
+    words = find_lexicon(
+        Scorer({"one": Reward(count_words, kwargs={"bad": ["given", "two words"]})})
+    )
     assert words[:3] == ["closed", "splendid", "joyful"]
     assert {"given", "default"} <= set(words)
     assert not {":-)", "two words"} & set(words)
 
 
-def test_without_prompts_there_is_nothing_to_audit():
+def test_no_prompts_raise():
     with pytest.raises(ValueError, match="no prompts to audit with"):
         audit_open_text(Scorer({"one": Reward(cheerful)}), [], [])

@@ -1,11 +1,11 @@
-"""Policies that play no game say what their names say, in the format that an environment reads."""
+"""Scripted policies act as named, in the tool-call format of the environment."""
 
 import pytest
 
 from litgrpo.environments import Tools
 from litgrpo.environments.examples import NumberGame
 from litgrpo.environments.tool_calls import HermesFormat, TagFormat, format_of
-from litgrpo.tools.audit.policies import Game, call_texts, scripted, text_of
+from litgrpo.tools.audit.policies import Game, call_texts, list_policies, text_of
 
 
 def add(a: int, names: list[str], how: str = "up") -> int:
@@ -22,23 +22,25 @@ def add(a: int, names: list[str], how: str = "up") -> int:
 @pytest.mark.parametrize(
     "calls", ["hermes", "tags", "python", HermesFormat("use"), TagFormat("calc", "out")]
 )
-def test_a_call_without_sense_fits_the_schema_in_every_format(calls):
+def test_calls_fit_the_schema_in_every_format(calls):
     environment = Tools([add], call_format=calls)
     environment.reset({}, 0)
-    heard = environment.step(call_texts(environment))
-    assert heard.calls["add"] == (1, 0)
-    assert "1" in text_of(heard.observation)
+    result = environment.step(call_texts(environment))
+    assert result.calls["add"] == (1, 0)
+    assert "1" in text_of(result.observation)
     assert format_of(calls)
 
 
-def test_policies_are_those_that_there_is_something_to_say_for():
-    names = [policy.name for policy in scripted(NumberGame(), sampled=False, answers=False)]
-    assert {"says nothing", "copies what it hears", "deep JSON"} < {*names}
-    assert not {"calls without end", "repeats a first turn", "says the answer"} & {*names}
-    every = scripted(Tools([add]), sampled=True, answers=True)
-    game = Game("What?", sample=["7", "8"], answer="9", heard=["low", "high"])
-    said = {policy.name: policy.says(game) for policy in every}
-    assert said["repeats a first turn"] == "7"
-    assert said["says the answer"] == "9 <answer>9</answer>"
-    assert said["copies what it hears"] == "high"
-    assert len(said["a million digits"]) == 1_000_000
+def test_policies_need_tools_samples_or_answers():
+    names = [policy.name for policy in list_policies(NumberGame(), sampled=False, answers=False)]
+    assert {"gives empty turns", "copies the observation", "deep JSON"} < {*names}
+    assert not {"calls without end", "repeats a first turn", "gives the reference answer"} & {
+        *names
+    }
+    every = list_policies(Tools([add]), sampled=True, answers=True)
+    game = Game("What?", sample=["7", "8"], answer="9", observations=["low", "high"])
+    turns = {policy.name: policy.respond(game) for policy in every}
+    assert turns["repeats a first turn"] == "7"
+    assert turns["gives the reference answer"] == "9 <answer>9</answer>"
+    assert turns["copies the observation"] == "high"
+    assert len(turns["a million digits"]) == 1_000_000

@@ -1,33 +1,33 @@
-"""Which numbers are faults, and which differences are none."""
+"""Faults and remarks of a report."""
 
 import json
 
 import pytest
 
-from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, MALFORMED, WRONG
-from litgrpo.tools.audit.report import Line, Part, Report, slack
+from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, INCORRECT, MALFORMED
+from litgrpo.tools.audit.report import KindResult, Report, RewardResult, slack
 
 
-def line(kind: str, mean: float, **changes) -> Line:
-    right = 9 if kind == HONEST else 0
+def line(kind: str, mean: float, **changes) -> KindResult:
+    correct = 9 if kind == HONEST else 0
     numbers = {
         "count": 9,
-        "right": right,
+        "correct": correct,
         "best_margin": -1.0,
         "beats": 0,
         "equals": 0,
         "example": "so 7",
     }
-    return Line(kind=kind, mean=mean, **(numbers | changes))
+    return KindResult(kind=kind, mean=mean, **(numbers | changes))
 
 
-def part(**changes) -> Part:
+def part(**changes) -> RewardResult:
     numbers = {"low": 0.0, "high": 1.0, "share": 0.5, "slowest_s": 0.0, "slowest_on": "digits"}
-    return Part(**({"name": "part", "failed": {}, "unfair": {}} | numbers | changes))
+    return RewardResult(**({"name": "part", "failed": {}, "unfair": {}} | numbers | changes))
 
 
 def report(honest=1.2, wrong=0.2, given_up=0.2, untagged=0.0, parts=(), conflicts=None) -> Report:
-    attacks = [line(WRONG, wrong), line(GIVEN_UP, given_up), line(MALFORMED, untagged)]
+    attacks = [line(INCORRECT, wrong), line(GIVEN_UP, given_up), line(MALFORMED, untagged)]
     return Report("part", 9, [line(HONEST, honest)], attacks, list(parts), conflicts or {})
 
 
@@ -38,24 +38,26 @@ def test_sound_numbers_pass_and_become_json() -> None:
     assert content["faults"] == []
     assert content["false_negatives"] == 0
     assert content["remarks"] == found.remarks
-    assert found.remarks[0].startswith("the best exploit is 'wrong, in format': 0.2 on average")
+    assert found.remarks[0].startswith("the best exploit is 'incorrect, in format': 0.2 on average")
 
 
 @pytest.mark.parametrize("more", [0.0, 1e-7, 0.3 - (0.1 + 0.2), 0.0007, 0.0099])
-def test_means_that_differ_by_less_than_a_hundredth_of_being_right_are_equal(more: float) -> None:
+def test_means_that_differ_by_less_than_a_hundredth_of_correctness_are_equal(more: float) -> None:
     assert report(given_up=0.2 + more).passed
     assert report(honest=2.0, wrong=1.0, given_up=1.0, untagged=-more).passed
 
 
-def test_giving_up_that_pays_and_form_that_outweighs_are_faults() -> None:
+def test_giving_up_that_pays_and_a_format_that_outweighs_are_faults() -> None:
     assert report(given_up=0.22).faults == [
         "giving up pays: 'no idea' in format earns 0.22, an incorrect attempt 0.2"
     ]
     (fault,) = report(honest=1.9, wrong=1.0, given_up=1.0).faults
-    assert fault.startswith("form outweighs the answer: an incorrect answer in format earns 1, ")
+    assert fault.startswith(
+        "the format outweighs the answer: an incorrect answer in format earns 1, "
+    )
 
 
-def test_where_being_right_adds_nothing_equal_rewards_are_equal_but_for_rounding() -> None:
+def test_without_correctness_adds_nothing_equal_rewards_are_equal_but_for_rounding() -> None:
     assert report(honest=0.3, wrong=0.1 + 0.2, given_up=0.3, untagged=0.3).passed
     assert not report(honest=0.3, wrong=0.3, given_up=0.31, untagged=0.3).passed
 

@@ -1,4 +1,4 @@
-"""The audit passes sound rewards, finds every fault that was planted, and says so in sentences."""
+"""The audit passes sound rewards and finds every planted fault."""
 
 import json
 import re
@@ -29,8 +29,8 @@ def report(rewards=SOUND, problems=PROBLEMS, **settings):
     return audit_rewards(Scorer(rewards), problems, **settings)
 
 
-def planted(*names: str) -> dict[str, Reward]:
-    return {name: Reward(vars(faulty_rules)[name]) for name in names}
+def faulty_rewards(*names: str) -> dict[str, Reward]:
+    return {name: Reward(getattr(faulty_rules, name)) for name in names}
 
 
 def test_sound_rewards_pass() -> None:
@@ -39,7 +39,7 @@ def test_sound_rewards_pass() -> None:
     assert found.false_negatives == 0
     assert len(found.variants) >= 8
     assert {line.count for line in found.variants} == {len(PROBLEMS)}
-    assert all(line.right == line.beats == line.equals == 0 for line in found.attacks)
+    assert all(line.correct == line.beats == line.equals == 0 for line in found.attacks)
     best = max(line.best_margin for line in found.attacks)
     assert best == pytest.approx(-0.8)
     assert json.loads(json.dumps(found.as_dict()))["passed"] is True
@@ -57,34 +57,34 @@ def test_answers_that_are_no_numbers_are_audited_too() -> None:
 
 def test_every_known_fault_of_widespread_rules_is_found() -> None:
     names = ("check_answer", "check_numbers", "whole_form", "some_form")
-    found = report(planted(*names), threshold=3.0)
+    found = report(faulty_rewards(*names), threshold=3.0)
     lines = {line.kind: line for line in found.variants + found.attacks}
     # the sums that these rules are known for
-    assert lines["right, malformed"].mean == -2.0
-    # 4.5 where the gold is "1,080", which it cannot read
-    assert lines["wrong, in format"].mean == pytest.approx(4.0, abs=0.05)
+    assert lines["correct, malformed"].mean == -2.0
+    # 4.5 if the reference answer is "1,080", which it cannot read
+    assert lines["incorrect, in format"].mean == pytest.approx(4.0, abs=0.05)
     assert lines["no idea, in format"].mean == 4.5
-    assert lines["dollar sign"].right == 0
+    assert lines["dollar sign"].correct == 0
     text = "\n".join(found.faults)
     assert (
         "'check_numbers' gives 2 correct answers less than its best although" in text
     )  # 1,080, -7
-    assert "12 of 12 correct answers are judged wrong in the variant 'dollar sign'" in text
-    assert "form outweighs the answer: an incorrect answer in format earns 4.04" in text
+    assert "12 of 12 correct answers are judged incorrect in the variant 'dollar sign'" in text
+    assert "the format outweighs the answer: an incorrect answer in format earns 4.04" in text
     assert "giving up pays: 'no idea' in format earns 4.5, an incorrect attempt 4.04" in text
     assert not found.passed
 
 
-def test_an_answer_that_is_searched_for_anywhere_is_found_out() -> None:
-    found = report(planted("substring"))
-    wrong = {line.kind for line in found.attacks if line.right and line.beats + line.equals}
+def test_a_reward_that_searches_the_whole_completion_is_a_fault() -> None:
+    found = report(faulty_rewards("substring"))
+    wrong = {line.kind for line in found.attacks if line.correct and line.beats + line.equals}
     assert wrong >= {"all numbers as the answer", "many answers", "hedged"}
     assert any(fault.startswith("false positives: 12 of 12") for fault in found.faults)
     assert any(fault.startswith("exploit: 12 of 12") for fault in found.faults)
 
 
-def test_a_part_that_pays_for_length_lets_hacks_win() -> None:
-    rewards = {"correct": Reward(correctness)} | planted("longer_is_better")
+def test_a_part_that_pays_for_length_lets_exploits_win() -> None:
+    rewards = {"correct": Reward(correctness)} | faulty_rewards("longer_is_better")
     rewards["longer_is_better"].weight = 10.0
     found = report(rewards)
     beaten = {line.kind for line in found.attacks if line.beats + line.equals}
@@ -93,11 +93,11 @@ def test_a_part_that_pays_for_length_lets_hacks_win() -> None:
 
 
 def test_slow_failing_and_constant_rewards_are_named() -> None:
-    rewards = {"correct": Reward(correctness)} | planted("constant", "crashes_on_empty")
+    rewards = {"correct": Reward(correctness)} | faulty_rewards("constant", "crashes_on_empty")
     found = report(rewards, PROBLEMS[:3])
     assert any("'crashes_on_empty' fails on completions of the audit (IndexE" in x
                for x in found.faults)  # fmt: skip
-    assert any("'constant' gives 1 to everything" in x for x in found.remarks)
+    assert any("'constant' gives 1 to every completion" in x for x in found.remarks)
     slow = report({"correct": Reward(correctness), "endless": Reward(endless)}, PROBLEMS[:1])
     assert any(x.startswith("slow: 'endless' needs") for x in slow.faults)
 
@@ -109,9 +109,9 @@ def endless(prompts, completions):
 
 def test_parts_in_conflict_are_named() -> None:
     rewards = SOUND | {"wordless": Reward(lambda completions: [-len(text) for text in completions])}
-    rewards |= planted("longer_is_better")
+    rewards |= faulty_rewards("longer_is_better")
     found = report(rewards, PROBLEMS[:3])
-    assert any("wordless_longer_is_better pull against each other (cosine -1.00)" in x
+    assert any("wordless_longer_is_better have opposed advantages (cosine -1.00)" in x
                for x in found.remarks)  # fmt: skip
 
 
@@ -124,28 +124,28 @@ def test_tags_are_those_that_the_rewards_ask_for() -> None:
     assert report(rewards).passed
     with_marks = {"correct": Reward(correctness, kwargs={"require_tags": False})}
     assert report(
-        with_marks, form=AnswerFormat("{reasoning}\n#### {answer}"), problems=PROBLEMS
+        with_marks, answer_format=AnswerFormat("{reasoning}\n#### {answer}"), problems=PROBLEMS
     ).passed
 
 
-def test_gates_keep_form_from_paying() -> None:
-    stuffed = {"correct": Reward(correctness)} | planted("longer_is_better")
+def test_a_gate_prevents_reward_for_length_alone() -> None:
+    stuffed = {"correct": Reward(correctness)} | faulty_rewards("longer_is_better")
     stuffed["longer_is_better"].gate = "correct"
     assert report(stuffed).passed
 
 
-def test_a_right_answer_that_differs_by_rounding_only_is_not_refused() -> None:
-    def rounded(completions, answer):
+def test_a_correct_answer_below_the_best_by_rounding_is_accepted() -> None:
+    def round_off(completions, answer):
         right = correctness(completions, completions, answer)
         return [value * (0.3 if "$" in text else 0.1 + 0.2)
                 for value, text in zip(right, completions, strict=True)]  # fmt: skip
 
-    found = report({"correct": Reward(correctness), "rounded": Reward(rounded)})
+    found = report({"correct": Reward(correctness), "rounded": Reward(round_off)})
     assert found.passed, found.faults
     assert found.parts[1].unfair == {}
 
 
-def test_a_hack_that_falls_short_by_rounding_only_is_a_hack() -> None:
+def test_an_exploit_below_a_correct_answer_by_rounding_is_a_fault() -> None:
     rewards = {"correct": Reward(correctness), "undone": Reward(undone, weight=1.0)}
     found = report(rewards)
     assert all(line.beats + line.equals == line.count for line in found.attacks)
@@ -163,10 +163,10 @@ def test_a_length_limit_that_few_long_solutions_exceed_is_no_fault() -> None:
     found = report(rewards, [*PROBLEMS, long])
     assert found.passed, found.faults
     means = {line.kind: line.mean for line in found.attacks}
-    assert 0 < means["no idea, in format"] - means["wrong, in format"] < 0.005
+    assert 0 < means["no idea, in format"] - means["incorrect, in format"] < 0.005
 
 
-def test_wrong_settings_are_refused() -> None:
+def test_invalid_settings_raise() -> None:
     with pytest.raises(ValueError, match="success_reward is 'right'"):
         report(success="right")
     with pytest.raises(ValueError, match="no problems"):
@@ -181,6 +181,6 @@ def test_the_rewards_of_the_gsm8k_recipe_pass() -> None:
     assert found.passed, found.faults
 
 
-def test_gsm8k_has_no_false_negative_and_no_hack_that_pays() -> None:
+def test_gsm8k_has_no_false_negative_and_no_exploit_that_pays() -> None:
     found = report(problems=[Problem(row["question"], row["answer"]) for row in GSM8K])
     assert found.passed, found.faults

@@ -1,4 +1,4 @@
-"""Completions to test reward functions with: correct answers in many variants, ways to cheat."""
+"""Build completions to test reward functions: correct answers in many formats, and exploits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PRAISE = (
     "thus hence total reasoning verified certain "
 )
 # Kinds of completions that the findings name; the others are named where they are made.
-HONEST, WRONG, MALFORMED = "as in the data", "wrong, in format", "right, malformed"
+HONEST, INCORRECT, MALFORMED = "as in the data", "incorrect, in format", "correct, malformed"
 GIVEN_UP = "no idea, in format"
-NEGATIVE = "minus (gold negated)"
+NEGATIVE = "negated reference answer"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with its reference answer.
+    r"""A question with its reference answer.
 
     Args:
         prompt: the prompt.
@@ -34,6 +34,11 @@ class Problem:
             solution that ends in `#### 72`.
         columns: {name: value} of the other columns.
         solution: reasoning that leads to the answer, if it is known.
+
+    Example:
+        >>> problem = Problem("How much is 8 * 9?", "8 * 9 = 72\n#### 72")
+        >>> problem.reference, problem.reasoning
+        ('72', '8 * 9 = 72')
     """
 
     prompt: str
@@ -42,19 +47,19 @@ class Problem:
     solution: str | None = None
 
     @property
-    def gold(self) -> str:
-        """The answer alone, as text."""
+    def reference(self) -> str:
+        """Reference answer without its solution, as text."""
         found = extract_answer(str(self.answer))
         return (str(self.answer) if found is None else found).strip()
 
     @property
     def number(self) -> Fraction | None:
-        """The answer as a number, if it is one."""
-        return parse_number(self.gold)
+        """Reference answer as a number; None if it is a text."""
+        return parse_number(self.reference)
 
     @property
     def reasoning(self) -> str:
-        """The known solution, or a sentence that pretends to one."""
+        """Known solution, or a generic sentence in its place."""
         if self.solution is not None:
             return self.solution
         text = str(self.answer)
@@ -62,26 +67,31 @@ class Problem:
             return re.sub(r"<<[^<>]*>>", "", text.partition("####")[0]).strip()
         given = ", ".join(NUMBERS.findall(self.prompt)[:4])
         named = f"The question gives {given}. " if given else ""
-        return f"{named}Taken together, step by step, that leads to {self.gold}."
+        return f"{named}Taken together, step by step, that leads to {self.reference}."
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the rewards want a completion to look.
+    """Format that the rewards expect of a completion.
 
     Args:
-        text: a text with `{reasoning}` and `{answer}`.
+        text: a template with `{reasoning}` and `{answer}`.
+
+    Example:
+        >>> AnswerFormat("{reasoning} #### {answer}").fill("3 + 4 = 7", "7")
+        '3 + 4 = 7 #### 7'
     """
 
     text: str = "<reasoning>\n{reasoning}\n</reasoning>\n<answer>{answer}</answer>"
 
     def __post_init__(self) -> None:
-        """Check that the answer has a place."""
+        """Check that the template holds the answer."""
         found = "{answer}" in self.text
-        require(found, f"the form of a completion must contain {{answer}}, got {self.text!r}")
+        require(found, f"answer_format must contain {{answer}}, got {self.text!r}")
 
     def fill(self, reasoning: str, answer: str) -> str:
-        """A completion; an answer at its end, without a closing tag, stays on its line."""
+        """Return a completion with this reasoning and answer."""
+        # Without a closing tag, reward functions read the answer up to the end of its line.
         shown = answer.strip() if self.text.endswith("{answer}") else answer
         return self.text.replace("{reasoning}", reasoning).replace("{answer}", shown)
 
@@ -92,88 +102,92 @@ class Case:
 
     kind: str  # its name in the report
     completion: str
-    answer: Any  # the reference answer that the functions are told: the problem's, or a negated one
+    answer: Any  # reference answer that the functions receive: the problem's, or a negated one
 
 
-def correct_answers(problem: Problem, form: AnswerFormat) -> list[Case]:
-    """A correct answer in every variant; the first is what the data set itself calls the answer.
+def correct_answers(problem: Problem, answer_format: AnswerFormat) -> list[Case]:
+    """Write the correct answer in every variant; the first is formatted as in the data.
 
     Args:
         problem: with its reference answer.
-        form: where the answer stands.
+        answer_format: template of a completion.
     """
 
-    def case(kind: str, shown: str, gold: Any = problem.answer) -> Case:
-        return Case(kind, form.fill(problem.reasoning, shown), gold)
+    def case(kind: str, shown: str, answer: Any = problem.answer) -> Case:
+        return Case(kind, answer_format.fill(problem.reasoning, shown), answer)
 
     number = problem.number
     if number is None:
-        return [case(kind, show(problem.gold)) for kind, show in TEXT_VARIANTS.items()]
-    shown = {kind: render(number) for kind, render in VARIANTS.items()} | {HONEST: problem.gold}
+        return [case(kind, show(problem.reference)) for kind, show in TEXT_VARIANTS.items()]
+    shown = {kind: render(number) for kind, render in VARIANTS.items()} | {
+        HONEST: problem.reference
+    }
     # Few data sets have negative answers: the reference answer is negated as well.
-    negated = case(NEGATIVE, plain(-number), plain(-number))
+    negated = case(NEGATIVE, format_number(-number), format_number(-number))
     return [*(case(kind, text) for kind, text in shown.items()), negated]
 
 
-def make_exploits(problem: Problem, form: AnswerFormat, rng: random.Random) -> list[Case]:
-    """Completions that answer nothing, or wrongly, or everything at once.
+def make_exploits(problem: Problem, answer_format: AnswerFormat, rng: random.Random) -> list[Case]:
+    """Write completions that must not be rewarded: empty, incorrect, copied, hedged or noisy.
 
     Args:
         problem: with its reference answer.
-        form: where the answer stands.
+        answer_format: template of a completion.
         rng: for the noise.
     """
-    gold, reasoning, prompt = problem.gold, problem.reasoning, problem.prompt
+    reference, reasoning, prompt = problem.reference, problem.reasoning, problem.prompt
     wrong, far, flipped = incorrect_answers(problem)
-    guesses = [str(n) for n in range(100)] + ([gold] if problem.number is not None else [])
+    guesses = [str(n) for n in range(100)] + ([reference] if problem.number is not None else [])
     noise = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(60))
-    empty = form.fill("", "")
+    empty = answer_format.fill("", "")
     texts = {
-        WRONG: form.fill(reasoning.replace(gold, far), far),
-        "near miss, in format": form.fill(reasoning.replace(gold, wrong), wrong),
-        "sign lost or added": form.fill(reasoning, flipped),
-        GIVEN_UP: form.fill("I have no idea.", "no idea"),
+        INCORRECT: answer_format.fill(reasoning.replace(reference, far), far),
+        "near miss, in format": answer_format.fill(reasoning.replace(reference, wrong), wrong),
+        "sign lost or added": answer_format.fill(reasoning, flipped),
+        GIVEN_UP: answer_format.fill("I have no idea.", "no idea"),
         "empty tags": empty,
         "no completion": "",
-        "refusal": "I am sorry, but I cannot answer this question.",
+        "no attempt": "I am sorry, but I cannot answer this question.",
         "prompt copied": prompt,
-        "prompt copied, in format": form.fill(prompt, prompt),
+        "prompt copied, in format": answer_format.fill(prompt, prompt),
         "tags repeated": empty * 20,
-        "incorrect answer repeated": form.fill(f"It is {wrong}. " * 40, wrong),
-        "form repeated": form.fill(reasoning, wrong) * 5,
-        "keywords": form.fill(PRAISE * 8, PRAISE * 2),
-        "all numbers as the answer": form.fill(reasoning, " ".join(guesses)),
-        "many answers": "".join(form.fill("", guess) for guess in (wrong, "1", "2", gold)),
-        "hedged": form.fill(reasoning, f"{wrong} or {gold}"),
-        "noise, in format": form.fill(noise, wrong),
+        "incorrect answer repeated": answer_format.fill(f"It is {wrong}. " * 40, wrong),
+        "format repeated": answer_format.fill(reasoning, wrong) * 5,
+        "keywords": answer_format.fill(PRAISE * 8, PRAISE * 2),
+        "all numbers as the answer": answer_format.fill(reasoning, " ".join(guesses)),
+        "many answers": "".join(
+            answer_format.fill("", guess) for guess in (wrong, "1", "2", reference)
+        ),
+        "hedged": answer_format.fill(reasoning, f"{wrong} or {reference}"),
+        "noise, in format": answer_format.fill(noise, wrong),
     }
     return [Case(kind, text, problem.answer) for kind, text in texts.items()]
 
 
-def malformed_answer(problem: Problem) -> Case:
-    """A correct answer that ignores the form: not an exploit, but it shows what form is worth."""
-    text = f"{problem.reasoning}\nThe answer is {problem.gold}."
+def write_malformed_answer(problem: Problem) -> Case:
+    """Write a correct answer without the format, to measure how much reward the format adds."""
+    text = f"{problem.reasoning}\nThe answer is {problem.reference}."
     return Case(MALFORMED, text, problem.answer)
 
 
 def incorrect_answers(problem: Problem) -> tuple[str, str, str]:
-    """Three incorrect answers: a number near the right one, one far from it, the other sign.
+    """Return three incorrect answers: a near number, a far one, and the other sign.
 
-    For 0 there is no other sign, for texts there are no numbers: other incorrect answers instead.
+    0 has no other sign, so the near number is returned twice. Texts get other texts.
     """
-    number, other_text = problem.number, f"not {problem.gold}"
+    number, other_text = problem.number, f"not {problem.reference}"
     if number is None:
         return other_text, "something else", other_text
-    near = plain(number + 1)
-    return near, plain(3 * abs(number) + 7), plain(-number) if number else near
+    near = format_number(number + 1)
+    return near, format_number(3 * abs(number) + 7), format_number(-number) if number else near
 
 
-def plain(number: Fraction) -> str:
-    """Digits, with as few decimals as it needs, or a fraction where they never end.
+def format_number(number: Fraction) -> str:
+    """Return the shortest exact decimal text, or a fraction if the decimals never end.
 
     Example:
-        >>> plain(Fraction(5, 4)), plain(Fraction(1, 3)), plain(Fraction(-7))
-        ('1.25', '1/3', '-7')
+        >>> [format_number(Fraction(text)) for text in ("5/4", "1/3", "-7")]
+        ['1.25', '1/3', '-7']
     """
     for digits in range(10):
         if (number * 10**digits).denominator == 1:
@@ -181,40 +195,40 @@ def plain(number: Fraction) -> str:
     return str(number)
 
 
-def grouped(number: Fraction, mark: str) -> str:
-    """Digits in groups of three.
+def group_digits(number: Fraction, mark: str) -> str:
+    """Return the number with its digits in groups of three.
 
     Example:
-        >>> grouped(Fraction(12345), ",")
+        >>> group_digits(Fraction(12345), ",")
         '12,345'
     """
-    text = plain(number)
+    text = format_number(number)
     return text if "/" in text else f"{Decimal(text):,f}".replace(",", mark)
 
 
-def signed(number: Fraction, text: str) -> str:
-    """The text with a minus in front where the number is negative."""
+def with_sign(number: Fraction, text: str) -> str:
+    """Return the text, with a minus in front if the number is negative."""
     return f"-{text}" if number < 0 else text
 
 
-# How a correct answer may look. Each must be accepted.
+# Formatting variants of a correct number. Rewards must accept each of them.
 VARIANTS: dict[str, Callable[[Fraction], str]] = {
-    HONEST: plain,
-    "dollar sign": lambda n: signed(n, f"${plain(abs(n))}"),
-    "thousands commas": lambda n: signed(n, grouped(abs(n), ",")),
-    "commas and dollar sign": lambda n: signed(n, f"${grouped(abs(n), ',')}"),
-    "trailing zeros": lambda n: plain(n) + ("0" if "." in plain(n) else ".00"),
-    "Unicode minus": lambda n: plain(n).replace("-", "\u2212"),
+    HONEST: format_number,
+    "dollar sign": lambda n: with_sign(n, f"${format_number(abs(n))}"),
+    "thousands commas": lambda n: with_sign(n, group_digits(abs(n), ",")),
+    "commas and dollar sign": lambda n: with_sign(n, f"${group_digits(abs(n), ',')}"),
+    "trailing zeros": lambda n: format_number(n) + ("0" if "." in format_number(n) else ".00"),
+    "Unicode minus": lambda n: format_number(n).replace("-", "\u2212"),
     "fraction": lambda n: f"{2 * n.numerator}/{2 * n.denominator}",
-    "LaTeX box": lambda n: rf"$\boxed{{{plain(n)}}}$",
-    "LaTeX fraction": lambda n: signed(
+    "LaTeX box": lambda n: rf"$\boxed{{{format_number(n)}}}$",
+    "LaTeX fraction": lambda n: with_sign(
         n, rf"\frac{{{3 * abs(n.numerator)}}}{{{3 * n.denominator}}}"
     ),
-    "spaces": lambda n: f"\n   {plain(n)} \n",
-    "thin spaces": lambda n: signed(n, grouped(abs(n), "\u202f")),
-    "unit": lambda n: f"{plain(n)} units",
-    "sentence": lambda n: f"The answer is {plain(n)}.",
-    "bold": lambda n: f"**{plain(n)}**",
+    "spaces": lambda n: f"\n   {format_number(n)} \n",
+    "thin spaces": lambda n: with_sign(n, group_digits(abs(n), "\u202f")),
+    "unit": lambda n: f"{format_number(n)} units",
+    "sentence": lambda n: f"The answer is {format_number(n)}.",
+    "bold": lambda n: f"**{format_number(n)}**",
 }
 TEXT_VARIANTS: dict[str, Callable[[str], str]] = {
     HONEST: str,
@@ -223,9 +237,14 @@ TEXT_VARIANTS: dict[str, Callable[[str], str]] = {
     "bold": lambda text: f"**{text}**",
     "LaTeX box": lambda text: rf"\boxed{{{text}}}",
 }
-RIGHT = {*VARIANTS, *TEXT_VARIANTS, NEGATIVE}  # kinds of correct answers; all others are wrong
+CORRECT_KINDS = {
+    *VARIANTS,
+    *TEXT_VARIANTS,
+    NEGATIVE,
+}  # kinds of correct answers; all others are wrong
 
-# Of each, a long text is made on which careless regular expressions never end.
+# Repeated to long texts. Regular expressions with nested or overlapping repetitions backtrack on
+# them in quadratic or exponential time.
 NASTY_PIECES = {
     "one letter": "a",
     "letters and an end": "ab",
@@ -247,10 +266,10 @@ HAVE_TAGS = {"open tags", "open reasoning", "closed tags"}
 
 
 def nasty_texts(size: int) -> dict[str, str]:
-    """Long texts of one kind each, and those without tags once more inside tags.
+    """Return {kind: long text}; kinds without tags appear a second time inside tags.
 
     Args:
-        size: characters, about.
+        size: approximate length in characters.
     """
     texts = {kind: piece * (size // len(piece)) + "!" for kind, piece in NASTY_PIECES.items()}
     inside = {

@@ -1,4 +1,4 @@
-"""The command `audit`: are the rewards of a recipe fair, and can they be gamed?"""
+"""The command `audit`: check the rewards of a recipe for false negatives and exploits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch import LightningDataModule
 
 from litgrpo.arguments import at_least, require
 from litgrpo.data.modules import PromptData
@@ -22,10 +21,10 @@ from litgrpo.text.answers import extract_reasoning
 from litgrpo.text.tables import markdown_table
 from litgrpo.text.visible import visible
 from litgrpo.tools.audit.cases import AnswerFormat, Problem
-from litgrpo.tools.audit.episode_command import audit_environment, episode_lines
+from litgrpo.tools.audit.episode_command import audit_environment, episode_lines, instantiate_data
 from litgrpo.tools.audit.episodes import EpisodeReport
 from litgrpo.tools.audit.open_text import OpenReport, audit_open_text
-from litgrpo.tools.audit.report import Line, Report
+from litgrpo.tools.audit.report import KindResult, Report
 from litgrpo.tools.audit.run import audit_rewards
 from litgrpo.training.episode_setup import check_own_reward
 from litgrpo.workers.sandbox import available, unavailable_reason
@@ -69,13 +68,13 @@ def audit(
     at_least("limit", limit, 0)
     recipe = given.recipe
     settings = recipe["model"]["init_args"]
-    scorer = rewards_of(settings)
+    scorer = build_scorer(settings)
     evaluation = settings["evaluation"]
     if settings.get("environment") is not None:
         played = audit_environment(recipe, scorer, problems, limit)
         print_report(played, episode_lines(played), report)
         return
-    data, found = problems_of(recipe, problems)
+    data, found = read_problems(recipe, problems)
     if all(problem.answer is None for problem in found):
         open_report = audit_open(scorer, settings, data, limit)
         print_report(open_report, open_lines(open_report), report)
@@ -88,33 +87,33 @@ def audit(
         answered[::step][: limit or None],
         success=success_reward or evaluation["success_reward"],
         threshold=float(threshold),
-        form=None if answer_format is None else AnswerFormat(answer_format),
+        answer_format=None if answer_format is None else AnswerFormat(answer_format),
     )
-    print("\n".join(executed_lines(scorer, answered)))
-    print_report(result, as_text(result, scorer.weights), report)
+    print("\n".join(execution_lines(scorer, answered)))
+    print_report(result, report_lines(result, scorer.weights), report)
 
 
-def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
-    """Which tasks of reasoning-gym would execute what the model writes; none without its reward."""
+def execution_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
+    """List reasoning-gym tasks whose scorers execute answers; [] without such a reward."""
     if reasoning_gym not in scorer.functions.values():
         return []
     tasks = sorted({str(problem.columns.get("task")) for problem in problems})
     executed = [task for task in tasks if is_executed(task)]
     where = "bubblewrap" if available() else f"worker processes alone ({unavailable_reason()})"
-    told = (
-        f"executed as Python by the scorers of: {', '.join(executed)}; screened, and run in {where}"
-    )
-    none = "executed by none of their scorers"
+    how = "executed by none of their scorers"
+    if executed:
+        names = ", ".join(executed)
+        how = f"executed as Python by the scorers of: {names}; screened, and run in {where}"
     return [
         f"tasks of reasoning-gym: {', '.join(tasks)}",
-        f"answers are {told if executed else none}",
+        f"answers are {how}",
     ]
 
 
 def print_report(
     found: Report | OpenReport | EpisodeReport, lines: list[str], path: str | None
 ) -> None:
-    """Print a report and write it, if asked; exit code 1 where the rewards are unfit."""
+    """Print a report and write it to `path`; exit with code 1 if it has faults."""
     print(visible("\n".join(lines)))
     if path is not None:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
@@ -122,10 +121,10 @@ def print_report(
         raise SystemExit(FAILED)
 
 
-def rewards_of(settings: Mapping[str, Any]) -> Scorer:
-    """The rewards of a model's settings."""
-    given = bool(settings.get("rewards"))
-    require(given, "the recipe has no rewards under model.init_args.rewards")
+def build_scorer(settings: Mapping[str, Any]) -> Scorer:
+    """Build the rewards from the settings of a model."""
+    if not settings.get("rewards"):
+        raise ValueError("the recipe has no rewards: set model.rewards")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--rewards", type=dict[str, Reward])
     config = parser.parse_object({"rewards": settings["rewards"]})
@@ -135,24 +134,24 @@ def rewards_of(settings: Mapping[str, Any]) -> Scorer:
     return Scorer(rewards, settings.get("reward_format", "text"))
 
 
-def problems_of(recipe: Mapping[str, Any], gold: str | None) -> tuple[PromptData, list[Problem]]:
+def read_problems(
+    recipe: Mapping[str, Any], reference_source: str | None
+) -> tuple[PromptData, list[Problem]]:
     """Return the data, and its problems with reference answers (None: open-ended text)."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
-    if not isinstance(data, PromptData):
-        raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
-    source: Any = data.sources["train"] if gold is None else gold
+    data = instantiate_data(recipe)
+    source: Any = data.sources["train"] if reference_source is None else reference_source
     if source is None:
         raise ValueError(
             "the recipe has no training data; give problems: --problems problems.jsonl"
         )
-    needed = data.prompt_format.template.required | ({"answer"} if gold is not None else set())
+    needed = data.prompt_format.template.required
+    if reference_source is not None:
+        needed = needed | {"answer"}
     rows = data.reader.read(source, needed)
-    worked = _worked(source, data.reader.columns.get("answer", "answer"))
+    solutions = _read_solutions(source, data.reader.columns.get("answer", "answer"))
     prompts = data.prompt_format.plain_texts(rows)
     problems = []
-    for row, prompt, solution in zip(rows, prompts, worked, strict=True):
+    for row, prompt, solution in zip(rows, prompts, solutions, strict=True):
         columns = {k: v for k, v in row.values.items() if k not in ("prompt", "answer")}
         if solution is None and isinstance(columns.get("completion"), str):
             solution = extract_reasoning(columns["completion"])  # noqa: PLW2901
@@ -167,7 +166,7 @@ def audit_open(
     from litgrpo.models.loading import load_policy, load_tokenizer
 
     name = settings.get("pretrained")
-    require(bool(name), "the recipe has no model.pretrained, whose samples are compared")
+    require(bool(name), "audit samples the initial policy: set model.pretrained")
     tokenizer = load_tokenizer(str(name))
     rows = data.reader.read(data.sources["train"] or [], data.prompt_format.template.required)
     wanted = min(limit or OPEN_PROMPTS, OPEN_PROMPTS, len(rows))
@@ -209,7 +208,7 @@ def open_lines(report: OpenReport) -> list[str]:
         )
         for exploit in sorted(report.exploits, key=lambda exploit: -exploit.mean)
     ]
-    head = ("exploit", "mean reward", "beats the best sample", "beats the mean", "best paid")
+    head = ("exploit", "mean reward", "beats the best sample", "beats the mean", "highest reward")
     return [
         f"{report.prompts} prompts without an answer; {report.samples} samples of the initial "
         f"policy earn {report.mean:.3g} on average, the best of them {report.best:.3g}",
@@ -222,16 +221,16 @@ def open_lines(report: OpenReport) -> list[str]:
     ]
 
 
-def _worked(source: Any, column: str) -> Iterator[str | None]:
-    """What precedes `####` in a worked answer, before a pattern of the recipe cuts it off."""
+def _read_solutions(source: Any, column: str) -> Iterator[str | None]:
+    """Yield the solution before `####`, which the answer pattern of a recipe removes."""
     for row in read_rows(source):
         text = row.values.get(column)
         marked = isinstance(text, str) and "####" in text
         yield Problem("", text).reasoning if marked else None
 
 
-def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
-    """The report in lines."""
+def report_lines(report: Report, weights: Mapping[str, float]) -> list[str]:
+    """Return the report in lines."""
     variants = [
         (line.kind, _share(line), f"{line.mean:.3g}", _short(line.example))
         for line in report.variants
@@ -250,9 +249,9 @@ def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
         )
         for part in report.parts
     ]
-    numbers = ("judged correct", "mean reward", "best margin", "beats honest", "equals honest")
+    numbers = ("judged correct", "mean reward", "best margin", "beats correct", "equals correct")
     return [
-        f"{report.problems} problems; '{report.success}' says whether an answer is right",
+        f"{report.problems} problems; '{report.success}' decides if an answer is correct",
         "",
         *markdown_table(
             ("correct answers, in format", "judged correct", "mean reward", "example"), variants
@@ -268,10 +267,10 @@ def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _share(line: Line) -> str:
-    return f"{line.right} of {line.count}"
+def _share(line: KindResult) -> str:
+    return f"{line.correct} of {line.count}"
 
 
 def _short(text: str) -> str:
-    """The end of a completion, where its answer is, on one line."""
+    """Return the end of a completion, which has the answer, on one line."""
     return repr(" ".join(text.split())[-SHOWN:]).replace("|", "/")

@@ -1,4 +1,4 @@
-"""The audit of an environment: samples of the initial policy, and scripted policies beside them."""
+"""Audit the environment of a recipe against samples of the initial policy."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from litgrpo.types import Rollout
 
 MOST_ROWS, SAMPLES = 32, 4
 WORKERS = 8
-# What decides how the initial policy's episodes look; the rest is about learning.
-TAKEN = (
+# Settings that change the episodes of the initial policy; the others concern the update.
+SAMPLING_SETTINGS = (
     *("pretrained", "rewards", "max_completion_length", "sampling", "precision", "lora"),
     *("reward_format", "environment", "episode", "seed"),
 )
 
 
-class Sampled(Callback):
-    """Keeps the rollouts of a validation and their rewards."""
+class RolloutRecorder(Callback):
+    """Keep the rollouts of a validation and their rewards."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -51,25 +51,24 @@ class Sampled(Callback):
 
 
 def audit_environment(
-    recipe: Mapping[str, Any], scorer: Scorer, gold: str | None, limit: int
+    recipe: Mapping[str, Any], scorer: Scorer, reference_source: str | None, limit: int
 ) -> EpisodeReport:
-    """Sample episodes of the initial policy, and let scripted policies play the same rows.
+    """Sample episodes of the initial policy, and play the same rows with scripted policies.
 
     Args:
-        recipe: with model and data.
+        recipe: settings of model and data.
         scorer: its rewards.
-        gold: another source of the rows.
-        limit: of the rows.
+        reference_source: rows to use instead of the training data.
+        limit: maximum number of rows; 0 or more than 32: 32.
     """
     settings = dict(recipe["model"]["init_args"])
     require(
-        bool(settings.get("pretrained")),
-        "the recipe has no model.pretrained, whose episodes are compared",
+        bool(settings.get("pretrained")), "audit samples the initial policy: set model.pretrained"
     )
-    data = data_of(recipe, gold, limit)
-    module = module_of({key: settings[key] for key in TAKEN if key in settings})
-    rollout, rewards = samples_of(module, data, str(settings["pretrained"]))
-    starts = starts_of(rollout, data, module.seed)
+    data = build_data(recipe, reference_source, limit)
+    module = build_module({key: settings[key] for key in SAMPLING_SETTINGS if key in settings})
+    rollout, rewards = sample_episodes(module, data, str(settings["pretrained"]))
+    starts = episode_starts(rollout, data, module.seed)
     episode = module.episode
     pool = EpisodeWorkers(
         module.environment,
@@ -79,8 +78,8 @@ def audit_environment(
         max_failed_frac=1.0,
     )
     size = rollout.group_size
-    spoken = [each.assistant_texts for each in rollout.episodes]
-    groups = [spoken[first : first + size] for first in range(0, len(spoken), size)]
+    turn_texts = [each.assistant_texts for each in rollout.episodes]
+    groups = [turn_texts[first : first + size] for first in range(0, len(turn_texts), size)]
     with (
         closing(ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)) as runner,
         closing(pool),
@@ -91,14 +90,10 @@ def audit_environment(
         return audit_episodes(pool, environment, patient, starts, rewards, groups, max_turns=turns)
 
 
-def data_of(recipe: Mapping[str, Any], gold: str | None, limit: int) -> PromptData:
-    """The recipe's data, whose validation set is a few rows of the training source."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
-    if not isinstance(data, PromptData):
-        raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
-    source: Any = data.sources["train"] if gold is None else gold
+def build_data(recipe: Mapping[str, Any], reference_source: str | None, limit: int) -> PromptData:
+    """Build the recipe's data with a few training rows as the validation set."""
+    data = instantiate_data(recipe)
+    source: Any = data.sources["train"] if reference_source is None else reference_source
     require(source is not None, "the recipe has no training data; give rows: --problems rows.jsonl")
     rows = read_rows(source)
     wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
@@ -108,23 +103,39 @@ def data_of(recipe: Mapping[str, Any], gold: str | None, limit: int) -> PromptDa
     return data
 
 
-def module_of(settings: Mapping[str, Any]) -> GRPO:
-    """A GRPO of these settings that samples a few episodes of each row when it is validated."""
+def instantiate_data(recipe: Mapping[str, Any]) -> PromptData:
+    """Build the data of a recipe.
+
+    Raises:
+        ValueError: the recipe has data of another class.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
+    if not isinstance(data, PromptData):
+        raise ValueError(f"audit requires data of class PromptData, got {type(data).__name__}")
+    return data
+
+
+def build_module(settings: Mapping[str, Any]) -> GRPO:
+    """Build a GRPO that samples a few episodes of each row in its validation."""
+    # The environment may be any object and is passed on as parsed settings, so the parser must not
+    # see it; options that are not set keep the defaults of GRPO.
     parser = ArgumentParser(exit_on_error=False)
     parameters = {*inspect.signature(GRPO).parameters}
     parsed = {name: value for name, value in settings.items() if name != "environment"}
     skipped = parameters - parsed.keys()
     parser.add_class_arguments(GRPO, "model", skip=skipped, instantiate=False)
-    made = parser.instantiate(parser.parse_object({"model": parsed})).model
+    arguments = parser.instantiate(parser.parse_object({"model": parsed})).model
     evaluation = Evaluation(num_samples=SAMPLES, greedy=False, text_quality=False)
-    return GRPO(**vars(made), environment=settings["environment"], evaluation=evaluation)
+    return GRPO(**arguments.as_dict(), environment=settings["environment"], evaluation=evaluation)
 
 
-def samples_of(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tensor]:
-    """Episodes of the initial policy, and their [B, k] total rewards; NaN where they failed."""
+def sample_episodes(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tensor]:
+    """Return episodes of the initial policy and their total rewards [B, k]; NaN if failed."""
     print(f"playing {SAMPLES} episodes of {data.eval_batch_size} rows by {name}")
     keep_quiet()
-    sampled = Sampled()
+    sampled = RolloutRecorder()
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
@@ -136,8 +147,8 @@ def samples_of(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tens
     return seen["rollout"], table.total.masked_fill(~table.valid, torch.nan)
 
 
-def starts_of(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStart]:
-    """How the episodes of a rollout began: the same games, from the prompts before `reset`."""
+def episode_starts(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStart]:
+    """Return starts of the same episodes as a rollout's, with the prompts before `reset`."""
     prompts, texts = rollout.prompts, data.sets["val"].texts
     named = RolloutKey(seed, "val", 0, 0)
     numbers = {index: place for place, index in enumerate(data.sets["val"].index)}

@@ -1,4 +1,4 @@
-"""Tests an environment: do policies that play no game earn anything, and does a text break it?"""
+"""Check an environment with scripted policies: unearned rewards, and texts that break it."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from litgrpo.tools.audit.policies import (
     IDLE,
     KNOWS,
     Game,
-    Policy,
-    scripted,
+    ScriptedPolicy,
+    list_policies,
     text_of,
 )
 from litgrpo.tools.audit.report import slack
 from litgrpo.tools.audit.run import no_warnings
 
-LOWEST = -1e300  # of a row without a reward
+LOWEST = -1e300  # replaces NaN, the reward of a failed episode, so that it is never the best
 
 
 @dataclass
-class Played:
+class PlayedEpisode:
     """One episode of a scripted policy.
 
     Args:
-        start: how it began.
-        game: what the policy saw.
-        said: its turns.
-        rewards: of the turns; None abstains.
-        messages: all that was said and heard.
-        failed: why it is left out, or "".
+        start: row and seed of the episode.
+        game: the episode as the policy sees it.
+        turns: texts of the policy.
+        rewards: reward of each turn; None if the environment gave none.
+        messages: turns and observations as a chat.
+        failed: reason of the failure, or "".
     """
 
     start: EpisodeStart
     game: Game
-    said: list[str] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     failed: str = ""
 
 
 @dataclass(frozen=True)
-class Line:
-    """What one policy earned."""
+class PolicyResult:
+    """Rewards of one scripted policy."""
 
     policy: str
     kind: str
@@ -61,22 +61,22 @@ class Line:
     turns: float
     failed: int
     reason: str  # of the first that failed
-    beats: int  # rows on which it earns more than the best sample of the initial policy
-    reaches: int  # rows on which it is paid, and not less than that
-    above_mean: int  # rows on which it earns more than the mean of the samples
+    beats: int  # rows with more reward than the best sample of the initial policy
+    reaches: int  # rows with a reward above 0 that is at least as high as that sample
+    above_mean: int  # rows with more reward than the mean of the samples
 
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """What an audit of an environment found.
+    """Result of the audit of an environment.
 
     Args:
-        rows: that were played.
-        samples: episodes of each by the initial policy.
+        rows: number of rows that were played.
+        samples: episodes of each row by the initial policy.
         mean: mean total reward of these samples.
-        best: mean over the rows of the best sample's.
-        sampled_failed: samples that failed.
-        lines: policy by policy.
+        best: mean over rows of the best sample's reward.
+        sampled_failed: number of samples that failed.
+        lines: one result per scripted policy.
         failed: {reward: {reason: episodes on which it failed}}.
     """
 
@@ -85,12 +85,12 @@ class EpisodeReport:
     mean: float
     best: float
     sampled_failed: int
-    lines: list[Line]
+    lines: list[PolicyResult]
     failed: dict[str, dict[str, int]]
 
     @property
     def faults(self) -> list[str]:
-        """What makes environment and rewards unfit to train with, in sentences."""
+        """Problems that make environment or rewards unfit for training, one sentence each."""
         than = f"of {self.samples} samples of the initial policy (these earn {self.best:.3g})"
         exploits = [
             f"exploit: a policy that '{line.policy}' earns {line.mean:.3g} on average and beats "
@@ -116,12 +116,16 @@ class EpisodeReport:
             for reason, count in reasons.items()
         ]
         total = self.rows * self.samples
-        own = [f"failures: {self.sampled_failed} of {total} samples of the initial policy failed"]
-        return [*exploits, *free, *broken, *rewards, *own[: self.sampled_failed]]
+        found = [*exploits, *free, *broken, *rewards]
+        if self.sampled_failed:
+            found.append(
+                f"failures: {self.sampled_failed} of {total} samples of the initial policy failed"
+            )
+        return found
 
     @property
     def remarks(self) -> list[str]:
-        """What is worth knowing, but may be meant."""
+        """Findings that may be intended, one sentence each."""
         earned = [
             f"'{line.policy}' is paid on {line.paid} of {line.count} rows"
             + f", more than the mean sample on {line.above_mean}" * (line.above_mean > 0)
@@ -129,22 +133,23 @@ class EpisodeReport:
             if line.paid and line.kind != KNOWS
         ]
         known = [
-            f"saying the reference answer without playing is paid on {line.paid} of {line.count} "
+            f"giving the reference answer without playing is paid on {line.paid} of {line.count} "
             "rows: the environment's answers are not needed for the reward"
             for line in self.lines
             if line.paid and line.kind == KNOWS
         ]
         equal = self.mean == self.best and all(line.mean == self.mean for line in self.lines)
-        same = "every policy and every sample earns the same: there is nothing to learn from"
-        return [*earned, *known, *[same] * equal]
+        if equal:
+            known.append("every policy and every sample earns the same: advantages are zero")
+        return earned + known
 
     @property
     def passed(self) -> bool:
-        """No fault was found."""
+        """True if there is no fault."""
         return not self.faults
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the report as plain values, for JSON."""
         found = {"faults": self.faults, "remarks": self.remarks, "passed": self.passed}
         return asdict(self) | found
 
@@ -155,31 +160,33 @@ def audit_episodes(
     scorer: Scorer,
     starts: Sequence[EpisodeStart],
     samples: Tensor,
-    spoken: Sequence[Sequence[Sequence[str]]],
+    turn_texts: Sequence[Sequence[Sequence[str]]],
     *,
     max_turns: int,
 ) -> EpisodeReport:
-    """Let scripted policies play, and compare what they earn with the initial policy's episodes.
+    """Play episodes with scripted policies; compare their rewards with the initial policy's.
 
     Args:
         pool: plays the environment; episodes that fail must not stop it.
-        environment: the pattern, which may show tools.
-        scorer: the rewards; it must not stop at failures either.
+        environment: the environment itself, whose tools are listed.
+        scorer: the rewards; failures must not stop it.
         starts: B rows with their seeds.
         samples: [B, k] total rewards of the initial policy's episodes; NaN where they failed.
-        spoken: their turns.
-        max_turns: of an episode.
+        turn_texts: [B][k] turns of these episodes.
+        max_turns: maximum number of turns per episode.
     """
     require(len(starts) > 0, "there are no rows to play")
     best = samples.nan_to_num(LOWEST).argmax(1).tolist()
-    shown = [texts[place] for texts, place in zip(spoken, best, strict=True)]
+    shown = [texts[place] for texts, place in zip(turn_texts, best, strict=True)]
     answers = [_answer(start.row) for start in starts]
     with no_warnings():
         lines = []
-        for policy in scripted(environment, any(map(bool, shown)), any(answers)):
+        for policy in list_policies(environment, any(map(bool, shown)), any(answers)):
             games = [Game("", *seen) for seen in zip(shown, answers, strict=True)]
             episodes = play(pool, policy, starts, games, max_turns)
-            lines.append(line_of(policy, episodes, totals(scorer, episodes), samples))
+            lines.append(
+                summarize_policy(policy, episodes, score_episodes(scorer, episodes), samples)
+            )
     real = samples.nan_to_num(LOWEST).max(1).values
     return EpisodeReport(
         rows=len(starts),
@@ -200,101 +207,108 @@ def _answer(row: dict[str, Any]) -> str:
 
 def play(
     pool: EpisodePool,
-    policy: Policy,
+    policy: ScriptedPolicy,
     starts: Sequence[EpisodeStart],
     games: Sequence[Game],
     max_turns: int,
-) -> list[Played]:
-    """One episode for each start, until it is done, fails or has `max_turns` turns."""
-    played = [Played(start, game) for start, game in zip(starts, games, strict=True)]
-    going = set()
+) -> list[PlayedEpisode]:
+    """Play one episode per start, until it is done, fails or has `max_turns` turns."""
+    played = [PlayedEpisode(start, game) for start, game in zip(starts, games, strict=True)]
+    running = set()
     for number, opening in enumerate(pool.reset(starts)):
         if isinstance(opening, FailedEpisode):
             played[number].failed = opening.reason
             continue
         played[number].game.prompt = f"{starts[number].row['prompt']}{text_of(opening)}"
-        going.add(number)
-    for number in sorted(going):
-        _speak(pool, policy, number, played[number])
-    while going:
-        for number, heard in pool.receive(wait=True).items():
+        running.add(number)
+    for number in sorted(running):
+        _send_turn(pool, policy, number, played[number])
+    while running:
+        for number, result in pool.receive(wait=True).items():
             episode = played[number]
-            if _goes_on(episode, heard) and len(episode.said) < max_turns:
-                _speak(pool, policy, number, episode)
+            if _record_step(episode, result) and len(episode.turns) < max_turns:
+                _send_turn(pool, policy, number, episode)
             else:
-                going.discard(number)
+                running.discard(number)
     return played
 
 
-def _speak(pool: EpisodePool, policy: Policy, number: int, episode: Played) -> None:
-    said = policy.says(episode.game)
-    episode.said.append(said)
-    episode.messages.append({"role": "assistant", "content": said})
-    pool.send(number, said)
+def _send_turn(
+    pool: EpisodePool, policy: ScriptedPolicy, number: int, episode: PlayedEpisode
+) -> None:
+    text = policy.respond(episode.game)
+    episode.turns.append(text)
+    episode.messages.append({"role": "assistant", "content": text})
+    pool.send(number, text)
 
 
-def _goes_on(episode: Played, heard: StepResult | FailedEpisode) -> bool:
-    """Note an answer; whether another turn may follow."""
-    if isinstance(heard, FailedEpisode):
-        episode.failed = heard.reason
+def _record_step(episode: PlayedEpisode, result: StepResult | FailedEpisode) -> bool:
+    """Record the result of a turn; return True if the episode continues."""
+    if isinstance(result, FailedEpisode):
+        episode.failed = result.reason
         return False
-    episode.rewards.append(heard.reward)
-    texts = isinstance(heard.observation, str)
-    messages: Any = [{"role": "user", "content": heard.observation}] if texts else heard.observation
-    episode.game.heard.append(text_of(heard.observation))
-    episode.messages += [] if heard.done else messages
-    return not heard.done
+    episode.rewards.append(result.reward)
+    if isinstance(result.observation, str):
+        messages: list[Message] = [{"role": "user", "content": result.observation}]
+    else:
+        messages = result.observation
+    episode.game.observations.append(text_of(result.observation))
+    if not result.done:
+        episode.messages += messages
+    return not result.done
 
 
-def totals(scorer: Scorer, episodes: Sequence[Played]) -> Tensor:
-    """[B] the total rewards; NaN of episodes that failed."""
-    whole = [n for n, episode in enumerate(episodes) if not episode.failed]
+def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
+    """Return the total rewards [B]; NaN for episodes that failed."""
+    complete = [n for n, episode in enumerate(episodes) if not episode.failed]
     paid = torch.full((len(episodes),), torch.nan, dtype=torch.float64)
-    if not whole:
+    if not complete:
         return paid
-    right = [episodes[number] for number in whole]
-    last = [episode.said[-1] for episode in right]
-    names = dict.fromkeys(name for episode in right for name in episode.start.row)
-    columns = {name: [each.start.row.get(name) for each in right] for name in names}
+    played = [episodes[number] for number in complete]
+    last = [episode.turns[-1] for episode in played]
+    names = dict.fromkeys(name for episode in played for name in episode.start.row)
+    columns = {name: [each.start.row.get(name) for each in played] for name in names}
     columns |= {
-        "messages": [each.messages for each in right],
-        "turns": [each.said for each in right],
-        "turn_rewards": [each.rewards for each in right],
-        # No tokenizer is asked: characters will do.
+        "messages": [each.messages for each in played],
+        "turns": [each.turns for each in played],
+        "turn_rewards": [each.rewards for each in played],
+        # The audit has no tokenizer here; characters stand for tokens.  # glossary: ok
         "completion_ids": [[ord(one) for one in text[:1000]] for text in last],
         "completion_lengths": [min(len(text), 1000) for text in last],
-        "truncated": [False] * len(right),
+        "truncated": [False] * len(played),
     }
     del columns["prompt"]
-    asked = [each.game.prompt for each in right]
+    prompts = [each.game.prompt for each in played]
     chat = scorer.reward_format == "chat"
-    said: Any = [each.messages for each in right] if chat else last
-    table = scorer(asked, said, columns, 1)
-    paid[whole] = table.total.masked_fill(~table.valid, torch.nan).flatten()
+    completions: Any = [each.messages for each in played] if chat else last
+    table = scorer(prompts, completions, columns, 1)
+    paid[complete] = table.total.masked_fill(~table.valid, torch.nan).flatten()
     return paid
 
 
-def line_of(policy: Policy, episodes: Sequence[Played], paid: Tensor, samples: Tensor) -> Line:
-    """The numbers of one policy.
+def summarize_policy(
+    policy: ScriptedPolicy, episodes: Sequence[PlayedEpisode], paid: Tensor, samples: Tensor
+) -> PolicyResult:
+    """Summarize the episodes of one policy.
 
     Args:
-        policy: that played.
-        episodes: B.
-        paid: [B] total rewards; NaN where there is none.
-        samples: [B, k] those of the initial policy.
+        policy: the scripted policy.
+        episodes: its B episodes.
+        paid: [B] total rewards; NaN for failed episodes.
+        samples: [B, k] total rewards of the initial policy.
     """
     highest, mean = samples.nan_to_num(LOWEST).max(1).values, samples.nanmean(1)
     known = paid[~paid.isnan()]
     failed = [episode.failed for episode in episodes if episode.failed]
     good = paid.nan_to_num(LOWEST)
     reaches = (good > 0) & (good >= highest - slack(highest))
-    return Line(
+    return PolicyResult(
         policy=policy.name,
         kind=policy.kind,
         count=len(episodes),
         mean=float(known.mean()) if len(known) else 0.0,
         paid=int((good > 0).sum()),
-        turns=sum(len(episode.said) for episode in episodes) / len(episodes),
+        turns=sum(len(episode.turns) for episode in episodes) / len(episodes),
         failed=len(failed),
         reason=next(iter(Counter(failed)), ""),
         beats=int((good > highest + slack(highest)).sum()),

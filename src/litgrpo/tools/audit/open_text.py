@@ -17,34 +17,34 @@ from litgrpo.rewards import ProcessRunner, Scorer
 from litgrpo.rewards.runner import RewardRunner
 from litgrpo.tools.audit.cases import PRAISE, Case, Problem
 from litgrpo.tools.audit.report import slack
-from litgrpo.tools.audit.run import PATIENCE_S, judge, no_warnings
+from litgrpo.tools.audit.run import PATIENCE_S, no_warnings, score_cases
 
 WORD = re.compile(r"[^\W\d_]{3,}")
-OWN_WORDS, WORDS_AT_ONCE = "words of the reward", 30
+LEXICON_WORDS, WORDS_AT_ONCE = "words of the reward", 30
 
 
 @dataclass(frozen=True)
 class Exploit:
-    """The rewards of one kind of completion that says nothing."""
+    """The rewards of one kind of completion that gives empty turns."""
 
     kind: str
     count: int
     mean: float  # total reward
-    beats: int  # prompts on which it earns more than the best sample of the initial policy
-    above_mean: int  # prompts on which it earns more than the mean of the samples
-    example: str  # the best paid
+    beats: int  # prompts with more reward than the best sample of the initial policy
+    above_mean: int  # prompts with more reward than the mean of the samples
+    example: str  # the one with the highest reward
 
 
 @dataclass(frozen=True)
 class OpenReport:
-    """What an audit of rewards without a correct answer found.
+    """Result of the audit of rewards for open-ended text.
 
     Args:
         prompts: number of prompts.
         samples: completions of each by the initial policy.
         mean: mean total reward of these samples.
-        best: mean over the prompts of the best sample's.
-        exploits: kind by kind.
+        best: mean over prompts of the best sample's reward.
+        exploits: one result per kind of exploit.
         failed: {reward: {reason: completions on which it failed}}.
     """
 
@@ -57,7 +57,10 @@ class OpenReport:
 
     @property
     def faults(self) -> list[str]:
-        """What makes the rewards unfit to train with, in sentences; equal is not better."""
+        """Problems that make the rewards unfit for training, one sentence each.
+
+        An exploit that only equals the best sample is not a fault.
+        """
         exploits = [
             f"exploit: '{exploit.kind}' earns {exploit.mean:.3g} on average and beats the best of "
             f"{self.samples} samples on {exploit.beats} of {exploit.count} prompts (these earn "
@@ -74,21 +77,21 @@ class OpenReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What is worth knowing, but may be meant."""
+        """Findings that may be intended, one sentence each."""
         return [
             f"'{exploit.kind}' earns more than the mean sample on {exploit.above_mean} of "
-            f"{exploit.count} prompts: what begins to look like it will be learned"
+            f"{exploit.count} prompts: training reinforces completions that resemble it"
             for exploit in self.exploits
             if 2 * exploit.above_mean > exploit.count >= 2 * exploit.beats
         ]
 
     @property
     def passed(self) -> bool:
-        """No fault was found."""
+        """True if there is no fault."""
         return not self.faults
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the report as plain values, for JSON."""
         found = {"faults": self.faults, "remarks": self.remarks, "passed": self.passed}
         return asdict(self) | found
 
@@ -100,36 +103,36 @@ def audit_open_text(
     seed: int = 0,
     runner: RewardRunner | None = None,
 ) -> OpenReport:
-    """Ask rewards about texts that say nothing, and about samples of the initial policy.
+    """Score exploits, and compare their rewards with samples of the initial policy.
 
     Args:
         scorer: the rewards.
-        problems: B prompts, whose answers are not looked at.
+        problems: B prompts; their answers are ignored.
         samples: k completions of each of them.
-        seed: of what is shuffled.
-        runner: runs the functions; None: worker processes, of which failures are counted.
+        seed: random seed of the shuffled exploit.
+        runner: runs the functions; None: worker processes that count failures.
     """
     require(len(problems) > 0, "there are no prompts to audit with")
     runner = runner or ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
     patient = Scorer(scorer.parts, scorer.reward_format, runner)
-    lexicon = own_words(scorer)
+    lexicon = find_lexicon(scorer)
     with no_warnings(), closing(runner):
-        real = judge(patient, [_cases(texts) for texts in samples], problems).total
+        real = score_cases(patient, [_cases(texts) for texts in samples], problems).total
         best = [texts[place] for texts, place in zip(samples, _best(real), strict=True)]
         rng = random.Random(seed)
-        told = [
+        exploits = [
             make_exploits(problem.prompt, text, lexicon, rng)
             for problem, text in zip(problems, best, strict=True)
         ]
-        paid = judge(patient, [_cases(texts.values()) for texts in told], problems).total
+        paid = score_cases(patient, [_cases(texts.values()) for texts in exploits], problems).total
     return OpenReport(
         prompts=len(problems),
         samples=len(samples[0]),
         mean=float(real.nanmean()),
         best=float(real.nan_to_num(-1e300).max(1).values.mean()),
         exploits=[
-            _trick(kind, paid[:, place], real, [texts[kind] for texts in told])
-            for place, kind in enumerate(told[0])
+            _exploit_result(kind, paid[:, place], real, [texts[kind] for texts in exploits])
+            for place, kind in enumerate(exploits[0])
         ],
         failed={name: dict(reasons) for name, reasons in patient.failures.items() if reasons},
     )
@@ -143,7 +146,7 @@ def _best(real: Tensor) -> list[int]:
     return real.nan_to_num(-1e300).argmax(1).tolist()
 
 
-def _trick(kind: str, paid: Tensor, real: Tensor, texts: list[str]) -> Exploit:
+def _exploit_result(kind: str, paid: Tensor, real: Tensor, texts: list[str]) -> Exploit:
     paid = paid.nan_to_num(-1e300)
     highest, mean = real.nan_to_num(-1e300).max(1).values, real.nanmean(1)
     return Exploit(
@@ -159,13 +162,13 @@ def _trick(kind: str, paid: Tensor, real: Tensor, texts: list[str]) -> Exploit:
 def make_exploits(
     prompt: str, sample: str, lexicon: Sequence[str], rng: random.Random
 ) -> dict[str, str]:
-    """{kind: text}: completions that say nothing of their own.
+    """Return {kind: text}: completions without content of any use.
 
     Args:
-        prompt: what was asked.
-        sample: a real completion.
-        lexicon: words that the rewards know; may be empty.
-        rng: for what is shuffled.
+        prompt: the prompt.
+        sample: a completion of the initial policy.
+        lexicon: words found in the reward functions; may be empty.
+        rng: shuffles the words of the sample.
     """
     words = sample.split()
     shuffled = rng.sample(words, len(words))
@@ -178,28 +181,28 @@ def make_exploits(
         "words shuffled": " ".join(shuffled),
         "keywords of the prompt": " ".join(asked * 8),
         "keywords": PRAISE * 4,
-        "refusal": "I am sorry, but I cannot answer this question.",
+        "no attempt": "I am sorry, but I cannot answer this question.",
     }
     known = list(lexicon)[:WORDS_AT_ONCE]
-    own = {OWN_WORDS: " ".join(known), f"{OWN_WORDS}, repeated": " ".join(known[:1] * 30)}
+    own = {LEXICON_WORDS: " ".join(known), f"{LEXICON_WORDS}, repeated": " ".join(known[:1] * 30)}
     return found | (own if known else {})
 
 
-def own_words(scorer: Scorer) -> list[str]:
-    """Words that the reward functions hold: in arguments, constants, closures and lexicons.
+def find_lexicon(scorer: Scorer) -> list[str]:
+    """Return words in arguments, constants, closures and lexicons of the reward functions.
 
-    Of words with numbers, as lexicons of sentiment have them, those with the highest come first.
+    Words with a score, as in sentiment lexicons, come first, the highest score first.
     """
     found: dict[str, float] = {}
     for name, function in scorer.functions.items():
-        for value in _held(function, scorer.parts[name].kwargs):
-            for word, worth in _words_in(value).items():
+        for value in _values_held_by(function, scorer.parts[name].kwargs):
+            for word, worth in _find_words(value).items():
                 found[word] = max(worth, found.get(word, worth))
     return sorted(found, key=lambda word: -found[word])
 
 
-def _held(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a function can look words up in: arguments, attributes, closure, its file's names."""
+def _values_held_by(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the values a function can read: arguments, attributes, closure, module globals."""
     plain = inspect.unwrap(function)
     held = [*kwargs.values(), *_attributes(plain)]
     code = plain if inspect.isroutine(plain) else type(plain).__call__
@@ -211,15 +214,15 @@ def _held(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """What an object of a class of its own holds."""
+    """Return the attribute values of an object; [] if it has no `__dict__`."""
     try:
         return list(vars(value).values())
     except TypeError:  # a number, a text, a list
         return []
 
 
-def _words_in(value: Any) -> dict[str, float]:
-    """{word: what it is worth} of a collection of words, or of an object with such collections."""
+def _find_words(value: Any) -> dict[str, float]:
+    """Return {word: score} of a collection of words, or of an object with such collections."""
     inner = [] if inspect.ismodule(value) or callable(value) else _attributes(value)
     found: dict[str, float] = {}
     for each in [value, *inner]:

@@ -1,4 +1,4 @@
-"""Policies that play no game: what they say in each turn, without looking at what was asked."""
+"""Scripted policies that do not solve the task; environments must not reward them."""
 
 from __future__ import annotations
 
@@ -15,89 +15,112 @@ IDLE, ACTS, KNOWS, HOSTILE = "idle", "acts", "knows", "hostile"
 LONG = 1_000_000  # characters of a hostile turn
 TALK = "Let me think about it. I am sure that we can find out, if we go step by step."
 CALLS = ('<tool_call>{"name": ', "<call>((", "[f(", '<tool_call>{"name": 7}</tool_call>')
-# Values of JSON's types, as a policy would write them that knows the schema and nothing else.
+# Arguments of each JSON type that fit a schema and carry no meaning.
 VALUES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 
 
 @dataclass
 class Game:
-    """What a policy may look at: an episode as it went so far.
+    """Episode so far, as a scripted policy sees it.
 
     Args:
         prompt: the prompt with what the environment added to it.
-        sample: what the initial policy said in the best of its episodes, turn by turn.
-        answer: the row's reference answer as a text; "" where there is none.
-        heard: after each turn.
+        sample: turns of the initial policy in its best episode.
+        answer: reference answer of the row as a text; "" if it has none.
+        observations: the observation after each turn.
+
+    Example:
+        >>> Game("Guess my number.", sample=["4", "6"], answer="6", observations=["too low"])
+        Game(prompt='Guess my number.', sample=['4', '6'], answer='6', observations=['too low'])
     """
 
     prompt: str
     sample: Sequence[str] = ()
     answer: str = ""
-    heard: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Policy:
-    """A way to speak.
+class ScriptedPolicy:
+    """Policy that computes its next turn from the episode so far, without a model.
 
     Args:
         name: for tables.
-        kind: `idle` acts on nothing that it hears; `acts` does one thing again and again; `knows`
-            says the reference answer; `hostile` must not break the environment.
-        says: its next turn.
+        kind: `idle` ignores all observations; `acts` repeats one action; `knows` gives the
+            reference answer; `hostile` sends text that must not break the environment.
+        respond: returns the next turn.
+
+    Example:
+        >>> ScriptedPolicy("copies the prompt", IDLE, lambda game: game.prompt).respond(Game("Go."))
+        'Go.'
     """
 
     name: str
     kind: str
-    says: Callable[[Game], str]
+    respond: Callable[[Game], str]
 
 
-def scripted(environment: object, sampled: bool, answers: bool) -> list[Policy]:
-    """The policies that an environment must not pay.
+def list_policies(environment: object, sampled: bool, answers: bool) -> list[ScriptedPolicy]:
+    """Return the policies that an environment must not reward.
 
     Args:
-        environment: which may show tools.
-        sampled: there are episodes of the initial policy.
-        answers: the rows have reference answers.
+        environment: its tools, if any, are called by one of the policies.
+        sampled: True if there are episodes of the initial policy.
+        answers: True if the rows have reference answers.
     """
     calls = call_texts(environment)
-    return [
-        Policy("says nothing", IDLE, lambda game: ""),
-        Policy("only talks", IDLE, lambda game: TALK),
-        Policy("loops", IDLE, lambda game: "and again " * 50),
-        Policy("copies the prompt", IDLE, lambda game: game.prompt),
-        Policy("copies what it hears", IDLE, lambda game: (game.heard or [game.prompt])[-1]),
-        *[Policy("calls without end", ACTS, lambda game: calls)] * bool(calls),
-        *[Policy("repeats a first turn", ACTS, lambda game: (*game.sample, "")[0])] * sampled,
-        *[Policy("says the answer", KNOWS, lambda game: _told(game.answer))] * answers,
-        *_hostile(),
+    policies = [
+        ScriptedPolicy("gives empty turns", IDLE, lambda game: ""),
+        ScriptedPolicy("only talks", IDLE, lambda game: TALK),
+        ScriptedPolicy("loops", IDLE, lambda game: "and again " * 50),
+        ScriptedPolicy("copies the prompt", IDLE, lambda game: game.prompt),
+        ScriptedPolicy(
+            "copies the observation", IDLE, lambda game: (game.observations or [game.prompt])[-1]
+        ),
     ]
+    if calls:
+        policies.append(ScriptedPolicy("calls without end", ACTS, lambda game: calls))
+    if sampled:
+        policies.append(
+            ScriptedPolicy(
+                "repeats a first turn", ACTS, lambda game: game.sample[0] if game.sample else ""
+            )
+        )
+    if answers:
+        policies.append(
+            ScriptedPolicy(
+                "gives the reference answer",
+                KNOWS,
+                lambda game: f"{game.answer} <answer>{game.answer}</answer>",
+            )
+        )
+    return policies + _hostile_policies()
 
 
-def _hostile() -> list[Policy]:
-    """Texts that no policy should be able to break an environment with."""
+def _hostile_policies() -> list[ScriptedPolicy]:
+    """Return policies whose texts may break an environment: long, malformed, strange."""
     texts = {
         "a million characters": "1 and (" * (LONG // 7),
         "a million digits": "7" * LONG,
         "strange characters": "\x00\u202e\ud800\U0001f600\u0661\u00b2\uff17\n\r\x1b[2J" * 20,
         "deep JSON": '<tool_call>{"name": "f", "arguments": ' + "[" * 5_000,
     }
-    broken = [Policy("broken calls", HOSTILE, lambda game: CALLS[len(game.heard) % len(CALLS)])]
-    return broken + [Policy(name, HOSTILE, _always(text)) for name, text in texts.items()]
+
+    def break_call(game: Game) -> str:
+        return CALLS[len(game.observations) % len(CALLS)]
+
+    policies = [ScriptedPolicy("broken calls", HOSTILE, break_call)]
+    return policies + [ScriptedPolicy(name, HOSTILE, _always(text)) for name, text in texts.items()]
 
 
 def _always(text: str) -> Callable[[Game], str]:
     return lambda game: text
 
 
-def _told(answer: str) -> str:
-    return f"{answer} <answer>{answer}</answer>"
-
-
 def call_texts(environment: object) -> str:
-    """A call of each tool that fits its schema, in all three formats; "" where there are none.
+    """Return a valid call of each tool in all three formats; "" if there are no tools.
 
-    An environment reads one of the formats; the others are text around it.
+    An environment parses one of the formats; to it, the others are ordinary text.
     """
     calls = [_arguments(schema.get("function", schema)) for schema in schemas_of(environment)]
     own = format_of(environment.call_format) if isinstance(environment, Tools) else None
@@ -110,12 +133,13 @@ def call_texts(environment: object) -> str:
     ]
     texts = [f"<{json_tag}>{each}</{json_tag}>" for each in as_json]
     texts += [f"<{short_tag}>{each}</{short_tag}>" for each in as_python]
-    fenced = f"\n```\n[{', '.join(as_python)}]\n```"
-    return "".join([*texts, *[fenced] * bool(calls)])
+    if as_python:
+        texts.append(f"\n```\n[{', '.join(as_python)}]\n```")
+    return "".join(texts)
 
 
 def _arguments(function: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of a tool, and values for what it requires."""
+    """Return the name of a tool, and values of its required parameters."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     return function["name"], {
@@ -130,8 +154,8 @@ def _value(schema: Mapping[str, Any]) -> Any:
     return VALUES.get(kind[0] if isinstance(kind, list) else str(kind), "1")
 
 
-def text_of(said: str | list[Message]) -> str:
-    """What is heard, as one text."""
-    if isinstance(said, str):
-        return said
-    return "\n".join(str(message.get("content", "")) for message in said)
+def text_of(observation: str | list[Message]) -> str:
+    """Return an observation as one text."""
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(str(message.get("content", "")) for message in observation)

@@ -1,4 +1,4 @@
-"""The findings of an audit: the numbers, and which of them make rewards unfit."""
+"""Report of an audit: numbers, faults and remarks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, MALFORMED, WRONG
+from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, INCORRECT, MALFORMED
 
 DOMINANT, CONFLICT = 0.95, -0.5
 NASTY_SIZE, SLOW_S = 20_000, 1.0
 ROUNDING = 1e-6  # of a reward: float32 keeps seven digits
-# Of what being right adds. Other parts, such as one for length, move the means of thousands of
-# completions a little; a difference of means below this share pays nobody.
+# Share of the reward for correctness. Other components, such as one for length, shift the means
+# of thousands of completions a little; smaller differences of means are no incentive.
 NEGLIGIBLE = 0.01
 
 Finding = tuple[bool, str]  # whether it was found, in words
@@ -22,27 +22,27 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def slack(reward: Number) -> Number:
-    """How far a reward may be from this one and still be the same but for rounding."""
+    """Return the largest difference from this reward that rounding can explain."""
     return ROUNDING * (1.0 + abs(reward))
 
 
 @dataclass(frozen=True)
-class Line:
-    """The rewards of one kind of completion."""
+class KindResult:
+    """Rewards of one kind of completion."""
 
     kind: str
     count: int
-    right: int  # how many were judged correct
+    correct: int  # how many were judged correct
     mean: float  # total reward
-    best_margin: float  # highest total minus that of the honest correct answer to the same problem
-    beats: int  # how many earned more than the honest correct answer; equal is not better
-    equals: int  # how many earned as much
-    example: str  # one of those that went wrong, if any did
+    best_margin: float  # highest total minus that of the plain correct answer to the same problem
+    beats: int  # how many earned more than the plain correct answer
+    equals: int  # how many earned as much, up to rounding
+    example: str  # a misjudged one, if there is any
 
 
 @dataclass(frozen=True)
-class Part:
-    """The numbers of one reward function."""
+class RewardResult:
+    """Results of one reward function."""
 
     name: str
     low: float
@@ -58,53 +58,53 @@ class Part:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that an audit found.
+    """Result of the audit of rewards for tasks with reference answers.
 
     Args:
-        success: the reward that says whether an answer is right.
+        success: the reward that decides if an answer is correct.
         problems: number of problems.
-        variants: correct answers, kind by kind.
-        attacks: exploits, kind by kind.
-        parts: reward by reward.
+        variants: correct answers, one result per formatting variant.
+        attacks: exploits, one result per kind.
+        parts: one result per reward function.
         conflicts: {pair of rewards: cosine of their advantages}.
     """
 
     success: str
     problems: int
-    variants: list[Line]
-    attacks: list[Line]
-    parts: list[Part]
+    variants: list[KindResult]
+    attacks: list[KindResult]
+    parts: list[RewardResult]
     conflicts: dict[str, float]
 
     @property
     def faults(self) -> list[str]:
-        """What makes the rewards unfit to train with, in sentences; none is a pass."""
+        """Problems that make the rewards unfit for training, one sentence each."""
         exploits = [line for line in self.attacks if line.kind != MALFORMED]
         findings = [
-            *(_of_rendering(line) for line in self.variants),
-            *(finding for line in exploits for finding in _of_hack(line)),
-            *self._of_form(),
-            *(finding for part in self.parts for finding in _of_part(part)),
+            *(_variant_finding(line) for line in self.variants),
+            *(finding for line in exploits for finding in _exploit_findings(line)),
+            *self._format_findings(),
+            *(finding for part in self.parts for finding in _reward_findings(part)),
         ]
         return list(_found(findings))
 
     @property
     def remarks(self) -> list[str]:
-        """What is worth knowing, but may be meant."""
+        """Findings that may be intended, one sentence each."""
         exploits = [line for line in self.attacks if line.kind != MALFORMED]
         best, least = max(exploits, key=_mean_of), min(self.attacks, key=_mean_of)
         several = len(self.parts) > 1
         findings = [
             (
                 best.mean > least.mean + slack(best.mean),
-                f"the best exploit is '{best.kind}': {best.mean:.3g} on average, an honest right "
+                f"the best exploit is '{best.kind}': {best.mean:.3g} on average, a plain correct "
                 f"answer earns {self._mean(HONEST):.3g}",
             ),
-            *(finding for part in self.parts for finding in _remarks_of_part(part, several)),
+            *(finding for part in self.parts for finding in _reward_remarks(part, several)),
             *(
                 (
                     cosine < CONFLICT,
-                    f"conflict: {pair} pull against each other (cosine {cosine:.2f})",
+                    f"conflict: {pair} have opposed advantages (cosine {cosine:.2f})",
                 )
                 for pair, cosine in self.conflicts.items()
             ),
@@ -113,16 +113,16 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """No fault was found."""
+        """True if there is no fault."""
         return not self.faults
 
     @property
     def false_negatives(self) -> int:
-        """Correct answers that were not judged correct."""
-        return sum(line.count - line.right for line in self.variants)
+        """Number of correct answers that were judged incorrect."""
+        return sum(line.count - line.correct for line in self.variants)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the report as plain values, for JSON."""
         return asdict(self) | {
             "faults": self.faults,
             "remarks": self.remarks,
@@ -134,18 +134,20 @@ class Report:
         (mean,) = [line.mean for line in self.variants + self.attacks if line.kind == kind]
         return mean
 
-    def _of_form(self) -> list[Finding]:
-        """Where form is worth more than being right, or giving up more than trying."""
-        honest, wrong = self._mean(HONEST), self._mean(WRONG)
+    def _format_findings(self) -> list[Finding]:
+        """Compare the reward of the format with that of correctness, and giving up with trying."""
+        honest, wrong = self._mean(HONEST), self._mean(INCORRECT)
         untagged, given_up = self._mean(MALFORMED), self._mean(GIVEN_UP)
-        being_right, form = honest - wrong, wrong - untagged
-        more = max(NEGLIGIBLE * being_right, slack(honest))
+        # wrong - untagged = reward of the format - reward of correctness; the policy learns the
+        # format alone if that exceeds what correctness adds to a formatted answer.
+        correctness, format_gain = honest - wrong, wrong - untagged
+        more = max(NEGLIGIBLE * correctness, slack(honest))
         return [
             (
-                form > being_right + more,
-                f"form outweighs the answer: an incorrect answer in format earns {wrong:.3g}, a "
-                f"correct, malformed one {untagged:.3g}; correctness adds only "
-                f"{being_right:.3g}",
+                format_gain > correctness + more,
+                "the format outweighs the answer: an incorrect answer in format earns "
+                f"{wrong:.3g}, a correct, malformed one {untagged:.3g}; correctness adds only "
+                f"{correctness:.3g}",
             ),
             (
                 given_up > wrong + more,
@@ -155,7 +157,7 @@ class Report:
         ]
 
 
-def _mean_of(line: Line) -> float:
+def _mean_of(line: KindResult) -> float:
     return line.mean
 
 
@@ -163,31 +165,31 @@ def _found(findings: Iterable[Finding]) -> Iterator[str]:
     return (words for found, words in findings if found)
 
 
-def _of_rendering(line: Line) -> Finding:
-    refused = line.count - line.right
-    return refused > 0, (
-        f"false negatives: {refused} of {line.count} correct answers are judged wrong in the "
+def _variant_finding(line: KindResult) -> Finding:
+    missed = line.count - line.correct
+    return missed > 0, (
+        f"false negatives: {missed} of {line.count} correct answers are judged incorrect in the "
         f"variant '{line.kind}', such as {line.example[-60:]!r}"
     )
 
 
-def _of_hack(line: Line) -> list[Finding]:
+def _exploit_findings(line: KindResult) -> list[Finding]:
     return [
         (
-            line.right > 0,
-            f"false positives: {line.right} of {line.count} completions '{line.kind}' are judged "
-            f"right, such as {line.example[-60:]!r}",
+            line.correct > 0,
+            f"false positives: {line.correct} of {line.count} completions '{line.kind}' are judged "
+            f"correct, such as {line.example[-60:]!r}",
         ),
         (
             line.beats + line.equals > 0,
             f"exploit: {line.beats + line.equals} of {line.count} completions '{line.kind}' earn "
-            f"as much as an honest correct answer, {line.beats} of them more (by up to "
+            f"as much as a plain correct answer, {line.beats} of them more (by up to "
             f"{line.best_margin:+.3g})",
         ),
     ]
 
 
-def _of_part(part: Part) -> list[Finding]:
+def _reward_findings(part: RewardResult) -> list[Finding]:
     others = [f"{kind} {count}" for kind, count in part.unfair.items() if kind != HONEST]
     reasons = [f"{reason}: {count}" for reason, count in part.failed.items()]
     return [
@@ -213,12 +215,12 @@ def _of_part(part: Part) -> list[Finding]:
     ]
 
 
-def _remarks_of_part(part: Part, several: bool) -> list[Finding]:
+def _reward_remarks(part: RewardResult, several: bool) -> list[Finding]:
     constant = part.high - part.low <= slack(part.high)
     return [
         (
             constant,
-            f"constant: '{part.name}' gives {part.low:.3g} to everything and teaches nothing",
+            f"constant: '{part.name}' gives {part.low:.3g} to every completion and no gradient",
         ),
         (
             several and not constant and part.share > DOMINANT,

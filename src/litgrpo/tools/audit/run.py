@@ -1,4 +1,4 @@
-"""Tests a set of rewards before training: would it be fair, and could it be gamed?"""
+"""Check a set of rewards before training for false negatives and exploits."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from torch import Tensor
 from litgrpo.arguments import one_of, require
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
 from litgrpo.tools.audit.cases import (
+    CORRECT_KINDS,
     HONEST,
-    RIGHT,
-    WRONG,
+    INCORRECT,
     AnswerFormat,
     Case,
     Problem,
     correct_answers,
     make_exploits,
-    malformed_answer,
     nasty_texts,
+    write_malformed_answer,
 )
-from litgrpo.tools.audit.report import NASTY_SIZE, SLOW_S, Line, Part, Report, slack
+from litgrpo.tools.audit.report import NASTY_SIZE, SLOW_S, KindResult, Report, RewardResult, slack
 from litgrpo.types import RewardTable
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
 COSINE = "reward/cosine_"
 PROBLEMS_AT_ONCE = 64
 PATIENCE_S = 10.0
-MOSTLY = 0.75  # of the plain correct answers have the best, where a part judges answers
+# A component judges answers if at least this share of the plain correct answers get its best value.
+MOSTLY = 0.75
 
 
 def audit_rewards(
@@ -46,58 +47,61 @@ def audit_rewards(
     *,
     success: str | None = None,
     threshold: float = 1.0,
-    form: AnswerFormat | None = None,
+    answer_format: AnswerFormat | None = None,
     seed: int = 0,
 ) -> Report:
-    """Ask a set of rewards about correct answers in many variants, and about ways to cheat.
+    """Score correct answers in many formatting variants, and completions that try exploits.
 
     Args:
         scorer: the rewards.
         problems: questions with reference answers.
-        success: the reward that says whether an answer is right; default: the first.
-        threshold: from which it does.
-        form: how a completion should look; default: the tags that the rewards' kwargs name.
-        seed: of the noise in the attacks.
+        success: the reward that decides if an answer is correct; default: the first.
+        threshold: least value of this reward for a correct answer.
+        answer_format: format of a completion; default: the tags named in the rewards' kwargs.
+        seed: random seed of the noise in the exploits.
 
     Returns:
-        The report; `passed` is the verdict.
+        The report; `passed` is True if it has no fault.
     """
     success = success or next(iter(scorer.parts))
     one_of("success_reward", success, scorer.parts)
     require(len(problems) > 0, "there are no problems to audit with")
-    form = form or find_answer_format(scorer)
-    answers = _Answers(success, threshold, partial(_cases, form=form, seed=seed))
-    # Every failure is to be counted, none is to stop the audit.
+    answer_format = answer_format or find_answer_format(scorer)
+    answers = _ScoredCases(
+        success, threshold, partial(_cases, answer_format=answer_format, seed=seed)
+    )
+    # max_failed_frac=1: the audit counts failures, so none may stop it.
     runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
     patient = Scorer(scorer.parts, scorer.reward_format, runner)
     with no_warnings(), closing(runner):
         for start in range(0, len(problems), PROBLEMS_AT_ONCE):
-            answers.ask(patient, problems[start : start + PROBLEMS_AT_ONCE])
+            answers.add(patient, problems[start : start + PROBLEMS_AT_ONCE])
         known = problems[0].columns
         times = {
-            name: slowest(part, scorer.reward_format, known) for name, part in scorer.parts.items()
+            name: measure_slowest(part, scorer.reward_format, known)
+            for name, part in scorer.parts.items()
         }
     failed = patient.failures
     lines = [answers.line(kind) for kind in answers.kinds()]
     return Report(
         success=success,
         problems=len(problems),
-        variants=[line for line in lines if line.kind in RIGHT],
-        attacks=[line for line in lines if line.kind not in RIGHT],
+        variants=[line for line in lines if line.kind in CORRECT_KINDS],
+        attacks=[line for line in lines if line.kind not in CORRECT_KINDS],
         parts=[answers.part(name, failed.get(name, {}), *time) for name, time in times.items()],
         conflicts=answers.conflicts(),
     )
 
 
-def _cases(problem: Problem, form: AnswerFormat, seed: int) -> list[Case]:
-    """Every completion of a problem, the honest correct answer first."""
-    cheats = make_exploits(problem, form, random.Random(seed))
-    return [*correct_answers(problem, form), *cheats, malformed_answer(problem)]
+def _cases(problem: Problem, answer_format: AnswerFormat, seed: int) -> list[Case]:
+    """Return every completion of a problem, the plain correct answer first."""
+    cheats = make_exploits(problem, answer_format, random.Random(seed))
+    return [*correct_answers(problem, answer_format), *cheats, write_malformed_answer(problem)]
 
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """The failures that the runner would warn of are in the report."""
+    """Silence the runner's warnings about failures, which the report contains."""
     log = logging.getLogger("litgrpo.rewards.runner")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -108,7 +112,7 @@ def no_warnings() -> Iterator[None]:
 
 
 def find_answer_format(scorer: Scorer) -> AnswerFormat:
-    """Tags as the rewards' kwargs name them."""
+    """Return the format with the tags that the rewards' kwargs name."""
     kwargs = {k: v for part in scorer.parts.values() for k, v in part.kwargs.items()}
     reasoning = kwargs.get("reasoning_tag", "reasoning")
     answer = kwargs.get("answer_tag", "answer")
@@ -117,39 +121,41 @@ def find_answer_format(scorer: Scorer) -> AnswerFormat:
     )
 
 
-def slowest(
+def measure_slowest(
     part: Reward, reward_format: Any, columns: Mapping[str, Any] | None = None
 ) -> tuple[float, str]:
-    """The longest that a reward function needs for one long text, and the kind of text.
+    """Return the longest time of a reward function for one long text in s, and the kind of text.
 
     Args:
         part: the reward.
         reward_format: as in Scorer.
-        columns: what the function may ask for besides, of any problem.
+        columns: other columns that the function may require, of any problem.
     """
     runner = ProcessRunner(timeout_s=2 * SLOW_S, max_failed_frac=1.0, num_workers=1)
     scorer = Scorer({"part": Reward(part.function, kwargs=part.kwargs)}, reward_format, runner)
     problem = Problem("How much is 40 + 32?", "72", columns or {})
     worst = (0.0, "")
     with closing(runner):
-        judge(scorer, [[Case("", "", "72")]], [problem])  # starts the worker, warms up
+        score_cases(
+            scorer, [[Case("", "", "72")]], [problem]
+        )  # starts the worker: its imports are not timed
         for kind, text in nasty_texts(NASTY_SIZE).items():
             start = time.perf_counter()
-            judge(scorer, [[Case(kind, text, "72")]], [problem])
+            score_cases(scorer, [[Case(kind, text, "72")]], [problem])
             worst = max(worst, (time.perf_counter() - start, kind))
             if worst[0] > SLOW_S:  # a fault already; each further text would take as long
                 break
     return worst
 
 
-def judge(
+def score_cases(
     scorer: Scorer, cases: Sequence[Sequence[Case]], problems: Sequence[Problem]
 ) -> RewardTable:
-    """[problems, cases] rewards; a problem's completions are one group."""
+    """Return rewards [problems, cases]; the completions of a problem are one group."""
     flat = [case for row in cases for case in row]
     owners = [problem for row, problem in zip(cases, problems, strict=True) for _ in row]
     names = {name for problem in problems for name in problem.columns}
-    # Words and signs as numbers: an audit needs no tokenizer, and lengths are about right.
+    # Words and signs stand for tokens, so an audit needs no tokenizer.  # glossary: ok
     tokens = [TOKEN.findall(case.completion) for case in flat]
     ids = [[zlib.crc32(token.encode()) % 65536 for token in row] for row in tokens]
     columns: dict[str, list[Any]] = {
@@ -167,21 +173,21 @@ def judge(
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the rewards said of some problems, each of which has a completion of each kind."""
+    """Rewards of some problems with the same kinds of completions."""
 
     kinds: list[str]
     problems: list[Problem]
-    table: RewardTable  # [problems, kinds]; the first kind is the honest correct answer
+    table: RewardTable  # [problems, kinds]; the first kind is the plain correct answer
     stats: dict[str, Tensor]
 
 
-class _Answers:
-    """The rewards of all completions.
+class _ScoredCases:
+    """Rewards of all completions.
 
     Args:
-        success: the reward that says whether an answer is right.
-        threshold: from which it does.
-        cases: every completion of a problem.
+        success: the reward that decides if an answer is correct.
+        threshold: least value of this reward for a correct answer.
+        cases: returns every completion of a problem.
     """
 
     def __init__(
@@ -190,43 +196,43 @@ class _Answers:
         self.success, self.threshold, self.cases = success, threshold, cases
         self.batches: list[_Batch] = []
 
-    def ask(self, scorer: Scorer, problems: Sequence[Problem]) -> None:
-        """Judge all completions of some problems.
+    def add(self, scorer: Scorer, problems: Sequence[Problem]) -> None:
+        """Score all completions of some problems.
 
-        Numbers have more variants than texts, and all groups of a batch have one size: problems
-        with the same number of completions are asked about together.
+        Numbers have more variants than texts, but all groups of a batch have the same size.
+        Problems are therefore batched by their number of completions.
         """
         pairs = [(self.cases(problem), problem) for problem in problems]
         for size in sorted({len(cases) for cases, _ in pairs}):
             rows = [cases for cases, _ in pairs if len(cases) == size]
             same = [problem for cases, problem in pairs if len(cases) == size]
             kinds = [case.kind for case in rows[0]]
-            table = judge(scorer, rows, same)
+            table = score_cases(scorer, rows, same)
             self.batches.append(_Batch(kinds, same, table, table.stats()))
 
     def column(self, kind: str, of: Callable[[RewardTable], Tensor]) -> Tensor:
-        """[problems] one column of the tables, of all problems that have this kind."""
+        """Return one column of the tables [problems], for all problems with this kind."""
         having = [batch for batch in self.batches if kind in batch.kinds]
         return torch.cat([of(batch.table)[:, batch.kinds.index(kind)] for batch in having])
 
     def kinds(self) -> list[str]:
-        """All kinds of completions, in the order asked."""
+        """Return all kinds of completions, in order."""
         return list(dict.fromkeys(kind for batch in self.batches for kind in batch.kinds))
 
-    def line(self, kind: str) -> Line:
-        """The numbers of one kind of completion."""
+    def line(self, kind: str) -> KindResult:
+        """Summarize one kind of completion."""
         total = self.column(kind, lambda table: table.total)
         margin = self.column(kind, lambda table: table.total - table.total[:, :1])
-        right = self.column(kind, self._right)
-        # The example is one that was judged wrongly, if any was, and of these the best paid.
-        mistaken = right != (kind in RIGHT)
+        correct = self.column(kind, self._is_correct)
+        # The example is a misjudged completion if there is one, with the highest margin of these.
+        mistaken = correct != (kind in CORRECT_KINDS)
         worst = max(zip(mistaken.tolist(), margin.tolist(), range(len(total)), strict=True))[2]
         problems = [p for batch in self.batches if kind in batch.kinds for p in batch.problems]
         examples = {case.kind: case.completion for case in self.cases(problems[worst])}
-        return Line(
+        return KindResult(
             kind=kind,
             count=len(total),
-            right=int(right.sum()),
+            correct=int(correct.sum()),
             mean=float(total.mean()),
             best_margin=float(margin.max()),
             beats=int((margin > slack(total - margin)).sum()),
@@ -234,17 +240,19 @@ class _Answers:
             example=examples[kind],
         )
 
-    def _right(self, table: RewardTable) -> Tensor:
+    def _is_correct(self, table: RewardTable) -> Tensor:
         return (table.components[self.success] >= self.threshold) & table.valid
 
-    def part(self, name: str, failed: dict[str, int], slowest_s: float, slowest_on: str) -> Part:
-        """What one reward did."""
+    def part(
+        self, name: str, failed: dict[str, int], slowest_s: float, slowest_on: str
+    ) -> RewardResult:
+        """Summarize one reward."""
         kinds = {
             kind: self.column(kind, lambda table: table.components[name]) for kind in self.kinds()
         }
         values = torch.cat(list(kinds.values()))
         known = values[~values.isnan()].tolist() or [0.0]
-        return Part(
+        return RewardResult(
             name=name,
             low=min(known),
             high=max(known),
@@ -256,22 +264,27 @@ class _Answers:
         )
 
     def conflicts(self) -> dict[str, float]:
-        """{pair of rewards: mean cosine of their advantages}."""
+        """Return {pair of rewards: mean cosine of their advantages}."""
         names = [name for name in self.batches[0].stats if name.startswith(COSINE)]
         return {name.removeprefix(COSINE): self._mean(name, 0.0) for name in names}
 
     def _mean(self, name: str, default: float) -> float:
-        """The mean of a statistic over the batches; `default` where it is not kept."""
+        """Return the mean of a statistic over the batches; `default` for batches without it."""
         values = [float(batch.stats.get(name, default)) for batch in self.batches]
         return sum(values) / len(values)
 
 
 def _unfair(kinds: dict[str, Tensor]) -> dict[str, int]:
-    """{variant: correct answers below the best}, of a reward that tells right from wrong."""
-    plain, wrong = kinds[HONEST].nan_to_num(0.0), kinds[WRONG].nan_to_num(0.0)
+    """Return {variant: number of correct answers below the best value}.
+
+    Rewards that do not judge answers, such as one for length, get {}.
+    """
+    plain, wrong = kinds[HONEST].nan_to_num(0.0), kinds[INCORRECT].nan_to_num(0.0)
     full = plain.max() - slack(plain.max())
     judges = plain.mean() > wrong.mean() and (wrong >= full).double().mean() < MOSTLY
     if not judges or (plain >= full).double().mean() < MOSTLY:
         return {}
-    counts = {kind: int((kinds[kind] < full).sum()) for kind in sorted(RIGHT & kinds.keys())}
+    counts = {
+        kind: int((kinds[kind] < full).sum()) for kind in sorted(CORRECT_KINDS & kinds.keys())
+    }
     return {kind: count for kind, count in counts.items() if count}
