@@ -310,11 +310,11 @@ def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
     (scratch_run.parents[1] / "pairs.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in other)
     )
-    loss = []
+    texts = []
     score = SFT.score
 
     def note(self, batch):
-        loss.append(self.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True))
+        texts.append(self.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True))
         return score(self, batch)
 
     monkeypatch.setattr(SFT, "score", note)
@@ -328,7 +328,7 @@ def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
     ]
     with pytest.warns(UserWarning, match="kept"):
         run(monkeypatch, "validate", "-c", str(scratch_run / "config.yaml"), *words)
-    assert loss == ["Who are 0 othersnobody 0"]
+    assert texts == ["Who are 0 othersperson 0"]
 
 
 @pytest.mark.parametrize("batches", [1, 2])
