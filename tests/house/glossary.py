@@ -40,6 +40,7 @@ CLEAN: list[str] = [
     "docs/plan.md",
     "docs/read_the_code.md",
     "docs/report.md",
+    "docs/results.md",
     "docs/start.md",
     "docs/versions.md",
     "src/litgrpo/algorithms",
