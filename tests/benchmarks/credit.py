@@ -69,10 +69,12 @@ class Outcome(NumberGame):
     def step(self, action: str) -> StepResult:
         """Answer a guess; see `NumberGame.step`."""
         before = self._bits()
-        heard = super().step(action)
-        reward = (heard.reward or 0.0) + self.paid * (before - self._bits()) / math.log2(GREATEST)
-        silent = heard.calls["guess"][1] > 0
-        return replace(heard, reward=reward, calls={} if silent else heard.calls)
+        observed = super().step(action)
+        reward = (observed.reward or 0.0) + self.paid * (before - self._bits()) / math.log2(
+            GREATEST
+        )
+        silent = observed.calls["guess"][1] > 0
+        return replace(observed, reward=reward, calls={} if silent else observed.calls)
 
     def _bits(self) -> float:
         """Return the unknown part of the number."""

@@ -1,7 +1,7 @@
 """Measure steps on a GPU against TRL, with transformers' generation and with vLLM's: one command.
 
     python -m venv trl && trl/bin/pip install "trl[vllm]==1.16.0"
-    python -m tests.benchmarks.gpu --peer-python trl/bin/python
+    python -m tests.benchmarks.gpu --baseline-python trl/bin/python
 
 Whole steps, rollout and learning apart, and memory of the device; random models, the same work on
 each side, sides in turns, a process for each turn. Writes docs/gpu.json and the table of
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.step import Measures, last_line, medians, steps_of_ours
+from tests.benchmarks.step import Measures, last_line, medians, steps_of_litgrpo
 from tests.benchmarks.workload import SIZES, Work
 
 ROOT = Path(__file__).parents[2]
@@ -39,22 +39,31 @@ HEAD = (
 )
 
 
-def turn_of_ours(args: argparse.Namespace) -> Measures:
+def turn_of_litgrpo(args: argparse.Namespace) -> Measures:
     """Steps in this process."""
     from litgrpo.rollout.engines.local import LocalEngine
     from litgrpo.rollout.engines.static import StaticEngine
 
     engine = {"LocalEngine": LocalEngine, "StaticEngine": StaticEngine}[args.turn]()
     work = Work(
-        SIZES[args.sizes[0]], args.group, args.max_new, args.hazard, args.bf16, args.threads
+        SIZES[args.sizes[0]],
+        args.group,
+        args.max_new,
+        args.stop_prob,
+        args.bf16,
+        args.threads,
     )
-    return steps_of_ours(work, args.steps, args.warmup, device=args.device, engine=engine)
+    return steps_of_litgrpo(work, args.steps, args.warmup, device=args.device, engine=engine)
 
 
 def command(args: argparse.Namespace, size: str, side: str) -> list[str]:
     """Return the command that measures one repetition of a side."""
     shared = {"group": args.group, "max-new": args.max_new, "threads": args.threads}
-    shared |= {"hazard": args.hazard, "device": args.device, "warmup": args.warmup}
+    shared |= {
+        "stop-prob": args.stop_prob,
+        "device": args.device,
+        "warmup": args.warmup,
+    }
     words = [part for name, value in shared.items() for part in (f"--{name}", str(value))]
     if side in ENGINES:
         words += ["--float32"] * (not args.bf16)
@@ -64,7 +73,7 @@ def command(args: argparse.Namespace, size: str, side: str) -> list[str]:
     words += [part for name, value in shape.items() for part in (f"--{name}", str(value))]
     words += ["--size", size, "--steps", str(args.steps + args.warmup), *PEERS[side]]
     words += ["--bf16"] * args.bf16
-    return [str(args.peer_python.absolute()), "-m", "tests.benchmarks.trl_steps", *words]
+    return [str(args.baseline_python.absolute()), "-m", "tests.benchmarks.trl_steps", *words]
 
 
 def turn(args: argparse.Namespace, size: str, side: str) -> Measures:
@@ -78,7 +87,7 @@ def turn(args: argparse.Namespace, size: str, side: str) -> Measures:
 def measure_size(args: argparse.Namespace, size: str) -> dict[str, Measures]:
     """{side: medians over its turns}, sides one after the other in each turn."""
     sides = [*ENGINES]
-    if args.peer_python:
+    if args.baseline_python:
         sides += ["TRL"] if args.no_vllm else PEERS
     turns: dict[str, list[Measures]] = {side: [] for side in sides}
     for _ in range(args.turns):
@@ -101,12 +110,12 @@ def rows(result: Mapping[str, Any]) -> list[list[str]]:
     """Cells of the page's table."""
     found = []
     for case in result["cases"]:
-        ours = case["sides"]["litgrpo"]
+        litgrpo = case["sides"]["litgrpo"]
         for side, numbers in case["sides"].items():
             times = [next(numbers[n] for n in names if n in numbers) for names in PHASES.values()]
             # Lengths are drawn, so that one side may have a little more to do.
-            fair = ours["mean_completion_len"] / numbers["mean_completion_len"]
-            ratio = numbers["step_s"] / ours["step_s"] * fair
+            fair = litgrpo["mean_completion_len"] / numbers["mean_completion_len"]
+            ratio = numbers["step_s"] / litgrpo["step_s"] * fair
             found.append(
                 [
                     *(case["size"], "bf16" if case["bf16"] else "float32", side),
@@ -141,9 +150,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["30m", "500m"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--peer-python", type=Path, help="of an environment with trl 1.16")
+    parser.add_argument("--baseline-python", type=Path, help="of an environment with trl 1.16")
     parser.add_argument("--no-vllm", action="store_true", help="TRL has no vLLM")
-    parser.add_argument("--hazard", type=float, default=0.02, help="share of words that end a text")
+    parser.add_argument(
+        "--stop-prob", type=float, default=0.02, help="share of words that end a text"
+    )
     parser.add_argument("--float32", dest="bf16", action="store_false", help="not bfloat16")
     for name, default in (
         *(("turns", 2), ("steps", 6), ("warmup", 3), ("group", 8), ("max-new", 256)),
@@ -160,7 +171,7 @@ def main() -> None:
     """Measure and write."""
     args = arguments()
     if args.turn:
-        print(json.dumps(turn_of_ours(args)))
+        print(json.dumps(turn_of_litgrpo(args)))
         return
     result: Measures = {"machine": machine(args.device), "cases": []}
     for size in args.sizes:

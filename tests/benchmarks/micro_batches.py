@@ -1,6 +1,6 @@
 """Time and memory of a step by what bounds the activations, on the same work, alternating.
 
-    python -m tests.benchmarks.micro_batches --size 30m --hazard 0.02 --tokens 1024 2048 4096
+    python -m tests.benchmarks.micro_batches --size 30m --stop-prob 0.02 --tokens 1024 2048 4096
     python -m tests.benchmarks.micro_batches --size 30m --tokens auto --recompute on off
     python -m tests.benchmarks.micro_batches --size 30m --tokens auto --kernels auto onednn
 
@@ -20,7 +20,7 @@ import sys
 from typing import Any, get_args
 
 from litgrpo.models.kernels.linear import KernelChoice
-from tests.benchmarks.step import ROOT, last_line, steps_of_ours
+from tests.benchmarks.step import ROOT, last_line, steps_of_litgrpo
 from tests.benchmarks.workload import SIZES, Work
 
 
@@ -32,14 +32,14 @@ def turn(args: argparse.Namespace) -> dict[str, Any]:
     tokens, recompute, kernels = args.turn
     work = Work(
         size,
-        hazard=args.hazard,
+        stop_prob=args.stop_prob,
         bf16=args.bf16,
         threads=args.threads,
         recompute=recompute == "on",
         kernels=kernels,
     )
     update = UpdateConfig(micro_batch_tokens="auto" if tokens == "auto" else int(tokens))
-    return steps_of_ours(work, args.steps, args.warmup, update=update)
+    return steps_of_litgrpo(work, args.steps, args.warmup, update=update)
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--hazard", type=float, default=0.02)
+    parser.add_argument("--stop-prob", type=float, default=0.02)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--tokens", nargs="+", default=["1024", "2048", "4096"])
     parser.add_argument("--recompute", choices=["on", "off"], nargs="+", default=["on"])

@@ -1,7 +1,7 @@
 """Measure everything that docs/benchmarks.md reports, and write its tables and its plot.
 
     python -m tests.benchmarks.page --processor zen4 --measure steps profile sweeps head sft \
-        kernels --peer-python PATH/bin/python --data PATH/train.jsonl
+        kernels --baseline-python PATH/bin/python --data PATH/train.jsonl
     python -m tests.benchmarks.page --processor zen4 --measure before --checkout ANOTHER_VERSION
     python -m tests.benchmarks.page
 
@@ -29,65 +29,76 @@ FASTER, THAN_BEFORE = "times TRL", "times 7f06854"
 ROLLOUT, MEMORY = "share of its least time the rollout has", "memory, share of TRL's"
 # {arguments of `step`: what was aimed at}.
 AIMS: dict[str, dict[str, float]] = {
-    "--size tiny --hazard 0.02": {FASTER: 4, THAN_BEFORE: 1.4, ROLLOUT: 0.25, MEMORY: 0.45},
+    "--size tiny --stop-prob 0.02": {
+        FASTER: 4,
+        THAN_BEFORE: 1.4,
+        ROLLOUT: 0.25,
+        MEMORY: 0.45,
+    },
     "--size tiny": {FASTER: 3, THAN_BEFORE: 1.4},
-    "--size tiny --hazard 0.02 --bf16": {},
-    "--size 30m --hazard 0.02 --turns 2": {
+    "--size tiny --stop-prob 0.02 --bf16": {},
+    "--size 30m --stop-prob 0.02 --turns 2": {
         FASTER: 6.5,
         THAN_BEFORE: 1.2,
         ROLLOUT: 0.45,
         MEMORY: 0.40,
     },
     "--size 30m --turns 2": {FASTER: 4.5, THAN_BEFORE: 1.25},
-    "--size 30m --hazard 0.02 --bf16 --turns 2": {FASTER: 6, THAN_BEFORE: 1.2, MEMORY: 0.45},
-    "--size 100m --hazard 0.02 --turns 2": {FASTER: 6.5, THAN_BEFORE: 1.1},
+    "--size 30m --stop-prob 0.02 --bf16 --turns 2": {
+        FASTER: 6,
+        THAN_BEFORE: 1.2,
+        MEMORY: 0.45,
+    },
+    "--size 100m --stop-prob 0.02 --turns 2": {FASTER: 6.5, THAN_BEFORE: 1.1},
     # TRL does not fit into 24 GiB at once.
-    "--size 135m --hazard 0.045 --max-new 48 --bf16 --turns 1 --peer-accumulate 4": {
+    "--size 135m --stop-prob 0.045 --max-new 48 --bf16 --turns 1 --baseline-accumulate 4": {
         FASTER: 8,
         THAN_BEFORE: 1.2,
     },
 }
 STEPS = list(AIMS)
-SWEPT = "--turns 1 --steps 3 --warmup 1 --peer-steps 1 --peer-optional"
-TINY = "--size tiny --hazard 0.02"
+SWEPT = "--turns 1 --steps 3 --warmup 1 --baseline-steps 1 --baseline-optional"
+TINY = "--size tiny --stop-prob 0.02"
 # {what changes: its values, and the arguments for VALUE}. With longer completions allowed the end
-# comes later in proportion (HAZARD).
+# comes later in proportion (STOP_PROB).
 SWEEPS: dict[str, tuple[list[int], str]] = {
     "completions of a prompt": ([4, 8, 16, 32, 64], f"{TINY} --group VALUE"),
     "tokens of a prompt": ([16, 64, 256, 1024, 4096], f'{TINY} --change {{"prompt_len":VALUE}}'),
     "tokens of a completion at most": (
         [32, 128, 512, 2048],
-        "--size tiny --max-new VALUE --hazard HAZARD",
+        "--size tiny --max-new VALUE --stop-prob STOP_PROB",
     ),
     "vocabulary": ([512, 4096, 32768, 256000], f'{TINY} --change {{"vocab":VALUE}}'),
     "prompts of a step": ([2, 4, 8, 16], f'{TINY} --change {{"prompts":VALUE}}'),
-    "million parameters": ([1, 30, 100, 360], "--size VALUEm --hazard 0.02"),
+    "million parameters": ([1, 30, 100, 360], "--size VALUEm --stop-prob 0.02"),
 }
 HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
 SFT = ["--size 30m", "--size 30m --bf16"]
-PROFILES = [f"--size {size} --hazard 0.02" for size in ("tiny", "30m", "100m")]
-PROFILES += ["--size tiny", "--size 30m", "--size 30m --hazard 0.02 --bf16"]
-PROFILES += ["--size 135m --hazard 0.045 --max-new 48 --bf16"]
+PROFILES = [f"--size {size} --stop-prob 0.02" for size in ("tiny", "30m", "100m")]
+PROFILES += ["--size tiny", "--size 30m", "--size 30m --stop-prob 0.02 --bf16"]
+PROFILES += ["--size 135m --stop-prob 0.045 --max-new 48 --bf16"]
 
 
 def swept(name: str, value: int) -> str:
     """The arguments of one point of a sweep."""
-    words = SWEEPS[name][1].replace("HAZARD", str(round(2.56 / value, 4)))
+    words = SWEEPS[name][1].replace("STOP_PROB", str(round(2.56 / value, 4)))
     words = words.replace("VALUE", str(value)).replace("--size 1m", "--size tiny")
     return f"{words} {SWEPT}"
 
 
 def commands(part: str, args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """Name and arguments of everything to measure in a part of the page."""
-    peer = ["--against", args.against, "--peer-python", str(args.peer_python)]
-    other = ["--against", "before", "--peer-checkout", str(args.checkout)]
+    baseline = ["--against", args.against, "--baseline-python", str(args.baseline_python)]
+    other = ["--against", "before", "--baseline-checkout", str(args.checkout)]
     threads = ["--threads", str(args.threads)]
     points = [swept(name, value) for name in args.sweep for value in SWEEPS[name][0]]
     lists = {
-        "steps": [(f"step {line}", line.split() + threads + peer) for line in STEPS],
+        "steps": [(f"step {line}", line.split() + threads + baseline) for line in STEPS],
         "before": [(before(line), line.split() + threads + other) for line in STEPS],
         "profile": [(f"profile {line}", line.split() + threads) for line in PROFILES],
-        "sweeps": [(f"step {line}", [*line.split(), "--threads", "1", *peer]) for line in points],
+        "sweeps": [
+            (f"step {line}", [*line.split(), "--threads", "1", *baseline]) for line in points
+        ],
         "head": [(f"head {HEAD}", HEAD.split())],
         "sft": [
             (f"sft {line}", [*line.split(), *threads, "--data", str(args.data)]) for line in SFT
@@ -135,22 +146,22 @@ def load(processor: str) -> Results:
 def steps_table(results: Results) -> str:
     """A row for each comparison of whole steps."""
     lines = [
-        "| size | hazard | precision | tokens, ours and peer's | ours, s | peer, s | ratio, wall "
-        "| CPU | rollout | learning | memory | roofline |",
+        "| size | stop probability | precision | tokens of litgrpo and baseline | litgrpo, s "
+        "| baseline, s | ratio, wall | CPU | rollout | learning | memory | roofline |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in STEPS:
         found = results.get(f"step {line}")
         if found is None:
             continue
-        ours, peer = found["ours"], found["peer"]
+        litgrpo, baseline = found["litgrpo"], found["baseline"]
         ratios = " | ".join(f"{found[f'ratio_{name}']:.1f}" for name in ("cpu", "rollout", "learn"))
-        said = ", ".join(f"{side['mean_completion_len']:.0f}" for side in (ours, peer))
-        memory = f"{ours['peak_rss_mib']:.0f} of {peer['peak_rss_mib']:.0f} MiB"
+        said = ", ".join(f"{side['mean_completion_len']:.0f}" for side in (litgrpo, baseline))
+        memory = f"{litgrpo['peak_rss_mib']:.0f} of {baseline['peak_rss_mib']:.0f} MiB"
         lines.append(
-            f"| {case(found)} | {said} | {ours['step_s']:.2f} "
-            f"| {peer['step_s']:.2f} | **{found['ratio_wall']:.1f}** | {ratios} "
-            f"| {memory} ({found['memory_frac']:.0%}) | {ours['roofline_frac']:.0%} |"
+            f"| {case(found)} | {said} | {litgrpo['step_s']:.2f} "
+            f"| {baseline['step_s']:.2f} | **{found['ratio_wall']:.1f}** | {ratios} "
+            f"| {memory} ({found['memory_frac']:.0%}) | {litgrpo['roofline_frac']:.0%} |"
         )
     return "\n".join(lines)
 
@@ -158,19 +169,19 @@ def steps_table(results: Results) -> str:
 def before_table(results: Results) -> str:
     """A row for each comparison with another version."""
     lines = [
-        "| size | hazard | precision | before, s | now, s | ratio, wall | CPU | rollout | learning "
-        "| memory, before and now |",
+        "| size | stop probability | precision | before, s | now, s | ratio, wall "
+        "| CPU | rollout | learning | memory, before and now |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in STEPS:
         found = results.get(before(line))
         if found is None:
             continue
-        ours, peer = found["ours"], found["peer"]
+        litgrpo, baseline = found["litgrpo"], found["baseline"]
         ratios = " | ".join(f"{found[f'ratio_{name}']:.2f}" for name in ("cpu", "rollout", "learn"))
-        memory = f"{peer['peak_rss_mib']:,.0f}, {ours['peak_rss_mib']:,.0f} MiB"
+        memory = f"{baseline['peak_rss_mib']:,.0f}, {litgrpo['peak_rss_mib']:,.0f} MiB"
         lines.append(
-            f"| {case(found)} | {peer['step_s']:.2f} | {ours['step_s']:.2f} "
+            f"| {case(found)} | {baseline['step_s']:.2f} | {litgrpo['step_s']:.2f} "
             f"| **{found['ratio_wall']:.2f}** | {ratios} | {memory} |"
         )
     return "\n".join(lines)
@@ -178,19 +189,21 @@ def before_table(results: Results) -> str:
 
 def case(found: Results) -> str:
     """Name a comparison in the tables of steps: size, stop probability and precision."""
-    hazard = "1/128" if found["hazard"] is None else found["hazard"]
-    return f"{found['size']} | {hazard} | {'bf16' if found['bf16'] else 'float32'}"
+    stop_prob = "1/128" if found["stop_prob"] is None else found["stop_prob"]
+    return f"{found['size']} | {stop_prob} | {'bf16' if found['bf16'] else 'float32'}"
 
 
 def aims_table(results: Results) -> str:
     """List targets and results; for a missed one, the necessary time."""
     lines = [
-        "| size | hazard | precision | what | aimed at | reached | products and attention, s "
-        "| the rest, s | it would have to be |",
+        "| size | stop probability | precision | what | aimed at | reached "
+        "| products and attention, s | the rest, s | it would have to be |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for line, aims in AIMS.items():
-        profile = results.get(f"profile {re.sub(' --(turns|peer-accumulate) [0-9]+', '', line)}")
+        profile = results.get(
+            f"profile {re.sub(' --(turns|baseline-accumulate) [0-9]+', '', line)}"
+        )
         for what, aimed in aims.items():
             found = results.get(before(line) if what == THAN_BEFORE else f"step {line}")
             if found is not None:
@@ -203,10 +216,10 @@ def aim(what: str, aimed: float, found: Results, profile: Results | None) -> lis
     """Aimed at, reached; if not, the time that products and attention take, what is left of it,
     and what would be left if the aim were reached and they took as long as they do.
     """
-    ours = found["ours"]
+    litgrpo = found["litgrpo"]
     reached: float = found["memory_frac"] if what == MEMORY else found["ratio_wall"]
     if what == ROLLOUT:
-        reached = ours["floor"]["rollout_s"] / ours["rollout_s"]
+        reached = litgrpo["floor"]["rollout_s"] / litgrpo["rollout_s"]
     shown = "{:.0%}" if what in (ROLLOUT, MEMORY) else "{:.2f}"
     cells = [shown.format(aimed), shown.format(reached)]
     missed = cells[0] != cells[1] and (reached > aimed if what == MEMORY else reached < aimed)
@@ -215,9 +228,9 @@ def aim(what: str, aimed: float, found: Results, profile: Results | None) -> lis
     if not missed or what == MEMORY or profile is None:
         return [*cells, "", "", ""]
     phases = {"rollout": "rollout_s"} | ({} if what == ROLLOUT else {"learning": "learn_s"})
-    seconds = ours["rollout_s" if what == ROLLOUT else "step_s"]
+    seconds = litgrpo["rollout_s" if what == ROLLOUT else "step_s"]
     kept = sum(
-        (profile[phase]["products"] + profile[phase]["attention"]) * ours[name]
+        (profile[phase]["products"] + profile[phase]["attention"]) * litgrpo[name]
         for phase, name in phases.items()
     )
     left = seconds * reached / aimed - kept
@@ -228,7 +241,7 @@ def aim(what: str, aimed: float, found: Results, profile: Results | None) -> lis
 def phases_table(results: Results) -> str:
     """Tabulate the time of litgrpo's steps and the minimum that the arithmetic needs."""
     lines = [
-        "| size | hazard | precision | completion, tokens | rollout, s (least) "
+        "| size | stop probability | precision | completion, tokens | rollout, s (least) "
         "| learning, s (least) | tokens/s, rollout | learning | peak GFLOP/s | read GB/s "
         "| most is lost in |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -237,16 +250,16 @@ def phases_table(results: Results) -> str:
         found = results.get(f"step {line}")
         if found is None:
             continue
-        ours = found["ours"]
-        machine, least = ours["machine"], ours["floor"]
+        litgrpo = found["litgrpo"]
+        machine, least = litgrpo["machine"], litgrpo["floor"]
         peak = machine["bfloat16_gflops" if found["bf16"] else "float32_gflops"]
         lines.append(
             f"| {case(found)} "
-            f"| {ours['mean_completion_len']:.0f} "
-            f"| {ours['rollout_s']:.2f} ({least['rollout_s']:.2f}) "
-            f"| {ours['learn_s']:.2f} ({least['learn_s']:.2f}) "
-            f"| {ours['rollout_tok_per_s']:.0f} | {ours['learn_tok_per_s']:.0f} | {peak:.0f} "
-            f"| {machine['read_gb_s']:.0f} | {ours['largest_loss'].removesuffix('_s')} |"
+            f"| {litgrpo['mean_completion_len']:.0f} "
+            f"| {litgrpo['rollout_s']:.2f} ({least['rollout_s']:.2f}) "
+            f"| {litgrpo['learn_s']:.2f} ({least['learn_s']:.2f}) "
+            f"| {litgrpo['rollout_tok_per_s']:.0f} | {litgrpo['learn_tok_per_s']:.0f} | {peak:.0f} "
+            f"| {machine['read_gb_s']:.0f} | {litgrpo['largest_loss'].removesuffix('_s')} |"
         )
     return "\n".join(lines)
 
@@ -264,7 +277,7 @@ def profile_table(results: Results) -> str:
                     "|---" * (len(parts) + 2) + "|",
                 ]
             cells = " | ".join(f"{share:.0%}" for share in parts.values())
-            size = line.split()[1] + ", longest" * ("--hazard" not in line)
+            size = line.split()[1] + ", longest" * ("--stop-prob" not in line)
             size += ", bf16" * ("--bf16" in line)
             lines.append(f"| {size} | {phase} | {cells} |")
     return "\n".join(lines)
@@ -284,15 +297,16 @@ def head_table(results: Results) -> str:
 
 def sft_table(results: Results) -> str:
     """Supervised steps."""
-    lines = ["| precision | pairs | padding | ours, s | Trainer, s | ratio, wall | CPU |"]
+    lines = ["| precision | pairs | padding | litgrpo, s | Trainer, s | ratio, wall | CPU |"]
     lines.append("|---|---|---|---|---|---|---|")
     for line in SFT:
         found = results.get(f"sft {line}")
         if found is not None:
             lines.append(
                 f"| {'bf16' if found['bf16'] else 'float32'} | {found['rows']} "
-                f"| {found['padding_frac']:.0%} | {found['ours_s']:.2f} | {found['peer_s']:.2f} "
-                f"| **{found['ratio_wall']:.1f}** | {found['ratio_cpu']:.1f} |"
+                f"| {found['padding_frac']:.0%} | {found['litgrpo_s']:.2f} "
+                f"| {found['baseline_s']:.2f} | **{found['ratio_wall']:.1f}** "
+                f"| {found['ratio_cpu']:.1f} |"
             )
     return "\n".join(lines)
 
@@ -310,19 +324,21 @@ def kernels_table(results: Results) -> str:
 def sweeps_table(results: Results) -> str:
     """A row for each point of each sweep."""
     lines = [
-        "| | | rollout + learning, s | peer, s | times ours | ours, MiB | peer, MiB |",
+        "| | | rollout + learning, s | baseline, s | ratio | litgrpo, MiB | baseline, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, points in sweeps(results).items():
         for value, found in points.items():
-            ours, peer = found["ours"], found.get("peer")
-            cells = [name, f"{value:,}", f"{ours['rollout_s']:.2f} + {ours['learn_s']:.2f}"]
-            if peer:
-                cells += [f"{peer['step_s']:.2f}", f"{found['ratio_wall']:.1f}"]
+            litgrpo, baseline = found["litgrpo"], found.get("baseline")
+            cells = [name, f"{value:,}", f"{litgrpo['rollout_s']:.2f} + {litgrpo['learn_s']:.2f}"]
+            if baseline:
+                cells += [f"{baseline['step_s']:.2f}", f"{found['ratio_wall']:.1f}"]
             else:
-                failure = found.get("peer_failed", "")
+                failure = found.get("baseline_failed", "")
                 cells += ["does not fit" if "memory" in failure else failure, ""]
-            memory = [f"{side['peak_rss_mib']:,.0f}" if side else "" for side in (ours, peer)]
+            memory = [
+                f"{side['peak_rss_mib']:,.0f}" if side else "" for side in (litgrpo, baseline)
+            ]
             lines.append(f"| {' | '.join(cells + memory)} |")
     return "\n".join(lines)
 
@@ -349,8 +365,10 @@ def plot(results: Results) -> None:
     settings = dict(figsize=(16, 5), sharey="row", sharex="col", constrained_layout=True)
     figure, axes = pyplot.subplots(2, len(SWEEPS), **settings)
     for (above, below), (name, points) in zip(axes.T, sweeps(results).items(), strict=True):
-        sides = {"litgrpo": {at: found["ours"] for at, found in points.items()}}
-        sides["peer"] = {at: found["peer"] for at, found in points.items() if "peer" in found}
+        sides = {"litgrpo": {at: found["litgrpo"] for at, found in points.items()}}
+        sides["baseline"] = {
+            at: found["baseline"] for at, found in points.items() if "baseline" in found
+        }
         for label, found in sides.items():
             look = dict(marker="o", label=label, linestyle="-" if label == "litgrpo" else "--")
             for axis, number in ((above, "step_s"), (below, "peak_rss_mib")):
@@ -406,7 +424,7 @@ def main() -> None:
     parser.add_argument("--sweep", nargs="*", default=list(SWEEPS), choices=SWEEPS, help="these")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--against", default="trl")
-    parser.add_argument("--peer-python", type=Path)
+    parser.add_argument("--baseline-python", type=Path)
     parser.add_argument("--checkout", type=Path, help="a clone of another version, for before")
     parser.add_argument("--data", type=Path, help="GSM8K's training file, for sft")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -1,6 +1,6 @@
 """Does litgrpo learn what TRL learns? The same weights, data, group, optimizer and steps for both.
 
-    python -m tests.benchmarks.parity -c configs/quickstart.yaml --peer-python PATH/bin/python
+    python -m tests.benchmarks.parity -c configs/quickstart.yaml --baseline-python PATH/bin/python
 
 Three seeds. For each: litgrpo's run; its first completions passed to TRL, whose weights after each
 of those steps are compared with litgrpo's; TRL's own run over the same prompts in the same order,
@@ -124,7 +124,7 @@ class Pair:
         recipe: of litgrpo.
         seed: of both.
         folder: of both.
-        peer: Python of an environment with TRL.
+        baseline: Python of an environment with TRL.
         every: iterations between evaluations.
         further: options for litgrpo's command line.
         only_handed: leave out TRL's own run.
@@ -133,15 +133,15 @@ class Pair:
     recipe: str
     seed: int
     folder: Path
-    peer: str
+    baseline: str
     every: int
     further: tuple[str, ...] = ()
     only_handed: bool = False
 
     @property
-    def ours(self) -> Path:
+    def litgrpo(self) -> Path:
         """Run folder of litgrpo."""
-        return self.folder / f"seed {self.seed}" / "ours"
+        return self.folder / f"seed {self.seed}" / "litgrpo"
 
     @property
     def theirs(self) -> Path:
@@ -155,12 +155,20 @@ class Pair:
 
     def run(self) -> None:
         """Train both, and evaluate TRL's checkpoints."""
-        if not (self.ours / "settings.json").exists():
-            words = ["fit", "-c", self.recipe, "--run_dir", str(self.ours), "--overwrite", "true"]
+        if not (self.litgrpo / "settings.json").exists():
+            words = [
+                "fit",
+                "-c",
+                self.recipe,
+                "--run_dir",
+                str(self.litgrpo),
+                "--overwrite",
+                "true",
+            ]
             words += ["--seed_everything", str(self.seed), *self.further]
             words += ["--trainer.val_check_interval", str(self.every)]
             words += ["--trainer.callbacks+=tests.benchmarks.parity.Recorder"]
-            words += [f"--trainer.callbacks.folder={self.ours}"]
+            words += [f"--trainer.callbacks.folder={self.litgrpo}"]
             words += [f"--trainer.callbacks.every={self.every}"]
             call_program(sys.executable, "-m", "litgrpo", *words)
         runs = {self.handed: ["--handed"]}
@@ -169,7 +177,7 @@ class Pair:
         for folder, more in runs.items():
             if not (folder / "steps.json").exists():
                 module = "tests.benchmarks.trl_parity"
-                call_program(self.peer, "-m", module, str(self.ours), str(folder), *more)
+                call_program(self.baseline, "-m", module, str(self.litgrpo), str(folder), *more)
         for checkpoint in self.checkpoints():
             folder = checkpoint / "evaluated"
             if not (folder / "validate.json").exists():
@@ -183,13 +191,13 @@ class Pair:
 
     def differences(self) -> list[tuple[float, float]]:
         """Return each shared step's weight distance, relative to the norm and to the update."""
-        start = flat(load_initial_weights(self.ours / "start"))
+        start = flat(load_initial_weights(self.litgrpo / "start"))
         found = []
         for step in range(1, HANDED + 1):
-            saved = [each / f"weights {step}.pt" for each in (self.ours, self.handed)]
-            ours, theirs = (flat(torch.load(file)) for file in saved)
-            off = (ours - theirs).norm()
-            found.append((float(off / ours.norm()), float(off / (ours - start).norm())))
+            saved = [each / f"weights {step}.pt" for each in (self.litgrpo, self.handed)]
+            litgrpo, theirs = (flat(torch.load(file)) for file in saved)
+            off = (litgrpo - theirs).norm()
+            found.append((float(off / litgrpo.norm()), float(off / (litgrpo - start).norm())))
         return found
 
     def held_out(self, name: str = "avg_at_k") -> dict[str, tuple[list[int], list[float]]]:
@@ -199,20 +207,22 @@ class Pair:
             json.loads((each / "evaluated" / "validate.json").read_text())[name]
             for each in self.checkpoints()
         ]
-        ours = curve(self.ours, read_samples(self.ours) if name == "avg_at_k" else f"val/{name}")
-        return {"litgrpo": ours, "TRL": ([0, *steps], [ours[1][0], *theirs])}
+        litgrpo = curve(
+            self.litgrpo, read_samples(self.litgrpo) if name == "avg_at_k" else f"val/{name}"
+        )
+        return {"litgrpo": litgrpo, "TRL": ([0, *steps], [litgrpo[1][0], *theirs])}
 
     def rewards(self) -> dict[str, list[float]]:
         """{side: mean reward of each iteration}."""
         theirs = json.loads((self.theirs / "steps.json").read_text())
         return {
-            "litgrpo": curve(self.ours, "reward/mean")[1],
+            "litgrpo": curve(self.litgrpo, "reward/mean")[1],
             "TRL": [row["reward"] for row in theirs],
         }
 
     def seconds(self) -> dict[str, tuple[float, float]]:
         """{side: medians of wall and processor seconds of a step}."""
-        found = {"litgrpo": self.ours, "TRL": self.theirs}
+        found = {"litgrpo": self.litgrpo, "TRL": self.theirs}
         rows = {name: json.loads((at / "steps.json").read_text()) for name, at in found.items()}
         return {
             name: (
@@ -258,14 +268,14 @@ def call_program(*words: str) -> None:
         raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def interval(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+def interval(litgrpo: list[float], theirs: list[float]) -> tuple[float, float, float]:
     """Mean difference of two samples and its 95 % interval (Welch's t, freedom rounded down)."""
-    parts = [statistics.variance(each) / len(each) for each in (ours, theirs)]
-    middle = statistics.mean(ours) - statistics.mean(theirs)
+    parts = [statistics.variance(each) / len(each) for each in (litgrpo, theirs)]
+    middle = statistics.mean(litgrpo) - statistics.mean(theirs)
     if not any(parts):
         return middle, middle, middle
     freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(each) - 1) for part, each in zip(parts, (ours, theirs), strict=True)
+        part**2 / (len(each) - 1) for part, each in zip(parts, (litgrpo, theirs), strict=True)
     )
     reach = student_t_quantile(0.975, int(freedom)) * math.sqrt(sum(parts))
     return middle, middle - reach, middle + reach
@@ -284,9 +294,9 @@ def tables(pairs: list[Pair]) -> dict[str, list[str]]:
         "|---|---|---|---|",
     ]
     for title, of in measures(pairs).items():
-        ours, theirs = (list(each) for each in zip(*of, strict=True))
-        middle, low, high = interval(ours, theirs)
-        shown = (", ".join(f"{value:.3f}" for value in each) for each in (ours, theirs))
+        litgrpo, theirs = (list(each) for each in zip(*of, strict=True))
+        middle, low, high = interval(litgrpo, theirs)
+        shown = (", ".join(f"{value:.3f}" for value in each) for each in (litgrpo, theirs))
         cells = [title, *shown, f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"]
         learned.append(f"| {' | '.join(cells)} |")
     spent = [
@@ -294,10 +304,10 @@ def tables(pairs: list[Pair]) -> dict[str, list[str]]:
         "|---|---|---|---|---|",
     ]
     for pair in pairs:
-        ours, theirs = pair.seconds().values()
-        ratio, of_cpu = (b / a for a, b in zip(ours, theirs, strict=True))
+        litgrpo, theirs = pair.seconds().values()
+        ratio, of_cpu = (b / a for a, b in zip(litgrpo, theirs, strict=True))
         spent.append(
-            f"| {pair.seed} | {ours[0]:.2f} | {theirs[0]:.2f} | {ratio:.1f} | {of_cpu:.1f} |"
+            f"| {pair.seed} | {litgrpo[0]:.2f} | {theirs[0]:.2f} | {ratio:.1f} | {of_cpu:.1f} |"
         )
     return {"steps": steps, "learned": learned, "seconds": spent}
 
@@ -306,11 +316,11 @@ def measures(pairs: list[Pair]) -> dict[str, list[tuple[float, float]]]:
     """Return {metric: litgrpo's and TRL's value for each seed}."""
     found: dict[str, list[tuple[float, float]]] = {}
     for pair in pairs:
-        ours, theirs = pair.rewards().values()
-        mean, last = statistics.mean, len(ours) // LAST
+        litgrpo, theirs = pair.rewards().values()
+        mean, last = statistics.mean, len(litgrpo) // LAST
         values = {
-            "mean reward of all iterations": (mean(ours), mean(theirs)),
-            f"mean reward of the last {last}": (mean(ours[-last:]), mean(theirs[-last:])),
+            "mean reward of all iterations": (mean(litgrpo), mean(theirs)),
+            f"mean reward of the last {last}": (mean(litgrpo[-last:]), mean(theirs[-last:])),
         }
         for title, name in (("sampled", "avg_at_k"), ("greedy", "greedy")):
             (at, one), (_, two) = pair.held_out(name).values()
@@ -348,7 +358,7 @@ def main() -> None:
     """Run what is missing, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-c", dest="recipe", default="configs/quickstart.yaml")
-    parser.add_argument("--peer-python", required=True, help="of an environment with trl")
+    parser.add_argument("--baseline-python", required=True, help="of an environment with trl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"))
     parser.add_argument("--every", type=int, default=50)
@@ -364,7 +374,7 @@ def main() -> None:
             options.recipe,
             seed,
             options.folder.absolute(),
-            options.peer_python,
+            options.baseline_python,
             options.every,
             tuple(further),
             options.handed,

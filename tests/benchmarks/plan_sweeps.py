@@ -74,9 +74,9 @@ def points(folder: Path) -> Iterator[Point]:
         for name, found in results.items():
             if name.startswith("step ") and found["threads"] == 1:
                 arguments = step.arguments(name.split()[1:])
-                ours = found["ours"]
-                share = ours["mean_completion_len"] / arguments.max_new
-                seconds = {"rollout": ours["rollout_s"], "learning": ours["learn_s"]}
+                litgrpo = found["litgrpo"]
+                share = litgrpo["mean_completion_len"] / arguments.max_new
+                seconds = {"rollout": litgrpo["rollout_s"], "learning": litgrpo["learn_s"]}
                 estimate = replace(estimate_of(arguments, folder), lengths=Bounds(share, share))
                 yield Point(processor, arguments, seconds, estimate)
 

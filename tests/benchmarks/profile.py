@@ -1,6 +1,6 @@
 """Profile a rollout and an update by kind of operator.
 
-    python -m tests.benchmarks.profile --size 30m --hazard 0.02 --threads 2
+    python -m tests.benchmarks.profile --size 30m --stop-prob 0.02 --threads 2
 
 The work of `step`, in this process, under torch's profiler: once unseen to warm up, then measured.
 What an operator's own time does not cover is Python and the calls themselves.
@@ -117,13 +117,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--hazard", type=float)
+    parser.add_argument("--stop-prob", type=float)
     parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    size, of_ends = SIZES[args.size], (args.max_new, args.hazard)
+    size, of_ends = SIZES[args.size], (args.max_new, args.stop_prob)
     found = profile_work(Work(size, 8, *of_ends, bf16=args.bf16, threads=args.threads))
     if args.json:
         print(json.dumps(found))

@@ -64,15 +64,15 @@ def commands(recipe: Path, folder: Path, devices: int, further: list[str]) -> li
     ]
 
 
-def table(name: str, ours: dict[str, dict[str, Any]]) -> str:
+def table(name: str, litgrpo: dict[str, dict[str, Any]]) -> str:
     """Return a Markdown table: litgrpo's numbers, then the published ones.
 
     Args:
         name: of the recipe, without its ending.
-        ours: {what: contents of its test.json}.
+        litgrpo: {what: contents of its test.json}.
     """
     lines = ["| GSM8K's test set | sampled | greedy |", "|---|---|---|"]
-    for what, tested in ours.items():
+    for what, tested in litgrpo.items():
         sampled, bounds = tested["avg_at_k"], f"[{tested['low']:.3f}, {tested['high']:.3f}]"
         lines.append(f"| litgrpo, {what} | {sampled:.3f} {bounds} | {tested['greedy']:.3f} |")
     lines += [f"| published by verl: {one.method} | | {one.score:.3f} |" for one in PUBLISHED[name]]

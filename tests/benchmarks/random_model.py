@@ -1,7 +1,8 @@
 """The random models and tokenizers of both sides of a benchmark, without importing this project.
 
 Qwen2 models over a vocabulary of numbered words. A fraction of the vocabulary, the stop
-probability per token (`hazard`), ends a completion, so that lengths are geometrically distributed.
+probability per token (`stop_prob`), ends a completion, so that
+lengths are geometrically distributed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RandomModel:
 
     Args:
         sizes: as in `SIZES`.
-        hazard: stop probability per token.
+        stop_prob: stop probability per token.
         positions: that the model can read.
         marks: further words, before the numbered ones.
         seed: of weights and prompts.
@@ -38,7 +39,7 @@ class RandomModel:
     def __init__(
         self,
         sizes: tuple[int, ...],
-        hazard: float,
+        stop_prob: float,
         positions: int,
         marks: tuple[str, ...] = (),
         seed: int = 0,
@@ -46,7 +47,7 @@ class RandomModel:
         self.sizes = dict(zip(QWEN2, sizes, strict=True))
         self.positions, self.seed = positions, seed
         vocab = self.sizes["vocab_size"]
-        ends = [f"<eos{number}>" for number in range(max(1, round(vocab * hazard)))]
+        ends = [f"<eos{number}>" for number in range(max(1, round(vocab * stop_prob)))]
         self.end_ids = list(range(FIRST_END, FIRST_END + len(ends)))
         self.words = ["<pad>", "<bos>", "<unk>", *ends, *marks]
         self.first = len(self.words)

@@ -1,6 +1,6 @@
 """Time the rollout alone, against transformers' generate on the same model and prompts.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout --size tiny 30m --hazard 0.02
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout --size tiny 30m --stop-prob 0.02
 
 Random Qwen2 models (or the embedded one) whose end tokens are a share of the vocabulary, so that
 completions end at different lengths. Engine and baseline alternate; medians of CPU seconds. Both
@@ -30,10 +30,10 @@ from litgrpo.types import PromptBatch, Rollout
 from tests.benchmarks.workload import SIZES, Work
 
 
-def build(size: str, hazard: float, longest: int) -> tuple[CausalPolicy, PromptBatch]:
+def build(size: str, stop_prob: float, longest: int) -> tuple[CausalPolicy, PromptBatch]:
     """A policy and its prompts; `quickstart` is the embedded model with its own end token."""
     if size != "quickstart":
-        work = Work(SIZES[size], max_new=longest, hazard=hazard)
+        work = Work(SIZES[size], max_new=longest, stop_prob=stop_prob)
         return work.policy().eval(), work.batches(1)[0]
     policy, prompts = load_policy("builtin:tiny-gemma2").eval(), 16
     vocab = policy.bare_model.config.vocab_size
@@ -43,14 +43,14 @@ def build(size: str, hazard: float, longest: int) -> tuple[CausalPolicy, PromptB
     return policy, PromptBatch(ids, mask, [""] * prompts, {}, torch.arange(prompts))
 
 
-def ours(policy: CausalPolicy, prompts: PromptBatch, longest: int, engine: Any) -> Rollout:
+def litgrpo(policy: CausalPolicy, prompts: PromptBatch, longest: int, engine: Any) -> Rollout:
     """Run one rollout of litgrpo's engine with groups of eight."""
     uniforms = draw_uniforms(0, "train", 0, prompts.index, 8, longest)
     return engine.generate(RolloutRequest(policy, prompts, 8, uniforms, Sampling()))
 
 
 @torch.no_grad()
-def peer(policy: CausalPolicy, prompts: PromptBatch, longest: int) -> torch.Tensor:
+def baseline(policy: CausalPolicy, prompts: PromptBatch, longest: int) -> torch.Tensor:
     """The same by transformers: [N, T] token ids."""
     ids = prompts.prompt_ids.repeat_interleave(8, 0)
     return policy.model.generate(  # type: ignore[operator]
@@ -91,13 +91,13 @@ class Dispatches(TorchDispatchMode):
 
 def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Medians of one size, for each engine and for `generate`; they alternate."""
-    policy, prompts = build(size, args.hazard, args.longest)
+    policy, prompts = build(size, args.stop_prob, args.longest)
     works: dict[str, Callable[[], Any]] = {
-        engine: partial(ours, policy, prompts, args.longest, LocalEngine(**json.loads(engine)))
+        engine: partial(litgrpo, policy, prompts, args.longest, LocalEngine(**json.loads(engine)))
         for engine in args.engine
     }
-    if args.peer:
-        works["generate"] = partial(peer, policy, prompts, args.longest)
+    if args.baseline:
+        works["generate"] = partial(baseline, policy, prompts, args.longest)
     results: dict[str, list[tuple[float, float, Any]]] = {name: [] for name in works}
     for work in works.values():
         work()
@@ -137,11 +137,11 @@ def profile(size: str, args: argparse.Namespace) -> str:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    policy, prompts = build(size, args.hazard, args.longest)
+    policy, prompts = build(size, args.stop_prob, args.longest)
     engine = LocalEngine(**json.loads(args.engine[0]))
-    ours(policy, prompts, args.longest, engine)
+    litgrpo(policy, prompts, args.longest, engine)
     with watch(activities=[ProfilerActivity.CPU]) as prof:
-        ours(policy, prompts, args.longest, engine)
+        litgrpo(policy, prompts, args.longest, engine)
     return prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
 
 
@@ -149,10 +149,10 @@ def main() -> None:
     """Print one JSON line per size, or a profile."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", nargs="+", default=["tiny", "30m"])
-    parser.add_argument("--hazard", type=float, default=0.02)
+    parser.add_argument("--stop-prob", type=float, default=0.02)
     parser.add_argument("--longest", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--baseline", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--engine", nargs="+", default=["{}"], help="arguments, as JSON")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()

@@ -122,7 +122,7 @@ def floor(work: Work, lengths: list[float], machine: Machine) -> dict[str, float
     moved = (
         4 * weights * (4 + 3)
     )  # reads weight, gradient, two state tensors; writes all but the gradient
-    steps = work.max_new if work.hazard is None else min(work.max_new, 4 / work.hazard)
+    steps = work.max_new if work.stop_prob is None else min(work.max_new, 4 / work.stop_prob)
     read = steps * weights * (2 if work.bf16 else 4) / (machine.read_gb_s * 1e9)
     return {
         "rollout_s": max(forward / peak, read),

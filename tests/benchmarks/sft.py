@@ -66,7 +66,7 @@ class Clock:
         self.steps.append((time.perf_counter() - wall, time.process_time() - cpu))
 
 
-def ours(work: Work, data: list[PairBatch]) -> Timed:
+def litgrpo(work: Work, data: list[PairBatch]) -> Timed:
     """Time steps of litgrpo's SFT in Lightning's trainer."""
     clock = Clock()
 
@@ -96,7 +96,7 @@ def ours(work: Work, data: list[PairBatch]) -> Timed:
     return clock.steps
 
 
-def peers(work: Work, data: list[PairBatch]) -> Timed:
+def train_baseline(work: Work, data: list[PairBatch]) -> Timed:
     """Steps of transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # takes seconds to import
 
@@ -157,10 +157,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     work = Work(SIZES[args.size], bf16=args.bf16, max_new=1024, threads=args.threads)
     data = batches(args.data, work.size.vocab, args.rows, args.steps + 1)
-    times: dict[str, Timed] = {"ours": [], "peer": []}
+    times: dict[str, Timed] = {"litgrpo": [], "baseline": []}
     for _ in range(args.turns):
-        times["ours"] += ours(work, data)[1:]
-        times["peer"] += peers(work, data)[1:]
+        times["litgrpo"] += litgrpo(work, data)[1:]
+        times["baseline"] += train_baseline(work, data)[1:]
     walls, cpus = (
         {side: statistics.median(step[clock] for step in steps) for side, steps in times.items()}
         for clock in (0, 1)
@@ -173,17 +173,17 @@ def main() -> None:
         "rows": args.rows,
         "padding_frac": 1 - real / sum(batch.input_ids.numel() for batch in data),
         "tokens": real / len(data),
-        "ours_s": walls["ours"],
-        "peer_s": walls["peer"],
-        "ratio_wall": walls["peer"] / walls["ours"],
-        "ratio_cpu": cpus["peer"] / cpus["ours"],
+        "litgrpo_s": walls["litgrpo"],
+        "baseline_s": walls["baseline"],
+        "ratio_wall": walls["baseline"] / walls["litgrpo"],
+        "ratio_cpu": cpus["baseline"] / cpus["litgrpo"],
     }
     if args.json:
         print(json.dumps(result))
         return
     print(
         f"{args.rows} pairs, {result['tokens']:.0f} tokens, {result['padding_frac']:.0%} padding: "
-        f"ours {result['ours_s']:.2f} s, Trainer {result['peer_s']:.2f} s; ratio "
+        f"litgrpo {result['litgrpo_s']:.2f} s, Trainer {result['baseline_s']:.2f} s; ratio "
         f"{result['ratio_wall']:.2f} of wall time, {result['ratio_cpu']:.2f} of CPU time"
     )
 

@@ -1,9 +1,9 @@
 """Compare the time of training steps with a baseline's on the same work, alternating.
 
-    python -m tests.benchmarks.step --against trl --size tiny --hazard 0.02 \
-        --peer-python PATH/bin/python [--bf16] [--json]
+    python -m tests.benchmarks.step --against trl --size tiny --stop-prob 0.02 \
+        --baseline-python PATH/bin/python [--bf16] [--json]
 
-    python -m tests.benchmarks.step --against before --size tiny --peer-checkout PATH
+    python -m tests.benchmarks.step --against before --size tiny --baseline-checkout PATH
 
 Each side runs in separate processes, alternating; a step is generation, rewards, loss, backward and
 optimizer. Printed: medians over the turns of each turn's median step, their ratios, tokens per
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 Measures = dict[str, Any]
 
 
-def steps_of_ours(
+def steps_of_litgrpo(
     work: Work, steps: int, warmup: int, *, device: str = "cpu", **settings: Any
 ) -> Measures:
     """Train in this process; medians over the steps after the warm-up.
@@ -128,32 +128,35 @@ def _turn(module: str, arguments: list[str]) -> Measures:
     return last_line([sys.executable, "-m", f"tests.benchmarks.{module}", *arguments], ROOT)
 
 
-def turn_of_peer(args: argparse.Namespace) -> Measures:
+def turn_of_baseline(args: argparse.Namespace) -> Measures:
     """Run one repetition of the baseline, in its environment."""
-    if args.peer_checkout:
+    if args.baseline_checkout:
         return turn_of_checkout(args)
     size = work_of(args).size
-    command = [str(args.peer_python), "-m", "tests.benchmarks.trl_steps"]
+    command = [str(args.baseline_python), "-m", "tests.benchmarks.trl_steps"]
     command += ["--sizes", *map(str, size.numbers)]
     shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
-    shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.peer_warmup}
-    shape |= {"steps": args.peer_steps + args.peer_warmup, "accumulate": args.peer_accumulate}
+    shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.baseline_warmup}
+    shape |= {
+        "steps": args.baseline_steps + args.baseline_warmup,
+        "accumulate": args.baseline_accumulate,
+    }
     for name, value in shape.items():
         command += [f"--{name}", str(value)]
-    if args.hazard is not None:
-        command += ["--hazard", str(args.hazard)]
+    if args.stop_prob is not None:
+        command += ["--stop-prob", str(args.stop_prob)]
     return last_line(command + ["--bf16"] * args.bf16, ROOT)
 
 
 def turn_of_checkout(args: argparse.Namespace) -> Measures:
     """Run one repetition of another version of litgrpo, with the options of a baseline."""
-    folder, python = args.peer_checkout.absolute(), args.peer_python or sys.executable
+    folder, python = args.baseline_checkout.absolute(), args.baseline_python or sys.executable
     command = [str(python), "-m", "tests.benchmarks.step", "--turn", "--size", args.size]
     command += ["--change", args.change]
     for name in ("group", "max_new", "threads", "steps", "warmup"):
         command += [f"--{name.replace('_', '-')}", str(vars(args)[name])]
-    if args.hazard is not None:
-        command += ["--hazard", str(args.hazard)]
+    if args.stop_prob is not None:
+        command += ["--stop-prob", str(args.stop_prob)]
     command += ["--bf16"] * args.bf16
     found = last_line(command, folder, sources=folder / "src")
     return found | {"gen_s": found["rollout_s"], "train_s": found["learn_s"]}
@@ -196,87 +199,89 @@ def medians(turns: list[Measures]) -> Measures:
 def work_of(args: argparse.Namespace) -> Work:
     """Return the work of a step with these arguments."""
     size = Size(**asdict(SIZES[args.size]) | json.loads(args.change))
-    return Work(size, args.group, args.max_new, args.hazard, args.bf16, args.threads)
+    return Work(size, args.group, args.max_new, args.stop_prob, args.bf16, args.threads)
 
 
 def compare_sides(args: argparse.Namespace) -> Measures:
     """Turns of both sides, one after the other, and what they come to."""
-    sides: dict[str, list[Measures]] = {"ours": [], "peer": [], "machine": []}
+    sides: dict[str, list[Measures]] = {"litgrpo": [], "baseline": [], "machine": []}
     failed = ""
     for _ in range(args.turns):
         sides["machine"].append(_turn("roofline", ["--threads", str(args.threads)]))
-        sides["ours"].append(_turn("step", [*sys.argv[1:], "--turn"]))
+        sides["litgrpo"].append(_turn("step", [*sys.argv[1:], "--turn"]))
         if args.against and not failed:
             try:
-                sides["peer"].append(turn_of_peer(args))
+                sides["baseline"].append(turn_of_baseline(args))
             except SystemExit as failure:
-                if not args.peer_optional:
+                if not args.baseline_optional:
                     raise
                 failed = str(failure).strip().splitlines()[-1]
-    ours, machine = medians(sides["ours"]), Machine(**medians(sides["machine"]))
-    lengths = [ours["mean_completion_len"], ours["square_completion_len"]]
-    ours |= {"machine": asdict(machine), "floor": floor(work_of(args), lengths, machine)}
-    tokens = ours["mean_completion_len"] * work_of(args).size.prompts * args.group
-    ours["rollout_tok_per_s"] = tokens / ours["rollout_s"]
-    ours["learn_tok_per_s"] = tokens / ours["learn_s"]
-    ours["roofline_frac"] = sum(ours["floor"].values()) / ours["step_s"]
-    losses = {name: ours[name] - least for name, least in ours["floor"].items()}
-    ours["largest_loss"] = max(losses, key=lambda name: losses[name])
+    litgrpo, machine = medians(sides["litgrpo"]), Machine(**medians(sides["machine"]))
+    lengths = [litgrpo["mean_completion_len"], litgrpo["square_completion_len"]]
+    litgrpo |= {"machine": asdict(machine), "floor": floor(work_of(args), lengths, machine)}
+    tokens = litgrpo["mean_completion_len"] * work_of(args).size.prompts * args.group
+    litgrpo["rollout_tok_per_s"] = tokens / litgrpo["rollout_s"]
+    litgrpo["learn_tok_per_s"] = tokens / litgrpo["learn_s"]
+    litgrpo["roofline_frac"] = sum(litgrpo["floor"].values()) / litgrpo["step_s"]
+    losses = {name: litgrpo[name] - least for name, least in litgrpo["floor"].items()}
+    litgrpo["largest_loss"] = max(losses, key=lambda name: losses[name])
     result: Measures = {
-        name: getattr(args, name) for name in ("size", "hazard", "bf16", "threads", "turns")
+        name: getattr(args, name) for name in ("size", "stop_prob", "bf16", "threads", "turns")
     }
     if failed:
-        result["peer_failed"] = failed
+        result["baseline_failed"] = failed
     elif args.against:
-        peer = medians(sides["peer"])
-        result |= {"against": args.against, "peer": peer, **ratios(ours, peer)}
-    result["ours"] = ours
-    result["spread"] = {name: [turn["step_s"] for turn in sides[name]] for name in ("ours", "peer")}
+        baseline = medians(sides["baseline"])
+        result |= {"against": args.against, "baseline": baseline, **ratios(litgrpo, baseline)}
+    result["litgrpo"] = litgrpo
+    result["spread"] = {
+        name: [turn["step_s"] for turn in sides[name]] for name in ("litgrpo", "baseline")
+    }
     return result
 
 
-def ratios(ours: Measures, peer: Measures) -> Measures:
+def ratios(litgrpo: Measures, baseline: Measures) -> Measures:
     """Return the baseline's time over litgrpo's at equal lengths, and the memory ratio."""
-    fair = peer["mean_completion_len"] / ours["mean_completion_len"]
+    fair = baseline["mean_completion_len"] / litgrpo["mean_completion_len"]
     pairs = {
         "wall": ("step_s", "step_s"),
         "cpu": ("cpu_s", "cpu_s"),
         "rollout": ("gen_s", "rollout_s"),
         "learn": ("train_s", "learn_s"),
     }
-    times = {f"ratio_{name}": peer[b] / ours[a] / fair for name, (b, a) in pairs.items()}
-    memory = ours["peak_rss_mib"] / peer["peak_rss_mib"]
+    times = {f"ratio_{name}": baseline[b] / litgrpo[a] / fair for name, (b, a) in pairs.items()}
+    memory = litgrpo["peak_rss_mib"] / baseline["peak_rss_mib"]
     return {"length_ratio": fair, **times, "memory_frac": memory}
 
 
 def shown(result: Measures) -> str:
     """The result for people."""
-    ours, lines = result["ours"], []
-    columns = [("ours", ours, "rollout_s", "learn_s")]
-    if "peer" in result:
-        columns.append((result["against"], result["peer"], "gen_s", "train_s"))
+    litgrpo, lines = result["litgrpo"], []
+    columns = [("litgrpo", litgrpo, "rollout_s", "learn_s")]
+    if "baseline" in result:
+        columns.append((result["against"], result["baseline"], "gen_s", "train_s"))
     for name, side, rollout, learn in columns:
         lines.append(
             f"{name:>6}: step {side['step_s']:.2f} s ({side['cpu_s']:.2f} s of CPU): rollout "
             f"{side[rollout]:.2f} s, learning {side[learn]:.2f} s; mean completion "
             f"{side['mean_completion_len']:.1f} tokens; peak memory {side['peak_rss_mib']:.0f} MiB"
         )
-    if "peer" in result:
+    if "baseline" in result:
         lines.append(
             f" ratio: {result['ratio_wall']:.2f} of wall time, {result['ratio_cpu']:.2f} of CPU "
             f"time (rollout {result['ratio_rollout']:.2f}, learning {result['ratio_learn']:.2f}); "
             f"memory {result['memory_frac']:.2f}"
         )
-    machine, least = ours["machine"], ours["floor"]
+    machine, least = litgrpo["machine"], litgrpo["floor"]
     lines.append(
-        f"  each phase: {ours['rollout_tok_per_s']:.0f} and {ours['learn_tok_per_s']:.0f} tokens/s "
-        f"of completions; kernels {ours['kernels']}"
+        f"  each phase: {litgrpo['rollout_tok_per_s']:.0f} and "
+        f"{litgrpo['learn_tok_per_s']:.0f} tokens/s of completions; kernels {litgrpo['kernels']}"
     )
     lines.append(
-        f"  roofline: {ours['roofline_frac']:.0%} (least: rollout {least['rollout_s']:.2f} s, "
+        f"  roofline: {litgrpo['roofline_frac']:.0%} (least: rollout {least['rollout_s']:.2f} s, "
         f"learning {least['learn_s']:.2f} s at {machine['float32_gflops']:.0f} float32 and "
         f"{machine['bfloat16_gflops']:.0f} bfloat16 GFLOP/s, {machine['read_gb_s']:.0f} GB/s); "
-        f"most is lost in {ours['largest_loss'].removesuffix('_s')}"
+        f"most is lost in {litgrpo['largest_loss'].removesuffix('_s')}"
     )
     return "\n".join(lines)
 
@@ -288,28 +293,32 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--against", help="name of the baseline; without it only litgrpo is timed")
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--hazard", type=float, help="share of the vocabulary that ends a text")
+    parser.add_argument("--stop-prob", type=float, help="share of the vocabulary that ends a text")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--peer-python", type=Path)
-    parser.add_argument("--peer-checkout", type=Path, help="another clone of this project")
+    parser.add_argument("--baseline-python", type=Path)
+    parser.add_argument("--baseline-checkout", type=Path, help="another clone of this project")
     parser.add_argument(
-        "--peer-optional", action="store_true", help="keep litgrpo's result if the baseline fails"
+        "--baseline-optional",
+        action="store_true",
+        help="keep litgrpo's result if the baseline fails",
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="measured steps per repetition")
     parser.add_argument("--warmup", type=int, default=2, help="warm-up steps")
-    parser.add_argument("--peer-steps", type=int, default=5)
-    parser.add_argument("--peer-warmup", type=int, default=1)
-    parser.add_argument("--peer-accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--baseline-steps", type=int, default=5)
+    parser.add_argument("--baseline-warmup", type=int, default=1)
+    parser.add_argument(
+        "--baseline-accumulate", type=int, default=1, help="micro-batches of a step"
+    )
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--change", default="{}", help="JSON of sizes to change")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(words)
-    if args.against and not (args.peer_checkout or args.peer_python):
-        parser.error("--against needs --peer-python, or --peer-checkout")
+    if args.against and not (args.baseline_checkout or args.baseline_python):
+        parser.error("--against needs --baseline-python, or --baseline-checkout")
     return args
 
 
@@ -317,7 +326,7 @@ def main() -> None:
     """Compare, and print."""
     args = arguments()
     if args.turn:
-        print(json.dumps(steps_of_ours(work_of(args), args.steps, args.warmup)))
+        print(json.dumps(steps_of_litgrpo(work_of(args), args.steps, args.warmup)))
         return
     result = compare_sides(args)
     print(json.dumps(result) if args.json else shown(result))

@@ -13,7 +13,7 @@ def test_the_least_time_is_that_of_a_step_worked_out_by_hand():
     # One layer of 2 x 2 weights for query, output, keys and values and 3 of 2 x 4: 40 weights.
     size = Size(hidden=2, layers=1, heads=1, kv_heads=1, inner=4, vocab=8, prompts=1, prompt_len=3)
     assert size.linear_weights == 4 * 4 + 3 * 8
-    work = Work(size, group=2, max_new=4, hazard=1.0)
+    work = Work(size, group=2, max_new=4, stop_prob=1.0)
     least = floor(work, [2.0, 4.0], MACHINE)
     # 3 prompt tokens and 2 fed ones through the body, 4 said ones through the head, and pairs of
     # tokens in attention: 9 / 2 in the prompt, 2 x 3 to it, 2 x 4 / 2 among the completions' own.
@@ -35,7 +35,7 @@ def test_models_have_the_sizes_that_the_page_states(name):
 
 def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     side = {"step_s": 2.0, "cpu_s": 3.0, "peak_rss_mib": 100.0, "mean_completion_len": 45.0}
-    ours = side | {
+    litgrpo = side | {
         "floor": {"rollout_s": 0.2, "learn_s": 0.6},
         "machine": {"float32_gflops": 110.0, "bfloat16_gflops": 220.0, "read_gb_s": 9.0},
         "roofline_frac": 0.4,
@@ -46,10 +46,10 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     }
     found = {
         "size": "tiny",
-        "hazard": 0.02,
+        "stop_prob": 0.02,
         "bf16": False,
-        "ours": ours,
-        "peer": side | {"step_s": 9.0, "peak_rss_mib": 400.0},
+        "litgrpo": litgrpo,
+        "baseline": side | {"step_s": 9.0, "peak_rss_mib": 400.0},
         "memory_frac": 0.25,
         **{f"ratio_{name}": 4.5 for name in ("wall", "cpu", "rollout", "learn")},
     }
@@ -73,14 +73,20 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
 
 
 def test_what_was_not_reached_says_what_would_have_to_become_of_the_time():
-    ours = {"step_s": 10.0, "rollout_s": 4.0, "learn_s": 5.0, "floor": {"rollout_s": 1.0}}
-    found = {"size": "tiny", "hazard": 0.02, "bf16": False, "ours": ours, "memory_frac": 0.5}
+    litgrpo = {"step_s": 10.0, "rollout_s": 4.0, "learn_s": 5.0, "floor": {"rollout_s": 1.0}}
+    found = {
+        "size": "tiny",
+        "stop_prob": 0.02,
+        "bf16": False,
+        "litgrpo": litgrpo,
+        "memory_frac": 0.5,
+    }
     shares = {"products": 0.5, "attention": 0.1}
     profile = {"rollout": {"products": 0.25, "attention": 0.25}, "learning": shares}
     results = {
         f"step {page.STEPS[0]}": found | {"ratio_wall": 3.0},
         page.before(page.STEPS[0]): found | {"ratio_wall": 1.4},
-        "profile --size tiny --hazard 0.02": profile,
+        "profile --size tiny --stop-prob 0.02": profile,
         f"step {page.STEPS[6]}": found | {"size": "100m", "ratio_wall": 5.0},
     }
     assert page.aims_table(results).splitlines()[2:] == [
@@ -92,14 +98,16 @@ def test_what_was_not_reached_says_what_would_have_to_become_of_the_time():
         f"| tiny | 0.02 | float32 | {page.MEMORY} | 45% | **50%** |  |  |  |",
         "| 100m | 0.02 | float32 | times TRL | 6.50 | **5.00** |  |  |  |",
     ]
-    slower = found | {"ratio_wall": 1.0, "ours": ours | {"floor": {"rollout_s": 0.25}}}
+    slower = found | {"ratio_wall": 1.0, "litgrpo": litgrpo | {"floor": {"rollout_s": 0.25}}}
     assert page.aim(page.ROLLOUT, 0.25, slower, profile)[2:] == ["2.00", "2.00", "below 0"]
 
 
 def test_times_are_compared_at_equal_lengths():
-    ours = {"step_s": 2.0, "cpu_s": 2.0, "rollout_s": 1.0, "learn_s": 1.0, "peak_rss_mib": 5.0}
-    peer = {"step_s": 12.0, "cpu_s": 24.0, "gen_s": 3.0, "train_s": 9.0, "peak_rss_mib": 50.0}
-    found = step.ratios(ours | {"mean_completion_len": 40.0}, peer | {"mean_completion_len": 60.0})
+    litgrpo = {"step_s": 2.0, "cpu_s": 2.0, "rollout_s": 1.0, "learn_s": 1.0, "peak_rss_mib": 5.0}
+    baseline = {"step_s": 12.0, "cpu_s": 24.0, "gen_s": 3.0, "train_s": 9.0, "peak_rss_mib": 50.0}
+    found = step.ratios(
+        litgrpo | {"mean_completion_len": 40.0}, baseline | {"mean_completion_len": 60.0}
+    )
     assert found == {
         "length_ratio": 1.5,
         "ratio_wall": 4.0,
@@ -110,17 +118,21 @@ def test_times_are_compared_at_equal_lengths():
     }
 
 
-def test_sweeps_show_the_peer_where_it_could_run(tmp_path, monkeypatch):
-    ours = {"rollout_s": 1.0, "learn_s": 2.0, "step_s": 3.5, "peak_rss_mib": 1000.0}
-    both = {"ours": ours, "peer": {"step_s": 14.0, "peak_rss_mib": 4000.0}, "ratio_wall": 4.0}
-    alone = {"ours": ours, "peer_failed": "Cannot allocate memory"}
+def test_sweeps_show_the_baseline_where_it_could_run(tmp_path, monkeypatch):
+    litgrpo = {"rollout_s": 1.0, "learn_s": 2.0, "step_s": 3.5, "peak_rss_mib": 1000.0}
+    both = {
+        "litgrpo": litgrpo,
+        "baseline": {"step_s": 14.0, "peak_rss_mib": 4000.0},
+        "ratio_wall": 4.0,
+    }
+    alone = {"litgrpo": litgrpo, "baseline_failed": "Cannot allocate memory"}
     points = [("vocabulary", 512, both), ("vocabulary", 256000, alone)]
     points += [("million parameters", 1, both), ("million parameters", 30, both)]
     found = {f"step {page.swept(name, value)}": each for name, value, each in points}
     lines = page.sweeps_table(found).splitlines()
     assert "| vocabulary | 512 | 1.00 + 2.00 | 14.00 | 4.0 | 1,000 | 4,000 |" in lines
     assert "| vocabulary | 256,000 | 1.00 + 2.00 | does not fit |  | 1,000 |  |" in lines
-    assert page.swept("million parameters", 1).startswith("--size tiny --hazard 0.02 --turns")
+    assert page.swept("million parameters", 1).startswith("--size tiny --stop-prob 0.02 --turns")
     assert page.swept("million parameters", 360).startswith("--size 360m")
     monkeypatch.setattr(page, "PLOT", tmp_path / "plot.png")
     page.plot(found)

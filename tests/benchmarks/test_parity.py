@@ -8,8 +8,8 @@ from tests.benchmarks.parity import flat, interval, rows_of
 
 def test_difference_of_two_samples_has_welchs_interval():
     """Against scipy.stats.ttest_ind(equal_var=False).confidence_interval(), whose freedom is 8."""
-    ours, theirs = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 4.0, 5.0, 6.0]
-    assert interval(ours, theirs) == pytest.approx((-1.0, -3.306004, 1.306004), abs=1e-5)
+    litgrpo, theirs = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 4.0, 5.0, 6.0]
+    assert interval(litgrpo, theirs) == pytest.approx((-1.0, -3.306004, 1.306004), abs=1e-5)
     assert interval([1.0, 1.0], [0.5, 0.5]) == (0.5, 0.5, 0.5)
 
 

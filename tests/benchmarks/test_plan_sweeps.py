@@ -11,11 +11,11 @@ from tests.benchmarks import page, plan_sweeps
 @pytest.fixture
 def two_steps(tmp_path, monkeypatch):
     """A small and a larger step of one thread, and one of two threads, which does not count."""
-    ours = {"mean_completion_len": 32.0, "rollout_s": 1.0, "learn_s": 2.0}
-    found = {"threads": 1, "ours": ours}
+    litgrpo = {"mean_completion_len": 32.0, "rollout_s": 1.0, "learn_s": 2.0}
+    found = {"threads": 1, "litgrpo": litgrpo}
     results = {
-        "step --size tiny --hazard 0.02": found,
-        "step --size 30m --hazard 0.02": found,
+        "step --size tiny --stop-prob 0.02": found,
+        "step --size 30m --stop-prob 0.02": found,
         "step --size 100m": found | {"threads": 2},
         "roofline --kernels": {},
     }

@@ -142,7 +142,7 @@ def main() -> None:
     known = {"reward": "reward", "length": "completions/mean_length"}
     for row in steps:
         logged = history[row["step"]]
-        row |= {ours: logged[theirs] for ours, theirs in known.items()}
+        row |= {litgrpo: logged[theirs] for litgrpo, theirs in known.items()}
         row["cut"] = logged["completions/clipped_ratio"]
     (options.out / "steps.json").write_text(json.dumps(steps))
 

@@ -1,6 +1,6 @@
 """TRL's side of `tests.benchmarks.step` and `.gpu`: GRPOTrainer in its environment.
 
-    PYTHON_OF_TRL -m tests.benchmarks.trl_steps --size 30m --hazard 0.02 [--device cuda] [--vllm]
+    PYTHON_OF_TRL -m tests.benchmarks.trl_steps --size 30m --stop-prob 0.02 [--device cuda] [--vllm]
 
 Model sizes, prompts, stop probability, reward and optimizer equal litgrpo's; all else is TRL's.
 Generation by transformers, or by vLLM in the same process (`--vllm`). Prints a line of JSON:
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
         ("accumulate", 1),  # micro-batches of a step
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--hazard", type=float, help="share of words that end a text")
+    parser.add_argument("--stop-prob", type=float, help="share of words that end a text")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--vllm", action="store_true", help="generate by vLLM, in this process")
@@ -60,9 +60,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     on_gpu = args.device == "cuda"
     finished = torch.cuda.synchronize if on_gpu else time.perf_counter
-    hazard = 1 / args.max_new if args.hazard is None else args.hazard
+    stop_prob = 1 / args.max_new if args.stop_prob is None else args.stop_prob
     made = RandomModel(
-        tuple(args.sizes or SIZES[args.size]), hazard, args.prompt_len + args.max_new + 8
+        tuple(args.sizes or SIZES[args.size]), stop_prob, args.prompt_len + args.max_new + 8
     )
     folder = tempfile.mkdtemp()
     made.model().save_pretrained(folder)  # vLLM reads it from there

@@ -39,13 +39,13 @@ def arguments() -> argparse.Namespace:
         ("prompt-len", 64),
         ("max-new", 256),
         ("turns", 3),
-        ("heard", 16),
+        ("observed", 16),
         ("steps", 3),
         ("warmup", 1),
         ("threads", 2),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--hazard", type=float, default=0.05)
+    parser.add_argument("--stop-prob", type=float, default=0.05)
     parser.add_argument("--tool-s", type=float, default=0.0)
     return parser.parse_args()
 
@@ -56,7 +56,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import torch
     import transformers
-    import trl.trainer.grpo_trainer as peer
+    import trl.trainer.grpo_trainer as baseline
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -64,12 +64,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     positions = args.prompt_len + args.max_new + 64
-    made = RandomModel(SIZES[args.size], args.hazard, positions, marks=tuple(ROLES))
+    made = RandomModel(SIZES[args.size], args.stop_prob, positions, marks=tuple(ROLES))
     tokenizer = made.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = "taken for a call below"
-    answer = " ".join(made.words[made.first :][: args.heard - 3])  # and the marks of the template
-    seen: dict[str, float] = dict.fromkeys(("gen_s", "fed", "spoken", "heard", "calls"), 0.0)
+    answer = " ".join(
+        made.words[made.first :][: args.observed - 3]
+    )  # and the marks of the template
+    seen: dict[str, float] = dict.fromkeys(("gen_s", "fed", "generated", "observed", "calls"), 0.0)
 
     def look(place: int) -> str:
         """Look something up.
@@ -86,7 +88,7 @@ def main() -> None:
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return {"role": "assistant", "content": text, "tool_calls": [call]}
 
-    peer.parse_response = call_tool
+    baseline.parse_response = call_tool
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return [even_words(messages[-1].get("content", "")) for messages in completions]
@@ -97,7 +99,7 @@ def main() -> None:
             found = super()._generate_single_turn(prompt_ids, *rest, **named)
             seen["gen_s"] += time.perf_counter() - began
             seen["fed"] += sum(map(len, prompt_ids)) + sum(map(len, found[0]))
-            seen["spoken"] += sum(map(len, found[0]))
+            seen["generated"] += sum(map(len, found[0]))
             return found
 
     rows: list[dict[str, Any]] = []
@@ -146,10 +148,10 @@ def main() -> None:
     ).train()
     kept, count = rows[args.warmup :], args.prompts * args.group
     measures = {name: statistics.median(row[name] for row in kept) for name in kept[0]}
-    spoken = statistics.mean(row["spoken"] for row in kept)
+    generated = statistics.mean(row["generated"] for row in kept)
     measures |= {
-        "mean_completion_len": spoken / count,
-        "fed_per_spoken": sum(row["fed"] for row in kept) / sum(row["spoken"] for row in kept),
+        "mean_completion_len": generated / count,
+        "fed_per_token": statistics.mean(row["fed"] for row in kept) / generated,
         "turns": 1 + statistics.mean(row["calls"] for row in kept) / count,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }

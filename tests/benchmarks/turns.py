@@ -1,6 +1,6 @@
 """Compare the time of steps on tool-use episodes with a baseline's on the same work, alternating.
 
-    python -m tests.benchmarks.turns --size 30m --peer-python PATH/bin/python [--tool-s 0.05]
+    python -m tests.benchmarks.turns --size 30m --baseline-python PATH/bin/python [--tool-s 0.05]
 
 Both sides have the same model sizes, prompt lengths, stop probability, number of turns and tool,
 whose answer has the same length; a random model calls no tool, so every turn is taken for a call.
@@ -26,7 +26,17 @@ from tests.benchmarks.trl_turns import SIZES
 from tests.benchmarks.workload import SIZES as OUR_SIZES
 from tests.benchmarks.workload import Work, even_words
 
-SAME = ("size", "prompts", "group", "prompt_len", "max_new", "turns", "heard", "threads", "hazard")
+SAME = (
+    "size",
+    "prompts",
+    "group",
+    "prompt_len",
+    "max_new",
+    "turns",
+    "observed",
+    "threads",
+    "stop_prob",
+)
 
 
 @dataclass
@@ -53,7 +63,7 @@ class Look:
         return StepResult(self.answer, calls={"look": (1, 0)})
 
 
-def steps_of_ours(args: argparse.Namespace) -> Measures:
+def steps_of_litgrpo(args: argparse.Namespace) -> Measures:
     """Train in this process; medians over the steps after the warm-up."""
     import torch
     from lightning import Callback, Trainer, seed_everything
@@ -68,9 +78,9 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     seed_everything(0, verbose=False)
     size = OUR_SIZES[args.size]
     sizes = {**vars(size), "prompts": args.prompts, "prompt_len": args.prompt_len}
-    work = Work(type(size)(**sizes), args.group, args.max_new, args.hazard, False, args.threads)
+    work = Work(type(size)(**sizes), args.group, args.max_new, args.stop_prob, False, args.threads)
     policy = work.policy()
-    answer = " ".join(work.random().words[-100:][: args.heard])
+    answer = " ".join(work.random().words[-100:][: args.observed])
     rows: list[Measures] = []
 
     class Watch(Callback):
@@ -87,7 +97,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
             rollout = outputs["rollout"]
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
             row |= {"gen_s": seen["time/rollout_s"], "env_s": seen["time/env_s"]}
-            row["spoken"] = float(rollout.loss_mask.sum())
+            row["generated"] = float(rollout.loss_mask.sum())
             # A prompt is read once for its group, and no token twice.
             row["read"] = float(rollout.completion_mask.sum() + rollout.prompts.prompt_mask.sum())
             row["turns"] = statistics.mean(len(each.assistant_texts) for each in rollout.episodes)
@@ -103,7 +113,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
         episode=EpisodeSettings(
             max_turns=args.turns,
             max_turn_tokens=args.max_new,
-            max_observation_tokens=max(8, args.heard),
+            max_observation_tokens=max(8, args.observed),
             turn_format="inline",
             num_workers=args.workers,
         ),
@@ -123,10 +133,10 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     ).fit(grpo, DataLoader(work.batches(args.warmup + args.steps), batch_size=None))
     kept, count = rows[args.warmup :], args.prompts * args.group
     measures: Measures = {name: statistics.median(row[name] for row in kept) for name in kept[0]}
-    spoken = sum(row["spoken"] for row in kept)
+    generated = sum(row["generated"] for row in kept)
     measures |= {
-        "mean_completion_len": spoken / count / len(kept),
-        "fed_per_spoken": sum(row["read"] for row in kept) / spoken,
+        "mean_completion_len": generated / count / len(kept),
+        "fed_per_token": sum(row["read"] for row in kept) / generated,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     return measures
@@ -134,19 +144,19 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
 
 def compare_sides(args: argparse.Namespace) -> Measures:
     """Turns of both sides, one after the other, and what they come to."""
-    sides: dict[str, list[Measures]] = {"ours": [], "peer": []}
+    sides: dict[str, list[Measures]] = {"litgrpo": [], "baseline": []}
     asked = [
         text for name in SAME for text in (f"--{name.replace('_', '-')}", str(vars(args)[name]))
     ]
     asked += ["--tool-s", str(args.tool_s)]
-    ours = [*asked, "--steps", str(args.steps), "--warmup", str(args.warmup)]
-    ours += ["--once"] + (["--workers", str(args.workers)] if args.workers is not None else [])
-    theirs = [*asked, "--steps", str(args.peer_steps), "--warmup", "1"]
+    litgrpo = [*asked, "--steps", str(args.steps), "--warmup", str(args.warmup)]
+    litgrpo += ["--once"] + (["--workers", str(args.workers)] if args.workers is not None else [])
+    theirs = [*asked, "--steps", str(args.baseline_steps), "--warmup", "1"]
     for _ in range(args.repeats):
-        sides["ours"].append(last_line([sys.executable, "-m", __spec__.name, *ours], ROOT))
-        if args.peer_python:
-            command = [args.peer_python, "-m", "tests.benchmarks.trl_turns", *theirs]
-            sides["peer"].append(last_line(command, ROOT))
+        sides["litgrpo"].append(last_line([sys.executable, "-m", __spec__.name, *litgrpo], ROOT))
+        if args.baseline_python:
+            command = [args.baseline_python, "-m", "tests.benchmarks.trl_turns", *theirs]
+            sides["baseline"].append(last_line(command, ROOT))
     result: Measures = {name: vars(args)[name] for name in (*SAME, "tool_s", "repeats")}
     for name, measures in sides.items():
         if measures:
@@ -154,10 +164,10 @@ def compare_sides(args: argparse.Namespace) -> Measures:
                 key: statistics.median(each[key] for each in measures) for key in measures[0]
             }
             result[name]["spread"] = [each["step_s"] for each in measures]
-    if args.peer_python:
-        peer, own = result["peer"], result["ours"]
-        result["length_ratio"] = peer["mean_completion_len"] / own["mean_completion_len"]
-        result["ratio_wall"] = peer["step_s"] / own["step_s"] / result["length_ratio"]
+    if args.baseline_python:
+        baseline, own = result["baseline"], result["litgrpo"]
+        result["length_ratio"] = baseline["mean_completion_len"] / own["mean_completion_len"]
+        result["ratio_wall"] = baseline["step_s"] / own["step_s"] / result["length_ratio"]
     return result
 
 
@@ -165,17 +175,17 @@ def shown(result: Measures) -> str:
     """The result in lines."""
     lines = [
         f"{result['size']}: {result['prompts']} x {result['group']} rows, prompts of "
-        f"{result['prompt_len']} tokens, {result['turns']} turns, hazard {result['hazard']}, "
-        f"{result['heard']} observation tokens, tool {1000 * result['tool_s']:.0f} ms, "
+        f"{result['prompt_len']} tokens, {result['turns']} turns, stop_prob {result['stop_prob']}, "
+        f"{result['observed']} observation tokens, tool {1000 * result['tool_s']:.0f} ms, "
         f"{result['threads']} threads, {result['repeats']} repeats"
     ]
-    for name in ("ours", "peer"):
+    for name in ("litgrpo", "baseline"):
         if name in result:
             each = result[name]
             lines.append(
                 f"{name}: step {each['step_s']:.3f} s (of these rollout {each['gen_s']:.3f}), "
                 f"{each['mean_completion_len']:.1f} tokens generated in {each['turns']:.2f} turns, "
-                f"{each['fed_per_spoken']:.2f} read for each, peak {each['peak_rss_mib']:.0f} MiB"
+                f"{each['fed_per_token']:.2f} read for each, peak {each['peak_rss_mib']:.0f} MiB"
             )
     if "ratio_wall" in result:
         lines.append(f"ratio {result['ratio_wall']:.2f}, at equal generated tokens")
@@ -185,11 +195,11 @@ def shown(result: Measures) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Parse the size of the work."""
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    numbers = dict(prompts=4, group=8, prompt_len=64, max_new=256, turns=3, heard=16)
-    numbers |= dict(steps=4, warmup=1, peer_steps=2, repeats=3, threads=os.cpu_count() or 1)
+    numbers = dict(prompts=4, group=8, prompt_len=64, max_new=256, turns=3, observed=16)
+    numbers |= dict(steps=4, warmup=1, baseline_steps=2, repeats=3, threads=os.cpu_count() or 1)
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--hazard", type=float, default=0.05)
+    parser.add_argument("--stop-prob", type=float, default=0.05)
     parser.add_argument("--tool-s", type=float, default=0.0)
     parser.add_argument("--workers", type=int, help="workers of litgrpo; 0: none")
 
@@ -198,12 +208,12 @@ def main() -> None:
     """Compare, or take one turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--peer-python", help="of an environment with trl")
+    parser.add_argument("--baseline-python", help="of an environment with trl")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.once:
-        print(json.dumps(steps_of_ours(args)))
+        print(json.dumps(steps_of_litgrpo(args)))
         return
     result = compare_sides(args)
     print(json.dumps(result) if args.json else shown(result))

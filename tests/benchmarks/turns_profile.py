@@ -19,7 +19,7 @@ from litgrpo.rollout.engines.local import Sampler, TurnDecoder, TurnRows
 from litgrpo.rollout.episodes import EpisodeListener, Episodes
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner
-from tests.benchmarks.turns import add_arguments, steps_of_ours
+from tests.benchmarks.turns import add_arguments, steps_of_litgrpo
 
 PARTS: dict[str, tuple[Any, str]] = {
     "rollout": (Rollouter, "generate"),
@@ -78,7 +78,7 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     parts = {name: watch_method(*place) for name, place in PARTS.items()}
-    steps_of_ours(args)
+    steps_of_litgrpo(args)
     print(table(parts, args.steps + args.warmup))
 
 

@@ -53,7 +53,7 @@ class Work:
         size: the model and the prompts.
         group: completions of each prompt.
         max_new: maximum tokens of a completion.
-        hazard: stop probability per token; None: 1 / max_new.
+        stop_prob: stop probability per token; None: 1 / max_new.
         bf16: compute in bfloat16 where autocast does.
         threads: of the processor.
         seed: of weights and prompts.
@@ -64,7 +64,7 @@ class Work:
     size: Size = field(default_factory=lambda: SIZES["tiny"])
     group: int = 8
     max_new: int = 128
-    hazard: float | None = None
+    stop_prob: float | None = None
     bf16: bool = False
     threads: int = 1
     seed: int = 0
@@ -74,9 +74,9 @@ class Work:
     def random(self) -> random_model.RandomModel:
         """The model's weights and words."""
         size = self.size
-        hazard = 1 / self.max_new if self.hazard is None else self.hazard
+        stop_prob = 1 / self.max_new if self.stop_prob is None else self.stop_prob
         positions = size.prompt_len + self.max_new + 8
-        return random_model.RandomModel(size.numbers, hazard, positions, seed=self.seed)
+        return random_model.RandomModel(size.numbers, stop_prob, positions, seed=self.seed)
 
     def policy(self) -> CausalPolicy:
         """The model, random."""

@@ -1,9 +1,9 @@
-"""Words, keys and recipes that are wrong."""
+"""Unknown commands, options and recipes."""
 
 from tests.misuse.probe import QUICK, Probe
 
 PROBES = [
-    Probe("no such verb", "fitt", ("did you mean 'fit'",), quick=True),
+    Probe("no such command", "fitt", ("did you mean 'fit'",), quick=True),
     Probe("no such recipe", "fit -c nowhere.yaml", ("nowhere.yaml",)),
     Probe("wrong key", f"{QUICK} --model.group_sise 4", ("group_size",), quick=True),
     Probe("wrong type", f"{QUICK} --model.group_size four", ("group_size",)),

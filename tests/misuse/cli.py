@@ -1,4 +1,4 @@
-"""Keys that are asked for, recipes by name, defaults that are open, constructors that refuse."""
+"""Required options, built-in recipes, open defaults and constructors that raise."""
 
 from tests.misuse.probe import QUICK, Probe
 

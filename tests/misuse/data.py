@@ -9,8 +9,8 @@ PROBES = [
     Probe("a list of files", f"{QUICK} --data.train '[a.jsonl, b.jsonl]'", ("train 4",), 0, FILES),
     Probe(
         "files and texts in one list",
-        f"{QUICK} --data.train '[a.jsonl, \"Tell me.\"]'",
-        ("the list contains files and 'Tell me.'",),
+        f"{QUICK} --data.train '[a.jsonl, \"Explain this.\"]'",
+        ("the list contains files and 'Explain this.'",),
         files=FILES,
         quick=True,
     ),

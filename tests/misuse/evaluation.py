@@ -19,8 +19,8 @@ def words(prompts, completions, **_):
 """
 
 
-def graded(folder: Path) -> str:
-    """What is wrong with the summary of a run whose reward never reaches a success."""
+def check_graded_reward(folder: Path) -> str:
+    """Return the faults in the summary of a run whose reward never reaches a success."""
     summary = json.loads((folder / "run" / "summary.json").read_text())
     after, change = summary["after"], summary["change"][""]
     faults = [] if after["avg_at_k"] == 0 else ["something succeeded"]
@@ -65,7 +65,7 @@ PROBES = [
         code=0,
         files={"my_words.py": GRADED},
         before=lambda f: __import__("sys").path.insert(0, str(f)),
-        after=graded,
+        after=check_graded_reward,
     ),
     Probe(
         "compare of one algorithm",

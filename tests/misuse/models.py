@@ -9,8 +9,10 @@ GPT2 = dict(n_embd=32, n_layer=1, n_head=4, n_positions=64)
 MINE = f"{QUICK} --model.pretrained ./mine"
 
 
-def saved(folder: Path, model_type: str = "llama", tokens: tuple[str, ...] = (), **sizes) -> Path:
-    """A small random model with the embedded model's tokenizer, in `mine`."""
+def save_model(
+    folder: Path, model_type: str = "llama", tokens: tuple[str, ...] = (), **sizes
+) -> Path:
+    """Save a small random model with the embedded model's tokenizer in `mine`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,31 +34,31 @@ def without_embedding(folder: Path) -> None:
     """A model whose embedding is missing from its file."""
     from safetensors.torch import load_file, save_file
 
-    file = saved(folder) / "model.safetensors"
+    file = save_model(folder) / "model.safetensors"
     weights = load_file(file)
     del weights["model.embed_tokens.weight"]
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def truncated(folder: Path) -> None:
-    """A weight file of half its length."""
-    file = saved(folder) / "model.safetensors"
+def truncate_weights(folder: Path) -> None:
+    """Cut the weight file to half its length."""
+    file = save_model(folder) / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def gguf(folder: Path) -> None:
-    """A GGUF file in place of the weights."""
-    (saved(folder) / "model.safetensors").rename(folder / "mine" / "small.gguf")
+    """Replace the weights by a GGUF file."""
+    (save_model(folder) / "model.safetensors").rename(folder / "mine" / "small.gguf")
 
 
 def bidirectional(folder: Path) -> None:
     """A BERT, which sees later tokens."""
-    saved(folder, "bert", initializer_range=0.5)
+    save_model(folder, "bert", initializer_range=0.5)
 
 
 def gpt2(folder: Path) -> None:
     """Learned positions for 64 tokens."""
-    saved(folder, "gpt2")
+    save_model(folder, "gpt2")
 
 
 def adapter(folder: Path) -> None:
@@ -66,7 +68,7 @@ def adapter(folder: Path) -> None:
 
 
 def nothing_written(folder: Path) -> str:
-    """A refused start leaves no weights behind."""
+    """Check that a rejected start leaves no weights behind."""
     found = [path.name for path in folder.glob("run/**/*.safetensors")]
     return f"wrote {found}" if found else ""
 
@@ -97,7 +99,7 @@ PROBES = [
         after=nothing_written,
         quick=True,
     ),
-    Probe("a truncated weight file", MINE, ("damaged or incomplete",), before=truncated),
+    Probe("a truncated weight file", MINE, ("damaged or incomplete",), before=truncate_weights),
     Probe("a GGUF file in the folder", MINE, ("small.gguf", "pretrained"), before=gguf),
     Probe(
         "a GGUF file as the model",
@@ -120,7 +122,7 @@ PROBES = [
         "tokens without an embedding",
         MINE,
         ("2 tokens beyond the model's embedding", "resize_token_embeddings"),
-        before=lambda folder: saved(folder, tokens=("<think>", "</think>")) and None,
+        before=lambda folder: save_model(folder, tokens=("<think>", "</think>")) and None,
     ),
     Probe("a model that sees later tokens", MINE, ("later tokens",), before=bidirectional),
     Probe(
@@ -143,7 +145,7 @@ PROBES = [
         MINE,
         ("llama was trained for 16", "usually noise"),
         code=0,
-        before=lambda folder: saved(folder, max_position_embeddings=16) and None,
+        before=lambda folder: save_model(folder, max_position_embeddings=16) and None,
     ),
     Probe("an adapter as the model", MINE, ("--model.lora.adapter_path",), before=adapter),
     Probe(

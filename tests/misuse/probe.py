@@ -31,17 +31,17 @@ class Probe:
     """A command line, or a Python script, and how it must end.
 
     Args:
-        name: What the user did.
-        words: What follows `python cli.py`; {folder} is an empty folder of its own, which is also
-            the working folder, {recipe} the quickstart's recipe. `QUICK` is a short training.
-        says: Texts that must be printed, on standard output or error; case does not matter.
-        code: The exit code.
-        files: Files that lie in the folder before, by name.
+        name: the mistake, in words.
+        words: arguments of `python cli.py`; {folder} is an empty folder, which is also the working
+            folder, {recipe} the quickstart's recipe. `QUICK` is a short training.
+        says: texts that must be printed, on standard output or error; case does not matter.
+        code: the exit code.
+        files: files in the folder before the start, by name.
         script: Python code to run in place of a command line.
-        before: Called with the folder first, where files alone do not do.
-        after: Called with the folder last; returns what is wrong, or "".
-        never: Texts that must not be printed.
-        quick: Whether the test suite runs it, too.
+        before: called with the folder before the start.
+        after: called with the folder at the end; returns the faults, or "".
+        never: texts that must not be printed.
+        quick: True if the test suite runs it.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Seen:
-    """How a probe ended.
+    """Result of a probe.
 
     Args:
-        code: The exit code; -1 where the time limit was reached.
-        text: Everything printed.
-        seconds: How long it took.
+        code: the exit code; -1 if the time limit was reached.
+        text: everything printed.
+        seconds: duration.
         faults: What is wrong with it; nothing where it is met well.
     """
 
@@ -74,7 +74,7 @@ class Seen:
 
 
 def play(probe: Probe) -> Seen:
-    """Run a probe in a process of its own and in an empty folder, and judge it."""
+    """Run a probe in a separate process and an empty folder, and check its result."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "work"
@@ -108,7 +108,7 @@ def in_child(probe: Probe, folder: Path, printed: Path) -> tuple[int, str]:
             sys.stdout = os.fdopen(1, "w", closefd=False)
             sys.stderr = os.fdopen(2, "w", closefd=False)
             os.chdir(folder)
-            code = started(probe, folder)
+            code = start(probe, folder)
         except SystemExit as stop:
             code = exit_code(stop)
         except BaseException:
@@ -117,11 +117,11 @@ def in_child(probe: Probe, folder: Path, printed: Path) -> tuple[int, str]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    return waited(child), printed.read_text(errors="replace") if printed.exists() else ""
+    return wait_for(child), printed.read_text(errors="replace") if printed.exists() else ""
 
 
-def started(probe: Probe, folder: Path) -> int:
-    """What the user does, in the child."""
+def start(probe: Probe, folder: Path) -> int:
+    """Run the command or the script in the child process."""
     if probe.script:
         exec(compile(probe.script, "script.py", "exec"), {"__name__": "__main__"})
         return 0
@@ -133,14 +133,14 @@ def started(probe: Probe, folder: Path) -> int:
 
 
 def split(words: str) -> list[str]:
-    """The words of a command line, quoted as in a shell."""
+    """Split a command line into words, with quotes as in a shell."""
     import shlex
 
     return shlex.split(words)
 
 
 def exit_code(stop: SystemExit) -> int:
-    """The number that a shell would see."""
+    """Return the exit code that a shell would see."""
     if isinstance(stop.code, int):
         return stop.code
     if stop.code is not None:
@@ -148,8 +148,8 @@ def exit_code(stop: SystemExit) -> int:
     return int(stop.code is not None)
 
 
-def waited(child: int) -> int:
-    """The child's exit code, 128 + the signal that ended it, or -1 after the time limit."""
+def wait_for(child: int) -> int:
+    """Return the child's exit code, 128 + its signal if killed, or -1 after the time limit."""
     end = time.monotonic() + TIME_LIMIT
     while time.monotonic() < end:
         ended, status = os.waitpid(child, os.WNOHANG)

@@ -68,7 +68,7 @@ def failing(function: str, *says: str, quick: bool = False) -> Probe:
 
 
 def given(name: str, of_class: str, *says: str) -> Probe:
-    """A reward whose class refuses its settings."""
+    """Return a probe with a reward whose class rejects its settings."""
     return Probe(name, CLASS % of_class, says, files=FILES)
 
 

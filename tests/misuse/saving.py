@@ -11,8 +11,8 @@ STRATEGY = f"{QUICK} --trainer.devices 2 --trainer.strategy"
 SWA = "lightning.pytorch.callbacks.StochasticWeightAveraging"
 
 
-def trained(folder: Path, *more: str) -> None:
-    """A finished run in `folder/run`, by a process of its own."""
+def train(folder: Path, *more: str) -> None:
+    """Write a finished run to `folder/run`, in a separate process."""
     recipe = str(ROOT / "configs" / "quickstart.yaml")
     words = split(QUICK.replace("{recipe}", recipe).replace("{folder}", str(folder)))
     command = [sys.executable, str(ROOT / "cli.py"), *words, *more]
@@ -26,14 +26,14 @@ def digests(run: Path) -> str:
     return "".join(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
 
 
-def untouched(folder: Path) -> str:
-    """What is wrong if the run in it is not byte for byte what `trained` left."""
+def check_unchanged(folder: Path) -> str:
+    """Check that the run is byte for byte what `train` wrote."""
     same = digests(folder / "run") == (folder / "digests.txt").read_text()
     return "" if same else "the run folder has changed"
 
 
-def resumed_by(*texts: str):
-    """Checks that the last line of metrics.csv or config.yaml of the run has these texts."""
+def check_resumed(*texts: str):
+    """Return a check that config.yaml or metrics.csv of the run contains these texts."""
 
     def check(folder: Path) -> str:
         run = folder / "run"
@@ -44,7 +44,7 @@ def resumed_by(*texts: str):
 
 
 def no_events(folder: Path) -> str:
-    """What is wrong if a failed start left an event file."""
+    """Check that a failed start left no event file."""
     return "an event file is left" if list(folder.rglob("events.out*")) else ""
 
 
@@ -52,11 +52,11 @@ TWO_STARTS = """
 import subprocess, sys
 words = [sys.executable, {cli!r}, *{words!r}]
 two = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-said = [process.communicate()[1] for process in two]
-assert sorted(process.returncode for process in two) == [0, 2], said
+printed = [process.communicate()[1] for process in two]
+assert sorted(process.returncode for process in two) == [0, 2], printed
 lines = open("run/metrics.csv").read().splitlines()
 assert [line.split(",")[0] for line in lines] == ["step", "1"], lines
-print([text for text, process in zip(said, two) if process.returncode][0])
+print([text for text, process in zip(printed, two) if process.returncode][0])
 """
 
 
@@ -85,7 +85,7 @@ print(pathlib.Path("run/checkpoints/last.ckpt").resolve(strict=True), "last.ckpt
 
 
 def in_script(text: str, *more: str) -> str:
-    """A script that starts the quick training, with more words, in processes of their own."""
+    """A script that starts the quick training, with further options, in separate processes."""
     recipe = str(ROOT / "configs" / "quickstart.yaml")
     words = split(QUICK.replace("{recipe}", recipe).replace("{folder}", "."))
     return text.format(cli=str(ROOT / "cli.py"), words=[*words, *more])
@@ -96,16 +96,16 @@ PROBES = [
         "resume of another model",
         f"{QUICK} --model.max_iterations 2 --model.lora.rank 2 --ckpt_path last",
         ("of another model",),
-        before=trained,
-        after=untouched,
+        before=train,
+        after=check_unchanged,
     ),
     Probe(
         "resume with another learning rate",
         f"{QUICK} --model.max_iterations 2 --model.optimizer.lr 1e-6 --ckpt_path last",
         ("-> 1e-06",),
         code=0,
-        before=trained,
-        after=resumed_by("lr: 1.0e-06", "9.9639"),
+        before=train,
+        after=check_resumed("lr: 1.0e-06", "9.9639"),
     ),
     Probe(
         "resume with another optimizer",
@@ -113,7 +113,7 @@ PROBES = [
         " --model.optimizer.lr 0.1 --ckpt_path last",
         ("optimizer is AdamW, the recipe's SGD", "starts from zero"),
         code=0,
-        before=trained,
+        before=train,
     ),
     Probe(
         "two starts at once",
@@ -133,15 +133,15 @@ PROBES = [
         "an overwrite whose model cannot be loaded",
         f"{QUICK} --overwrite true --model.pretrained ./nowhere",
         ("nowhere", "config.json"),
-        before=trained,
-        after=untouched,
+        before=train,
+        after=check_unchanged,
     ),
     Probe(
         "an overwrite whose data cannot be read",
         f"{QUICK} --overwrite true --data.train nowhere.jsonl",
         ("nowhere.jsonl: no such file",),
-        before=trained,
-        after=untouched,
+        before=train,
+        after=check_unchanged,
     ),
     Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "FSDP2Strategy"), after=no_events),
     Probe(
@@ -209,8 +209,8 @@ PROBES = [
         "resume from weights alone",
         f"{QUICK} --model.max_iterations 2 --ckpt_path last",
         ("holds only weights", "checkpoint.save_weights_only"),
-        before=lambda folder: trained(folder, "--checkpoint.save_weights_only", "true"),
-        after=untouched,
+        before=lambda folder: train(folder, "--checkpoint.save_weights_only", "true"),
+        after=check_unchanged,
     ),
     Probe(
         "stdout closed",
