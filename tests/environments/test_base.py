@@ -1,4 +1,4 @@
-"""What counts as an environment."""
+"""Environment protocol and step results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from litgrpo.environments.base import schemas_of, shown_schemas_of
 
 
 class Echo:
-    """Says again what it hears."""
+    """Repeats the action."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Add nothing."""
@@ -29,7 +29,7 @@ def test_any_class_with_the_two_methods_is_an_environment() -> None:
 
 
 def test_what_is_heard_costs_and_ends_nothing_by_itself() -> None:
-    """Only a text: no reward, and the episode goes on."""
+    """A step result with only a text has reward 0 and continues the episode."""
     heard = Echo().step("hello")
     assert (heard.observation, heard.reward, heard.done, heard.calls) == ("hello", 0.0, False, {})
 

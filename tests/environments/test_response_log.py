@@ -1,4 +1,4 @@
-"""What a run that goes on hears again."""
+"""Response log: recorded responses after a resume, and deviations of environments."""
 
 import json
 from types import SimpleNamespace

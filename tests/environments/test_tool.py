@@ -1,4 +1,4 @@
-"""Calling functions, and what is heard of it."""
+"""Calling tools, and the text of their results."""
 
 import asyncio
 import logging
@@ -92,7 +92,7 @@ def test_a_parameter_of_any_type_takes_anything():
     assert explain_mismatch("anything", [1, {"a": None}], PARAMETERS["anything"]) == ""
 
 
-def untyped(a):
+def no_type(a):
     """Do.
 
     Args:
@@ -104,7 +104,7 @@ def silent(a: int) -> int:
     return a
 
 
-def unexplained(a: int, b: int) -> int:
+def no_description(a: int, b: int) -> int:
     """Do.
 
     Args:
@@ -151,9 +151,9 @@ def spread(*a: int) -> int:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (untyped, "Argument a is missing a type hint"),
+        (no_type, "Argument a is missing a type hint"),
         (silent, "no docstring"),
-        (unexplained, "no description for the argument 'b'"),
+        (no_description, "no description for the argument 'b'"),
         (only_returns, "its docstring is empty"),
         (custom, "FixtureRequest"),
         (unknown_name, "Nowhere"),

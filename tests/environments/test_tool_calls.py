@@ -1,4 +1,4 @@
-"""What is read as a call, in each format; hostile texts."""
+"""Parsing calls in each format, including hostile texts."""
 
 import json
 

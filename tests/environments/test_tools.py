@@ -34,7 +34,7 @@ async def greet(name: str) -> str:
 
 
 class Increment:
-    """As in TRL's documentation of `environment_factory`."""
+    """Example from TRL's documentation of `environment_factory`."""
 
     def __init__(self) -> None:
         MADE.append("made")

@@ -1,4 +1,4 @@
-"""Classes and functions for TRL's GRPOTrainer, played by TRL's own loop and by ours.
+"""Classes and functions for TRL's GRPOTrainer, played by TRL's loop and by litgrpo's.
 
 `python -m tests.environments.adapters.foreign trl` runs this where TRL is installed.
 """
@@ -43,7 +43,7 @@ async def shout(text: str, times: int = 1) -> str:
 
 
 class Counter:
-    """A text at the start, a plain and an async tool, errors, and a reward of its own."""
+    """A text at the start, a plain and an async tool, errors, and a separate reward."""
 
     def __init__(self) -> None:
         self.at = -1
@@ -144,8 +144,8 @@ def trainer_of(folder, rows: int, **given):
     )
 
 
-def played_by_trl(trainer, rows: list[dict], scripts: list[list[str]], monkeypatch):
-    """What TRL's loop makes of a model that says these turns: prompts, messages, rewards."""
+def play_with_trl(trainer, rows: list[dict], scripts: list[list[str]], monkeypatch):
+    """Play these turns with TRL's loop; return prompts, messages, rewards."""
     turns, seen = [0] * len(scripts), {}
 
     def says(prompt_ids, *_, **__):
@@ -169,8 +169,8 @@ def played_by_trl(trainer, rows: list[dict], scripts: list[list[str]], monkeypat
     return seen
 
 
-def played_here(tools: Tools, row: dict, script: list[str]):
-    """The same episode here: the prompt, what was heard, the rewards' sum, calls that failed."""
+def play_here(tools: Tools, row: dict, script: list[str]):
+    """Play the episode here; return prompt, observations, total reward, failed calls."""
     episode = copy.deepcopy(tools)
     added = episode.reset(row | {"prompt": row["prompt"][-1]["content"]}, 0)
     answers = [episode.step(said) for said in script]
@@ -197,7 +197,7 @@ def known(messages: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def assert_the_same(seen, tools: Tools, rows: list[dict], scripts: list[list[str]]) -> int:
     failures = 0
     for n, (row, script) in enumerate(zip(rows, scripts, strict=True)):
-        prompt, heard, reward, failed = played_here(tools, row, script)
+        prompt, heard, reward, failed = play_here(tools, row, script)
         failures += failed
         assert prompt == seen["prompts"][n][-1]["content"]
         assert error_free(heard) == known(error_free(seen["messages"][n]))
@@ -217,7 +217,7 @@ def rows_of(number: int, **columns) -> list[dict]:
 def test_a_class_of_tools_plays_as_in_trl(tmp_path, monkeypatch):
     rows = rows_of(len(COUNTS), hint="x")
     trainer = trainer_of(tmp_path, len(rows), environment_factory=Counter)
-    seen = played_by_trl(trainer, rows, COUNTS, monkeypatch)
+    seen = play_with_trl(trainer, rows, COUNTS, monkeypatch)
     tools = Tools(factory=Counter)
     failures = assert_the_same(seen, tools, rows, COUNTS)
     assert schemas(tools.tools) == schemas(map(get_json_schema, trainer.tools))
@@ -235,7 +235,7 @@ def test_classes_that_a_column_names_play_as_in_trl(tmp_path, monkeypatch):
     rows = rows_of(2, environment="count") + rows_of(2, environment="doors")
     scripts = COUNTS[:2] + ROOMS
     trainer = trainer_of(tmp_path, len(rows), environment_factory=makes, tools=[multiply])
-    seen = played_by_trl(trainer, rows, scripts, monkeypatch)
+    seen = play_with_trl(trainer, rows, scripts, monkeypatch)
     tools = Tools(functions=[multiply], factory=makes)
     assert_the_same(seen, tools, rows, scripts)
     assert schemas(tools.tools) == schemas(map(get_json_schema, trainer.tools))
@@ -249,7 +249,7 @@ def test_functions_play_as_in_trl(tmp_path, monkeypatch):
 
     given = {"tools": [multiply, shout], "reward_funcs": no_reward}
     trainer = trainer_of(tmp_path, len(rows), **given)
-    seen = played_by_trl(trainer, rows, PRODUCTS, monkeypatch)
+    seen = play_with_trl(trainer, rows, PRODUCTS, monkeypatch)
     tools = Tools(functions=[multiply, shout])
     assert not assert_the_same(seen, tools, rows, PRODUCTS)
     assert schemas(tools.tools) == schemas(map(get_json_schema, trainer.tools))

@@ -1,4 +1,4 @@
-"""Faulty environments in real processes: each fault costs its own episode, whatever it is."""
+"""Faulty environments in real processes: each fault fails only its episode."""
 
 import logging
 import os
@@ -214,7 +214,7 @@ def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
     assert second.reset(starts(2)) == ["seed 0", "seed 0"]
     assert step_all(second, {0: "a", 1: "b"}) == before
     assert not (tmp_path / "steps").exists()
-    # What was not said before reaches an environment that has heard the rest.
+    # A new turn reaches an environment that has replayed the recorded ones.
     assert step_all(second, {0: "new"})[0] == StepResult("2 new", 1.0, state=(0, "a", "new"))
     assert (tmp_path / "steps").read_text().split() == ["reset", "a", "new"]
 
@@ -232,7 +232,7 @@ pool.receive(wait=True)
 
 
 def test_nothing_outlives_a_run_that_is_killed(tmp_path) -> None:
-    """The workers, their launcher, and what a step had started in a session of its own."""
+    """Workers, their launcher, and a program that a step started in a new session."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
     pid = tmp_path / "pid"
     while not (pid.exists() and pid.read_text()):

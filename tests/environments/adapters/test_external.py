@@ -1,4 +1,4 @@
-"""What the adapters have in common."""
+"""Shared code of the adapters."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""Adapters against the packages themselves, each in an environment of its own."""
+"""Adapters against the packages themselves, each in a separate virtual environment."""
