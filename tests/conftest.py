@@ -24,14 +24,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 @pytest.fixture(autouse=True)
 def one_seed():
-    """The same random numbers for a test, whichever tests ran before it in its process."""
+    """Give a test the same random numbers, regardless of the tests before it in its process."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def rewards_run_in_this_process(monkeypatch):
-    """Spare most tests the worker processes, which would import torch for each fit.
+    """Replace the default reward runner by one without worker processes.
 
-    Tests of the reward runners, and those that name one, are not concerned.
+    Each fit would start workers that import torch. With them, three files of tests/training took
+    more than four times as long. Tests that pass a runner are not affected, nor are programs that a
+    test starts, such as the run of tests/golden: these use the process runner.
     """
     monkeypatch.setattr("litgrpo.rewards.scorer.ProcessRunner", InProcessRunner)

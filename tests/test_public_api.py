@@ -55,11 +55,8 @@ NAMES = [
 
 
 # Exceptions that are to be removed: no entry may be added.
-WITHOUT_EXAMPLE = {
-    *("Clipped", "Criterion", "LLMJudge", "Reward", "RewardModel", "Rubric"),
-    *("UpdateConfig", "WarmupCosine", "WarmupLinear"),
-}
-DEFINED_TWICE = {"Line", "Policy"}
+WITHOUT_EXAMPLE: set[str] = {"Reward", "LLMJudge", "Rubric", "RewardModel", "Criterion"}
+DEFINED_TWICE: set[str] = {"Line", "Policy"}
 
 
 def test_the_public_names_are_these():

@@ -102,6 +102,10 @@ class Clipped(Surrogate):
         clip_high: the ratio is clipped at 1 + clip_high (TRL: epsilon_high).
         max_ratio: two-sided clip (TRL: delta): largest ratio of a token of negative advantage,
             whose loss is otherwise unbounded; null: no limit.
+
+    Example:
+        >>> Clipped(clip_low=0.2, clip_high=0.28)  # clip-higher, as in DAPO
+        Clipped(clip_low=0.2, clip_high=0.28, max_ratio=None)
     """
 
     clip_low: float = 0.2
