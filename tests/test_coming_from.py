@@ -1,4 +1,4 @@
-"""Pages for users of other trainers: every option of theirs has a row, every key of ours exists."""
+"""Pages for users of other trainers: their options have a row, litgrpo's options exist."""
 
 import re
 import shlex
@@ -95,7 +95,7 @@ def rows(page: Path) -> list[list[str]]:
 
 
 def spans(text: str) -> set[str]:
-    """What stands between backticks, and each word of it."""
+    """Texts between backticks, and each of their words."""
     found = re.findall(r"`([^`]+)`", text)
     return {" ".join(span.split()) for span in found} | {w for span in found for w in span.split()}
 
@@ -153,7 +153,7 @@ def test_every_key_of_a_page_is_a_key_of_the_program(system, program, capsys):
 
 
 def config_of(program, capsys, recipe: str, words: list[str]) -> dict:
-    """What the program reads: the recipe with these words after it."""
+    """Parse the recipe, followed by these arguments."""
     with pytest.raises(SystemExit) as stop:
         program("fit", "-c", CONFIGS / recipe, *words, "--print_config")
     shown = capsys.readouterr()
