@@ -26,15 +26,15 @@ from litgrpo.rewards import (
     whole_batch,
 )
 from litgrpo.rewards.builtin.math import correctness
-from litgrpo.rewards.calls import Call, Scores, failed
+from litgrpo.rewards.calls import Call, Scores, make_failed_scores
 from litgrpo.rewards.process_runner import (
     HANDLER,
     Attempt,
     Batch,
     Task,
-    is_trusted,
-    state_of,
-    stripes,
+    find_state,
+    split_rows,
+    stays_in_process,
 )
 from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.pool import WorkerPool
@@ -269,11 +269,11 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
     def call(function, **settings):
         return Call("r", function, {"completions": TEXTS}, settings, len(TEXTS))
 
-    assert is_trusted(call(correctness, require_tags=False))
-    assert not is_trusted(call(correctness, judge=faulty.lengths))
-    assert not is_trusted(call(correctness, judges={"x": [faulty.lengths]}))
-    assert not is_trusted(call(faulty.lengths))
-    assert not is_trusted(call(len))
+    assert stays_in_process(call(correctness, require_tags=False))
+    assert not stays_in_process(call(correctness, judge=faulty.lengths))
+    assert not stays_in_process(call(correctness, judges={"x": [faulty.lengths]}))
+    assert not stays_in_process(call(faulty.lengths))
+    assert not stays_in_process(call(len))
 
 
 def test_closing_or_forgetting_a_runner_ends_its_processes() -> None:
@@ -434,8 +434,8 @@ def test_state_is_what_a_function_may_change() -> None:
 
         return sets, reads
 
-    assert [state_of(each) for each in outer()] == [["number"], []]
-    assert state_of(faulty.lengths) == state_of(len) == []
+    assert [find_state(each) for each in outer()] == [["number"], []]
+    assert find_state(faulty.lengths) == find_state(len) == []
 
 
 def batch(function=len, rows=4, num_workers=2) -> Batch:
@@ -447,7 +447,7 @@ def fail(asked, task) -> list[Task]:
     """What is asked where a task fails for everything."""
     asked.queue.clear()
     rows = task.unanswered[0][1]
-    asked._enter(task, 0, failed(len(rows), KeyError("?")), 1.0)
+    asked._record(task, 0, make_failed_scores(len(rows), KeyError("?")), 1.0)
     return list(asked.queue)
 
 
@@ -474,9 +474,11 @@ def test_after_a_failure_rows_are_asked_one_by_one_with_equal_shares():
     tasks = fail(asked, asked.queue[0])
     assert [list(task.unanswered.values()) for task in tasks] == [[(0, [n])] for n in range(4)]
     assert [asked._limit_s(task) for task in tasks] == [16.0] * 4  # half, by two workers
-    asked._enter(tasks[0], 0, Scores([1.0]), 0.0)  # quick: the others have its share
+    asked._record(tasks[0], 0, Scores([1.0]), 0.0)  # quick: the others have its share
     assert asked._limit_s(tasks[1]) == 64.0 / 3
-    asked._enter(tasks[1], 0, failed(1, KeyError()), 64.0 / 3)  # hung: the others keep theirs
+    asked._record(
+        tasks[1], 0, make_failed_scores(1, KeyError()), 64.0 / 3
+    )  # hung: the others keep theirs
     assert asked._limit_s(tasks[2]) == pytest.approx(64.0 / 3)
 
 
@@ -496,8 +498,8 @@ def test_rows_of_coroutines_wait_together_and_are_asked_alone_where_their_worker
     assert together.together
     assert list(together.unanswered.values()) == [(0, [n]) for n in range(4)]
     assert asked._limit_s(together) == 16.0
-    asked._enter(together, 0, failed(1, KeyError()), 1.0)  # by itself
-    asked._enter(together, 1, failed(1, WorkerError("exited with 7")), 1.0, lost=True)
+    asked._record(together, 0, make_failed_scores(1, KeyError()), 1.0)  # by itself
+    asked._record(together, 1, make_failed_scores(1, WorkerError("exited with 7")), 1.0, lost=True)
     assert asked.results[0].failures == {0: "KeyError"}
     assert [task.attempt for task in asked.queue][-1] is Attempt.ROW
 
@@ -510,8 +512,8 @@ def test_remembered_rows_are_not_asked():
 
 
 def test_stripes_hold_every_row_once() -> None:
-    assert stripes([3, 4, 5], 2) == [[3, 4], [5]]
-    assert stripes([], 2) == []
+    assert split_rows([3, 4, 5], 2) == [[3, 4], [5]]
+    assert split_rows([], 2) == []
 
 
 def test_scores_are_entered_by_row():

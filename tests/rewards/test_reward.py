@@ -7,12 +7,12 @@ import pytest
 
 from litgrpo import rewards
 from litgrpo.arguments import add_folders
-from litgrpo.rewards.reward import builtin_rewards, environment, resolved
+from litgrpo.rewards.reward import builtin_rewards, environment, resolve_function
 
 
 @pytest.mark.parametrize("name", builtin_rewards())
 def test_every_shipped_function_is_public_by_name(name):
-    function = resolved("r", f"litgrpo.rewards.{name}", {})
+    function = resolve_function("r", f"litgrpo.rewards.{name}", {})
     assert function.__name__ == name
     assert function is getattr(rewards, name)
 
@@ -39,7 +39,7 @@ def beside(tmp_path, monkeypatch):
 
 def test_a_module_that_is_nowhere_says_where_was_looked_and_guesses_nothing(beside):
     with pytest.raises(ValueError, match="looked in") as caught:
-        resolved("r", "sorted_things.share", {})
+        resolve_function("r", "sorted_things.share", {})
     assert str(beside) in str(caught.value)
     assert "did you mean" not in str(caught.value)
 
@@ -57,12 +57,12 @@ def test_a_module_that_fails_says_how_and_where(beside, code, message):
     name = f"failing_{abs(hash(code))}"
     (beside / f"{name}.py").write_text(code)
     with pytest.raises(ValueError, match=message):
-        resolved("r", f"{name}.f", {})
+        resolve_function("r", f"{name}.f", {})
 
 
 def test_a_misspelt_name_of_ours_is_guessed():
     with pytest.raises(ValueError, match=r"did you mean 'litgrpo\.rewards\.correctness'"):
-        resolved("r", "litgrpo.rewards.corectness", {})
+        resolve_function("r", "litgrpo.rewards.corectness", {})
 
 
 def test_an_episode_is_worth_the_sum_of_its_turns_and_abstains_where_all_do():

@@ -21,7 +21,7 @@ from litgrpo.rewards import (
     Scorer,
 )
 from litgrpo.rewards.builtin.math import correctness
-from litgrpo.rewards.reward import named_rewards
+from litgrpo.rewards.reward import name_rewards
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.training.parts import rollouter_of
@@ -449,9 +449,9 @@ def test_one_bare_function_is_a_reward_under_its_own_name():
     def right(prompts, completions):
         return [1.0] * len(prompts)
 
-    assert named_rewards(right) == {"right": Reward(right)}
+    assert name_rewards(right) == {"right": Reward(right)}
     with pytest.raises(ValueError, match=r"rewards is 5; give \{name: function\}, a list of func"):
-        named_rewards(5)
+        name_rewards(5)
 
 
 class Breaking(Echo):

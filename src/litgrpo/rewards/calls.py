@@ -39,18 +39,19 @@ def pure(function: Function) -> Function:
     return function
 
 
-def isolated(function: Function) -> Function:
+def isolated(function: Function) -> Function:  # glossary: ok (a decorator, as `pure`)
     """Mark a function of this package that may hang: it runs in a worker like a user's."""
     function.isolated = True  # type: ignore[attr-defined]
     return function
 
 
 def is_marked(function: Any, mark: str) -> bool:
-    """Whether a function, or what a partial of it holds, has a mark."""
+    """Return True if a function, or the function inside a partial, has a mark."""
     assert mark in MARKS
     while isinstance(function, partial):
         function = function.func
-    return mark in dir(function) and bool(getattr(function, mark))
+    # The function is foreign: most functions have none of these attributes.
+    return bool(getattr(function, mark, False))
 
 
 DOUBLE_EPS = sys.float_info.epsilon
@@ -68,7 +69,7 @@ class Call:
     """One reward function and the rows that it scores.
 
     Args:
-        name: name of the part.
+        name: name of the component.
         function: the reward function.
         rows: {parameter: list of length N}, what differs from row to row.
         settings: {parameter: value}, the function's kwargs: the same for all rows and iterations.
@@ -89,14 +90,14 @@ class Call:
 
     @property
     def is_coroutine(self) -> bool:
-        """Whether calling the function gives something to await."""
+        """True if calling the function returns an awaitable."""
         kinds = (self.function, type(self.function).__call__)
         return any(map(inspect.iscoroutinefunction, kinds))
 
     def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
         """Copies of the arguments, since a function may change what it is given."""
-        chosen = {name: _copied_column(name, values[rows]) for name, values in self.rows.items()}
-        return chosen | self.context | own_settings(self.settings)
+        chosen = {name: _copy_column(name, values[rows]) for name, values in self.rows.items()}
+        return chosen | self.context | copy_settings(self.settings)
 
     def select(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The arguments of some rows, not copied."""
@@ -138,7 +139,7 @@ class Scores:
 
 
 class Notes:
-    """What a function logs besides its rewards, as TRL's functions do.
+    """Collect what a function logs in addition to its rewards, as in TRL.
 
     Args:
         num_rows: completions that the function was called for.
@@ -165,18 +166,18 @@ class Notes:
         self.extras[str(column)] = dict(enumerate(plain))
 
     def methods(self, names: Iterable[str]) -> dict[str, Function]:
-        """{name: method}, what a function is given that asks for these."""
+        """Return {name: method} for the log methods that a function names."""
         known: dict[str, Function] = {"log_metric": self.log_metric, "log_extra": self.log_extra}
         return {name: known[name] for name in names}
 
     def read(self, result: object) -> Scores:
-        """What a function returned, with what it logged."""
+        """Convert the returned value to scores and attach the logged values."""
         scores = read_result(result, self.num_rows)
         return replace(scores, metrics=self.metrics, extras=self.extras)
 
 
 def read_result(result: object, num_rows: int) -> Scores:
-    """What a function returned, as numbers.
+    """Convert the value that a function returned to numbers.
 
     None abstains. NaN, infinities, numbers beyond 1e15 and anything that is not a real number fail
     their row.
@@ -186,7 +187,7 @@ def read_result(result: object, num_rows: int) -> Scores:
         num_rows: N.
 
     Raises:
-        MalformedResult: not N entries, or no sequence at all.
+        MalformedResult: it does not have N entries, or is not a sequence.
     """
     entries, precision = _as_python(result)
     if not isinstance(entries, list | tuple):
@@ -204,7 +205,7 @@ def read_result(result: object, num_rows: int) -> Scores:
 
 
 def _read_entry(scores: Scores, row: int, entry: Any) -> None:
-    """Enter one number of any type, or why it is none."""
+    """Enter one number of any type, or the reason why it is not one."""
     plain, precision = _as_python(entry)
     scores.precision = max(scores.precision, precision)
     if not isinstance(plain, Real):
@@ -234,71 +235,71 @@ def _as_python(value: Any) -> tuple[Any, float]:
     return value.tolist(), precision
 
 
-def answer(
+def call_function(
     function: Function,
     given: dict[str, Any],
     num_rows: int,
     notes: Iterable[str] = (),
     caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
 ) -> Scores:
-    """What a function gives for N rows, or why it fails.
+    """Call a function for N rows, and return its scores or its failure.
 
     Args:
         function: the reward function.
         given: its arguments, copies.
         num_rows: N.
         notes: which methods of `Notes` it names.
-        caught: what it may raise; Ctrl-C is for the run.
+        caught: exceptions that fail the rows; Ctrl-C must reach the run.
     """
     noted = Notes(num_rows)
     try:
         result = function(**given, **noted.methods(notes))
         if inspect.isawaitable(result):
-            (result,) = gathered([result])
+            (result,) = run_coroutines([result])
         return noted.read(result)
     except caught as error:
-        return failed(num_rows, error)
+        return make_failed_scores(num_rows, error)
 
 
-def failed(num_rows: int, error: BaseException, reason: str | None = None) -> Scores:
-    """The scores of a function that failed for all of N rows, and under which name that counts."""
+def make_failed_scores(num_rows: int, error: BaseException, reason: str | None = None) -> Scores:
+    """Return the scores of a function that failed for all of N rows, with the counted reason."""
     name = "wrong length" if isinstance(error, MalformedResult) else type(error).__name__
     told = error if isinstance(error, Exception) else WorkerError(cause_of(error))
     return Scores([nan] * num_rows, dict.fromkeys(range(num_rows), reason or name), error=told)
 
 
-def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings whose lists and dicts are copies; a judge or a model is handed over as it is."""
+def copy_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Copy lists and dicts of the settings; a judge or a model is passed without a copy."""
     return {
-        name: copied(value) if isinstance(value, list | dict) else value
+        name: copy_value(value) if isinstance(value, list | dict) else value
         for name, value in settings.items()
     }
 
 
-def _copied_column(name: str, rows: list[Any]) -> list[Any]:
-    """A copy; a look at each token id would cost more than all else."""
+def _copy_column(name: str, rows: list[Any]) -> list[Any]:
+    """Copy a column. Token ids are integers: checking each one would dominate the cost."""
     if name != "completion_ids":
-        return copied(rows)  # type: ignore[no-any-return]
-    return [row[:] if type(row) is list else copied(row) for row in rows]
+        return copy_value(rows)  # type: ignore[no-any-return]
+    return [row[:] if type(row) is list else copy_value(row) for row in rows]
 
 
-def copied(value: Any) -> Any:
-    """A deep copy, quick for the lists of plain values that columns are made of."""
+def copy_value(value: Any) -> Any:
+    """Return a deep copy, with a fast path for lists of plain values (most columns)."""
     if type(value) in ATOMS:
         return value
     if type(value) is list:
-        return value[:] if ATOMS.issuperset(map(type, value)) else [copied(item) for item in value]
+        return (
+            value[:] if ATOMS.issuperset(map(type, value)) else [copy_value(item) for item in value]
+        )
     if type(value) is dict:
-        return {key: copied(item) for key, item in value.items()}
+        return {key: copy_value(item) for key, item in value.items()}
     return copy.deepcopy(value)
 
 
-def gathered(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of coroutines that wait together.
+def run_coroutines(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Return the results of coroutines that are awaited concurrently."""
 
-    They run in a thread of their own, because a notebook has an event loop in this one.
-    """
-
+    # asyncio.run raises inside a running event loop, and a notebook runs one in this thread.
     async def together() -> list[Any]:
         return list(await asyncio.gather(*coroutines))
 
@@ -306,21 +307,21 @@ def gathered(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
         return pool.submit(asyncio.run, together()).result()
 
 
-async def awaited_answer(
+async def await_function(
     function: Function, given: dict[str, Any], num_rows: int, notes: Iterable[str], limit_s: float
 ) -> Scores:
-    """What `answer` gives, for a coroutine function, which is stopped after some seconds."""
+    """Do the same as `call_function` for a coroutine function, with a time limit in seconds."""
     noted = Notes(num_rows)
     try:
         coming = function(**given, **noted.methods(notes))
         return noted.read(await asyncio.wait_for(coming, limit_s))
     except (Exception, SystemExit) as error:
-        return failed(num_rows, error)
+        return make_failed_scores(num_rows, error)
 
 
-def scored_together(calls: Sequence[Call], limit_s: float) -> list[Scores]:
-    """The scores of calls that are awaited at the same time, in this process."""
-    return gathered([_score(call, limit_s) for call in calls])
+def score_coroutines(calls: Sequence[Call], limit_s: float) -> list[Scores]:
+    """Return the scores of coroutine calls, awaited concurrently in this process."""
+    return run_coroutines([_score(call, limit_s) for call in calls])
 
 
 async def _score(call: Call, limit_s: float) -> Scores:
@@ -328,7 +329,7 @@ async def _score(call: Call, limit_s: float) -> Scores:
 
     def attempt(rows: range) -> Any:
         given = call.arguments(slice(rows.start, rows.stop))
-        return awaited_answer(call.function, given, len(rows), call.notes, limit_s)
+        return await_function(call.function, given, len(rows), call.notes, limit_s)
 
     whole: Scores = await attempt(range(call.num_rows))
     if whole.error is None or is_marked(call.function, "whole_batch"):
@@ -344,7 +345,7 @@ Answer = tuple[int, Scores, float]  # number of the question, scores, seconds th
 
 
 class Question(NamedTuple):
-    """Some rows of a call, as they travel to a worker; settings were sent before.
+    """Some rows of a call, sent to a worker, which already has the function and its settings.
 
     Args:
         name: of the reward function.
@@ -360,7 +361,7 @@ class Question(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a worker is sent.
+    """A message to a worker.
 
     Args:
         questions: one, or coroutines that are awaited at the same time.
@@ -373,38 +374,38 @@ class Message(NamedTuple):
     limit_s: float
 
 
-def answered(loaded: dict[str, Any], message: Message, send: Send) -> Answer | None:
-    """Answer a message; coroutines are answered as they end."""
+def handle_message(loaded: dict[str, Any], message: Message, send: Send) -> Answer | None:
+    """Handle a message in a worker; coroutines send their answers when they finish."""
     if message.together:
-        asyncio.run(_answer_together(loaded, message, send))
+        asyncio.run(_handle_coroutines(loaded, message, send))
         return None
     (question,) = message.questions
     started = time.perf_counter()
-    function, given = _asked(loaded, question)
-    # No Ctrl-C reaches a worker: whatever is raised, it was the function.
-    scores = answer(function, given, question.num_rows, question.notes, (BaseException,))
-    return _packed(0, scores, started)
+    function, given = _load_call(loaded, question)
+    # Ctrl-C does not reach a worker, so every exception comes from the function.
+    scores = call_function(function, given, question.num_rows, question.notes, (BaseException,))
+    return _pack_answer(0, scores, started)
 
 
-async def _answer_together(loaded: dict[str, Any], message: Message, send: Send) -> None:
+async def _handle_coroutines(loaded: dict[str, Any], message: Message, send: Send) -> None:
     """Call all functions, and await them at the same time."""
 
     async def ask(number: int, question: Question) -> None:
         started = time.perf_counter()
-        function, given = _asked(loaded, question)
+        function, given = _load_call(loaded, question)
         rows, notes = question.num_rows, question.notes
-        scores = await awaited_answer(function, given, rows, notes, message.limit_s)
-        send(_packed(number, scores, started))
+        scores = await await_function(function, given, rows, notes, message.limit_s)
+        send(_pack_answer(number, scores, started))
 
     await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
 
 
-def _asked(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[str, Any]]:
+def _load_call(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[str, Any]]:
     function, settings = loaded[question.name]
-    return function, question.arguments | own_settings(settings)
+    return function, question.arguments | copy_settings(settings)
 
 
-def _packed(number: int, scores: Scores, started: float) -> Answer:
+def _pack_answer(number: int, scores: Scores, started: float) -> Answer:
     if scores.error is not None and not isinstance(scores.error, MalformedResult):
         scores.error = to_picklable(scores.error)
     return number, scores, time.perf_counter() - started

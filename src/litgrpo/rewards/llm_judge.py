@@ -28,7 +28,7 @@ import torch
 from torch import distributed
 
 from litgrpo.arguments import above, at_least, require
-from litgrpo.rewards.calls import gathered
+from litgrpo.rewards.calls import run_coroutines
 from litgrpo.rewards.reward_model import Judge
 from litgrpo.text.answers import text_of
 
@@ -40,7 +40,7 @@ class Criterion:
     """One line of a rubric.
 
     Args:
-        text: what the judge is told to look at; default: the criterion's name.
+        text: the instruction for the judge; default: the criterion's name.
         weight: how much it counts, relative to the others.
     """
 
@@ -77,7 +77,7 @@ class Rubric(Judge):
         self.named = set(parameters)
         require(
             "criterion" in self.named or self.takes_all,
-            "rubric: the judge has no parameter `criterion`, so it could not tell them apart;"
+            "rubric: the judge has no parameter `criterion`, so it could not distinguish criteria;"
             " it is called as judge(prompts, completions, criterion=text)",
         )
         self.criteria = dict(criteria)
@@ -86,12 +86,12 @@ class Rubric(Judge):
 
     @property
     def in_process(self) -> bool:  # type: ignore[override]
-        """Whether the judge itself is too heavy to copy."""
+        """True if the judge holds weights, which are too large to copy."""
         return isinstance(self.judge, Judge)
 
     @property
     def isolated(self) -> bool:
-        """Whether the judge is foreign code that may hang."""
+        """True if the judge is foreign code that may hang."""
         return not self.in_process
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
@@ -119,10 +119,10 @@ class Rubric(Judge):
             for name, criterion in self.criteria.items()
         ]
         if inspect.isawaitable(asked[0]):
-            asked = gathered(asked)
+            asked = run_coroutines(asked)
         dtypes = [marks.dtype for marks in asked if isinstance(marks, torch.Tensor)]
         listed = [
-            self._checked(name, marks, len(completions))
+            self._check_marks(name, marks, len(completions))
             for name, marks in zip(self.criteria, asked, strict=True)
         ]
         means = [self._mean(marks) for marks in zip(*listed, strict=True)]
@@ -131,7 +131,7 @@ class Rubric(Judge):
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)  # equal up to rounding
         return [mean if mean is None else torch.tensor(mean, dtype=coarsest) for mean in means]
 
-    def _checked(self, name: str, marks: Any, num_rows: int) -> list[Mark]:
+    def _check_marks(self, name: str, marks: Any, num_rows: int) -> list[Mark]:
         listed = marks.tolist() if isinstance(marks, torch.Tensor) else marks
         require(
             isinstance(listed, list | tuple) and len(listed) == num_rows,
@@ -171,14 +171,14 @@ SCORE = re.compile(r"^\W*score\W*?[:=]\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 AGAIN = (408, 409, 425, 429)  # and 5xx: worth another try
 LONGEST_WAIT_S = 60.0
-JITTER = random.Random()  # of its own: the run's random numbers stay as they are
+JITTER = random.Random()  # separate, so that retries do not change the run's random numbers
 PROCESSES = "processes"  # among what a checkpoint holds of a budget
 CHARS_PER_TOKEN = 4  # where a server does not count
 MAX_TOLD = 200  # characters of what a server says in an error
 
 
-class Refused(ValueError):
-    """The server refuses the very first request, so the recipe is wrong."""
+class RequestRejected(ValueError):
+    """The server rejected the first request, so the configuration is wrong."""
 
 
 class TryAgain(Exception):
@@ -231,7 +231,7 @@ class LLMJudge(Rubric):
             jitter; what the server says in `Retry-After` goes before.
         max_requests: requests in all that a run may send; the rest abstains. Several processes have
             equal shares.
-        max_total_tokens: tokens in all, of questions and replies, likewise; requests on their way
+        max_total_tokens: tokens in all, of requests and replies; requests on their way
             when it is spent are answered.
         cache_dir: folder in which replies are kept, by a hash of everything that was asked; null
             keeps none. It can be shared by runs.
@@ -243,7 +243,7 @@ class LLMJudge(Rubric):
     isolated = False
     has_budget = True
     whole_batch = True  # it looks after single failures itself
-    waits = True
+    runs_in_background = True
 
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
@@ -307,11 +307,11 @@ class LLMJudge(Rubric):
             self.rank, self.num_processes = distributed.get_rank(), distributed.get_world_size()
 
     def state_dict(self) -> dict[str, int]:
-        """What was spent, for a checkpoint."""
+        """Return the requests and tokens spent, for a checkpoint."""
         return dict(self.counts) | {PROCESSES: self.num_processes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the budget of a checkpoint, which holds what one of its processes spent."""
+        """Resume with the budget of a checkpoint, which holds what one of its ranks spent."""
         before = state.get(PROCESSES, self.num_processes)
         spent = {name: -(-n * before // self.num_processes) for name, n in state.items()}
         self.counts = Counter({name: n for name, n in spent.items() if name != PROCESSES})
@@ -326,8 +326,8 @@ class LLMJudge(Rubric):
         """Ask for every criterion; see `Rubric`.
 
         Raises:
-            ValueError: the template names a column that there is not, or the server refused the
-                very first request (key, address, model).
+            ValueError: the template names a column that there is not, or the server rejected
+                the first request (key, address, model).
         """
         begun_for, _ = self.begun or ([], None)
         if begun_for != [*prompts, *completions]:
@@ -344,7 +344,7 @@ class LLMJudge(Rubric):
     def begin(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> None:
         """Send the requests in a thread, after those that were begun before.
 
-        The thread ends with the process: nobody waits for replies at the end of a run.
+        The thread is a daemon: it does not delay the end of a run.
         """
         answers: Future[tuple[list[Any], Counter[str]]] = Future()
         before, self.begun = self.thread, ([*prompts, *completions], answers)
@@ -372,12 +372,12 @@ class LLMJudge(Rubric):
         return super().__call__(prompts, completions, **columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has nothing in flight."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("asking", "pending")}
+        """Copy everything but requests in flight: tasks and threads cannot be pickled."""
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("asking", "pending")}
         return kept | {"begun": None, "thread": None}
 
     def _mean(self, marks: Sequence[Mark]) -> Mark:
-        """None where one mark is missing: others would stand for it, but not in other rows."""
+        """Return None if a mark is missing: a mean of fewer criteria is not comparable."""
         return None if None in marks else super()._mean(marks)
 
     async def _marks(
@@ -424,7 +424,7 @@ class LLMJudge(Rubric):
         return mark
 
     async def _reply(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
-        """What the server replies, or None after all retries."""
+        """Return the reply of the server, or None after all retries."""
         problem = ""
         try:
             for attempt in range(self.max_retries + 1):
@@ -448,7 +448,7 @@ class LLMJudge(Rubric):
         Raises:
             TryAgain: it may work later.
             GaveUp: it will not.
-            Refused: it never worked.
+            RequestRejected: it never worked.
         """
         if self._spent():
             raise GaveUp("over_budget", "max_requests or max_total_tokens is spent")
@@ -476,7 +476,7 @@ class LLMJudge(Rubric):
         if response.is_server_error or response.status_code in AGAIN:
             return
         if not self.counts["answered"]:  # a mistake in the recipe
-            raise Refused(f"judge: {self.url} refuses the request, {problem}")
+            raise RequestRejected(f"judge: {self.url} rejected the first request: {problem}")
         raise GaveUp("failed", problem)
 
     def _content(self, response: httpx.Response, body: dict[str, Any]) -> str:
@@ -518,7 +518,7 @@ class LLMJudge(Rubric):
         return key
 
     def _count(self, what: str, why: str) -> None:
-        """Count an abstention; say so each time that their number has doubled."""
+        """Count an abstention; log a warning each time the count has doubled."""
         self.counts[what] += 1
         told = self.counts[what] if what == "over_budget" else 1  # that one once
         if self.counts[what].bit_count() == told == 1:
@@ -526,7 +526,7 @@ class LLMJudge(Rubric):
 
 
 def share(limit: int, rank: int, num_processes: int) -> int:
-    """Of a budget, that of one process; the shares add up to it.
+    """Return the share of one rank in a budget; the shares add up to the budget.
 
     Example:
         >>> [share(5, rank, 3) for rank in range(3)]

@@ -18,14 +18,14 @@ from types import CellType
 from typing import Any
 
 from litgrpo.arguments import at_least
-from litgrpo.rewards.calls import Call, Message, Question, Scores, failed, is_marked
-from litgrpo.rewards.runner import RewardRunner, StartedCalls, run_here
+from litgrpo.rewards.calls import Call, Message, Question, Scores, is_marked, make_failed_scores
+from litgrpo.rewards.runner import RewardRunner, StartedCalls, run_in_process
 from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.pool import Worker, WorkerPool
 
-OURS = "litgrpo.rewards."
-MOST_WORKERS = 4
-HANDLER = "litgrpo.rewards.calls:answered"
+OWN_PACKAGE = "litgrpo.rewards."
+MAX_WORKERS = 4
+HANDLER = "litgrpo.rewards.calls:handle_message"
 STORES = ("STORE_DEREF", "STORE_GLOBAL")
 CONTAINERS = (list, dict, set, bytearray)
 
@@ -33,18 +33,22 @@ CONTAINERS = (list, dict, set, bytearray)
 class ProcessRunner(RewardRunner):
     """Runs the functions in worker processes, several at a time; the default.
 
-    A function that hangs, also in C code, is ended after its time; one that crashes or floods the
-    terminal loses only its own samples. What litgrpo brings itself runs in this process, which is
-    quicker, and so does a function that cannot be sent to another process (with a warning).
+    A function that hangs (even in C code) is killed after its time limit. One that crashes or
+    floods the terminal loses only the affected rows. litgrpo's own functions run in the training
+    process, which is faster. So does a function that cannot be pickled (with a warning).
 
     Args:
         timeout_s: seconds that one function may take per iteration: half of them for all rows
             together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
-        slow_warning_s: the first call of a function that takes longer is warned of.
-        num_workers: processes that may work at the same time; default: one per core, at most 4.
-        cache_size: rewards of `pure` functions that are remembered.
+        slow_warning_s: log a warning for the first call of a function that takes longer.
+        num_workers: number of worker processes; default: one per core, at most 4.
+        cache_size: number of rewards of `pure` functions that are cached.
+
+    Example:
+        >>> ProcessRunner(timeout_s=20.0, num_workers=2).pool.size
+        2
     """
 
     def __init__(
@@ -58,18 +62,18 @@ class ProcessRunner(RewardRunner):
         super().__init__(timeout_s, max_failed_frac, slow_warning_s)
         at_least("reward_runner.num_workers", num_workers, 1)
         at_least("reward_runner.cache_size", cache_size, 0)
-        self.pool = WorkerPool(num_workers or min(MOST_WORKERS, os.cpu_count() or 1), HANDLER)
+        self.pool = WorkerPool(num_workers or min(MAX_WORKERS, os.cpu_count() or 1), HANDLER)
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size
 
     def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
         """Give the calls to workers; functions that stay in this process run in `wait`."""
         self.pool.kill_busy()
-        foreign = {n: call for n, call in enumerate(calls) if not is_trusted(call)}
+        foreign = {n: call for n, call in enumerate(calls) if not stays_in_process(call)}
         parts = {call.name: (call.function, call.settings) for call in foreign.values()}
         troubles = self.pool.register(parts)
         for name, why in troubles.items():
-            self.tell_once(
+            self.warn_once(
                 name,
                 "reward '%s' cannot be sent to another process (%s). It runs in this one, where a "
                 "hang or a crash of it cannot be survived; a function that can be imported, with "
@@ -78,8 +82,8 @@ class ProcessRunner(RewardRunner):
             )
         sent = {n: call for n, call in foreign.items() if call.name not in troubles}
         for call in sent.values():
-            for kept in state_of(call.function)[:1]:
-                self.tell_once(
+            for kept in find_state(call.function)[:1]:
+                self.warn_once(
                     call.name,
                     "reward '%s' keeps state in %r. It runs in worker processes, so what it"
                     " changes there stays there, and is lost with a worker; reward_runner:"
@@ -87,7 +91,7 @@ class ProcessRunner(RewardRunner):
                     *(call.name, kept),
                 )
         keys = {n: self._keys(call) for n, call in sent.items() if is_marked(call.function, "pure")}
-        known = {n: self._remembered(row_keys) for n, row_keys in keys.items()}
+        known = {n: self._find_cached(row_keys) for n, row_keys in keys.items()}
         batch = Batch(self, self.pool, sent, known)
         batch.dispatch()
         return CallsInWorkers(self, calls, batch, keys)
@@ -98,20 +102,20 @@ class ProcessRunner(RewardRunner):
         self.pool.close()
 
     def _keys(self, call: Call) -> list[bytes]:
-        """What identifies each row: the function's name and everything that it is given."""
+        """Hash each row: the function's name and all its arguments."""
         names = sorted(call.rows)
         columns = [call.rows[name] for name in names]
         constant = (call.name, names, call.settings, call.context)
         try:
             seed = pickle.dumps(constant)
             rows = [pickle.dumps(row) for row in zip(*columns, strict=True)]
-        except Exception as error:  # whatever a foreign object raises when it is pickled
-            self.tell_once(*(call.name, "rewards of '%s' are not remembered: %s", call.name, error))
+        except Exception as error:  # pickling a foreign object may raise anything
+            self.warn_once(*(call.name, "rewards of '%s' are not remembered: %s", call.name, error))
             return []
         return [hashlib.blake2b(seed + row, digest_size=16).digest() for row in rows]
 
-    def _remembered(self, keys: Sequence[bytes]) -> dict[int, float]:
-        """{row: reward} of the rows that were scored before."""
+    def _find_cached(self, keys: Sequence[bytes]) -> dict[int, float]:
+        """Return {row: reward} of the rows that are in the cache."""
         return {row: self.cache[key] for row, key in enumerate(keys) if key in self.cache}
 
     def remember(self, keys: Sequence[bytes], scores: Scores) -> None:
@@ -148,7 +152,7 @@ class CallsInWorkers(StartedCalls):
         """Run what stays in this process while the workers are busy, then wait for them."""
         here = [n for n in range(len(self.calls)) if n not in self.batch.calls]
         try:
-            scores = run_here(self.runner, [self.calls[n] for n in here])
+            scores = run_in_process(self.runner, [self.calls[n] for n in here])
             results = dict(zip(here, scores, strict=True)) | self.batch.finish()
         finally:
             self.process_runner.pool.kill_busy()  # none, unless something was raised above
@@ -157,7 +161,7 @@ class CallsInWorkers(StartedCalls):
         return [results[n] for n in range(len(self.calls))]
 
 
-def state_of(function: Any) -> list[str]:
+def find_state(function: Any) -> list[str]:
     """Names outside of a function that it may change: variables that it sets, and containers.
 
     Containers count in a closure and in a script or notebook; a module's own are often tables.
@@ -166,7 +170,7 @@ def state_of(function: Any) -> list[str]:
         >>> def counting():
         ...     calls = []
         ...     return lambda completions: calls.append(1)
-        >>> state_of(counting())
+        >>> find_state(counting())
         ['calls']
     """
     while isinstance(function, partial):
@@ -186,10 +190,10 @@ def state_of(function: Any) -> list[str]:
     return found + [name for name, value in seen.items() if isinstance(value, CONTAINERS)]
 
 
-def is_trusted(call: Call) -> bool:
-    """Whether a call runs code of this package only, and no judge that was handed to it.
+def stays_in_process(call: Call) -> bool:
+    """Return True if a call runs only code of this package, or a model that is too large to copy.
 
-    What holds the weights of a model (`in_process`) stays here too, wherever it comes from.
+    Objects that hold model weights (`in_process`) stay in the training process.
     """
     function, settings = call.function, list(call.settings.values())
     if is_marked(function, "in_process"):
@@ -197,17 +201,17 @@ def is_trusted(call: Call) -> bool:
     while isinstance(function, partial):
         settings += function.keywords.values()
         function = function.func
-    ours = str(function.__module__).startswith(OURS) and not is_marked(function, "isolated")
+    ours = str(function.__module__).startswith(OWN_PACKAGE) and not is_marked(function, "isolated")
     return ours and not any(_is_foreign(value) for value in settings)
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a setting is, or holds, code from elsewhere."""
+    """Return True if a setting is, or contains, code from outside this package."""
     if isinstance(value, dict):
         return _is_foreign(list(value.values()))
     if isinstance(value, list | tuple):
         return any(map(_is_foreign, value))
-    return callable(value) and not str(value.__module__).startswith(OURS)
+    return callable(value) and not str(value.__module__).startswith(OWN_PACKAGE)
 
 
 GRACE_S = 0.5  # for coroutines to be stopped from within
@@ -216,7 +220,7 @@ Rows = tuple[int, list[int]]  # number of a call, and some of its rows
 
 
 class Attempt(IntEnum):
-    """How rows are asked for."""
+    """Stages of scoring rows; a failed stage is followed by a finer one."""
 
     WHOLE = 0  # all at once
     TOGETHER = 1  # coroutines, one for each row, all together
@@ -225,7 +229,7 @@ class Attempt(IntEnum):
 
 @dataclass
 class Task:
-    """What a worker is asked at once: one question, or coroutines that wait together.
+    """The work of one message: one question, or coroutines that are awaited concurrently.
 
     Args:
         attempt: how.
@@ -263,8 +267,8 @@ class Batch:
         self.results = {n: Scores([nan] * call.num_rows) for n, call in calls.items()}
         # Seconds of workers that are left for single rows, and rows that have had none of it.
         half = runner.timeout_s * pool.size / 2
-        self.left_s = {n: half / (1 + call.is_coroutine) for n, call in calls.items()}
-        self.single: Counter[int] = Counter()
+        self.remaining_s = {n: half / (1 + call.is_coroutine) for n, call in calls.items()}
+        self.num_single: Counter[int] = Counter()
         self.queue: deque[Task] = deque()
         self.running: dict[Worker, Task] = {}
         coroutines: list[Rows] = []
@@ -275,16 +279,16 @@ class Batch:
             if call.is_coroutine:
                 coroutines.append((n, rows))
                 continue
-            for piece in stripes(rows, pool.size if is_marked(call.function, "pure") else 1):
-                self._ask(Attempt.WHOLE, [(n, piece)])
+            for piece in split_rows(rows, pool.size if is_marked(call.function, "pure") else 1):
+                self._enqueue(Attempt.WHOLE, [(n, piece)])
         if coroutines:
-            self._ask(Attempt.WHOLE, coroutines, together=True)
+            self._enqueue(Attempt.WHOLE, coroutines, together=True)
 
     def dispatch(self) -> None:
         """Hand out tasks while workers are free, without waiting for answers."""
         while self.queue:
             task = self.queue[0]
-            self._refuse(task)
+            self._fail_broken(task)
             worker = self.pool.take() if task.unanswered else None
             if worker is None and task.unanswered and self.running:
                 return
@@ -308,45 +312,53 @@ class Batch:
                     seconds = min(time.monotonic() - task.began, task.limit_s)
                     for number in list(task.unanswered):
                         rows = task.unanswered[number][1]
-                        scores = failed(len(rows), answer, answer.cause)
-                        self._enter(task, number, scores, seconds, lost=True)
+                        scores = make_failed_scores(len(rows), answer, answer.cause)
+                        self._record(task, number, scores, seconds, lost=True)
                 elif answer is not None:
-                    self._enter(task, *answer)
+                    self._record(task, *answer)
         return self.results
 
-    def _ask(self, attempt: Attempt, rows: Iterable[Rows], *, together: bool = False) -> None:
+    def _enqueue(self, attempt: Attempt, rows: Iterable[Rows], *, together: bool = False) -> None:
         self.queue.append(Task(attempt, dict(enumerate(rows)), together))
 
     def _limit_s(self, task: Task) -> float:
         """Seconds that each question of a task may take."""
+        # `timeout_s` has two halves: one for all rows at once, one for single rows after a failure.
+        # whole_batch functions have no second stage and may use both. For coroutines the second
+        # half is split again: all rows concurrently, then one row at a time.
         n = min(n for n, _ in task.unanswered.values())
         half = self.runner.timeout_s / 2
-        whole = half * (1 + is_marked(self.calls[n].function, "whole_batch"))
-        share = self.left_s[n] / max(self.single[n], self.pool.size)
-        return (whole, half / 2, share)[task.attempt]
+        if task.attempt is Attempt.WHOLE:
+            compares_rows = is_marked(self.calls[n].function, "whole_batch")
+            return self.runner.timeout_s if compares_rows else half
+        if task.attempt is Attempt.TOGETHER:
+            return half / 2
+        # An equal share for each row that still waits, so that one that hangs takes nothing from
+        # the others; seconds that fast rows leave go to the rest.
+        return self.remaining_s[n] / max(self.num_single[n], self.pool.size)
 
     def _question(self, n: int, rows: list[int]) -> Question:
         call = self.calls[n]
         return Question(call.name, call.select(rows) | call.context, len(rows), call.notes)
 
-    def _refuse(self, task: Task) -> None:
+    def _fail_broken(self, task: Task) -> None:
         """Fail the rows of functions that broke the process which loaded them."""
         for number, (n, rows) in list(task.unanswered.items()):
             broken = self.pool.failed.get(self.calls[n].name)
             if broken is not None:
-                self.results[n].put(rows, failed(len(rows), broken, broken.cause))
+                self.results[n].put(rows, make_failed_scores(len(rows), broken, broken.cause))
                 del task.unanswered[number]
 
-    def _enter(
+    def _record(
         self, task: Task, number: int, scores: Scores, seconds: float, *, lost: bool = False
     ) -> None:
         """Enter the scores of a question, or ask for each row what failed for several."""
         n, rows = task.unanswered.pop(number)
         call, result = self.calls[n], self.results[n]
-        self.runner.note_time(call, seconds, rows)
+        self.runner.warn_if_slow(call, seconds, rows)
         if task.attempt is Attempt.ROW:
-            self.left_s[n] -= seconds
-            self.single[n] -= 1
+            self.remaining_s[n] -= seconds
+            self.num_single[n] -= 1
         # Coroutines that wait together fail each for itself, unless their worker was lost.
         alone = task.attempt is Attempt.ROW or (task.attempt is Attempt.TOGETHER and not lost)
         if alone or scores.error is None or is_marked(call.function, "whole_batch"):
@@ -354,18 +366,18 @@ class Batch:
             return
         result.error = result.error or scores.error
         if task.together and task.attempt is Attempt.WHOLE:
-            self._ask(Attempt.TOGETHER, [(n, [row]) for row in rows], together=True)
+            self._enqueue(Attempt.TOGETHER, [(n, [row]) for row in rows], together=True)
             return
-        self.single[n] += len(rows)
+        self.num_single[n] += len(rows)
         for row in rows:
-            self._ask(Attempt.ROW, [(n, [row])])
+            self._enqueue(Attempt.ROW, [(n, [row])])
 
 
-def stripes(rows: Sequence[int], count: int) -> list[list[int]]:
+def split_rows(rows: Sequence[int], count: int) -> list[list[int]]:
     """The rows in at most `count` equal pieces.
 
     Example:
-        >>> stripes([3, 4, 5], 2)
+        >>> split_rows([3, 4, 5], 2)
         [[3, 4], [5]]
     """
     size = max(1, ceil(len(rows) / count))

@@ -15,15 +15,15 @@ from litgrpo.arguments import did_you_mean, import_by_path, one_of, require
 from litgrpo.types import RewardTable
 
 
-def resolved(
+def resolve_function(
     name: str, given: str | Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function of a part, imported if it is a path, and with kwargs that fit it.
+    """Return the function of a component, imported if it is a path, and check its kwargs.
 
     Raises:
         ValueError: there is no such function, or it does not take the kwargs.
     """
-    function = _imported(name, given) if isinstance(given, str) else given
+    function = _import_function(name, given) if isinstance(given, str) else given
     require(
         callable(function) and not inspect.isclass(function),
         f"reward '{name}' must be a function, got {given!r}",
@@ -40,7 +40,7 @@ def resolved(
 
 
 def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """{parameter given by name: whether it is required}, and whether there is a `**kwargs`."""
+    """Return {parameter: True if required}, and True if there is a `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     named = {
         parameter.name: parameter.default is parameter.empty
@@ -50,8 +50,8 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _imported(name: str, path: str) -> Any:
-    """What an import path names; the error says what was not found and what is near it."""
+def _import_function(name: str, path: str) -> Any:
+    """Import a path; the error names the nearest existing function."""
     try:
         return import_by_path(path)
     except ValueError as error:
@@ -84,12 +84,16 @@ def environment(
     completions: Sequence[object],
     turn_rewards: Sequence[list[float | None]],
 ) -> list[float | None]:
-    """The sum of the rewards of an episode's turns; abstains where all of them do.
+    """Return the sum of the rewards of an episode's turns; None if all of them abstained.
 
     Args:
         prompts: N prompts.
         completions: N completions.
-        turn_rewards: of each episode, one for each turn; None where the environment abstained.
+        turn_rewards: rewards of the turns of N episodes; None if the environment abstained.
+
+    Example:
+        >>> environment(["?"] * 2, ["a", "b"], [[0.5, None, 1.0], [None]])
+        [1.5, None]
     """
     known = [[reward for reward in row if reward is not None] for row in turn_rewards]
     return [sum(row) if row else None for row in known]
@@ -102,15 +106,15 @@ Normalize = Literal["none", "group", "batch"]
 
 @dataclass
 class Reward:
-    """One reward function and how much it counts.
+    """One component of the reward: a function, its weight and its shaping.
 
     Args:
         function: a function `f(prompts, completions, **columns) -> list[float | None]` or its
             import path, such as `litgrpo.rewards.correctness`. It gets the columns
             that its signature names (all of them with `**kwargs`), among them `completion_ids`,
-            `completion_lengths` and `truncated`; in episodes `completions` are what the policy said
-            in its last turn, and there are `messages`, `turns` and `turn_rewards`, too. None
-            abstains. The reward named `environment` needs none: it is the environment's own.
+            `completion_lengths` and `truncated`; in episodes `completions` are the text of the
+            last turn, and `messages`, `turns` and `turn_rewards` are added. None abstains. The
+            reward named `environment` needs no function: it is the environment's reward.
         weight: factor in the total; 0 only shows the reward.
         kwargs: further arguments of the function.
         gate: name of another reward, without which this one counts nothing (`quality` only where
@@ -120,6 +124,12 @@ class Reward:
             mean of the prompt's completions in standard deviations, `batch` from that of all
             completions of this process.
         schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
+
+    Example:
+        >>> correct = Reward("litgrpo.rewards.correctness", weight=0.8)
+        >>> style = Reward("litgrpo.rewards.quality", weight=0.2, gate="correct")
+        >>> correct.is_shaped, style.is_shaped
+        (False, True)
     """
 
     function: str | Callable[..., Any] = ""
@@ -132,15 +142,15 @@ class Reward:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether it is made into something else before it is weighted."""
+        """True if it is gated or normalized before it is weighted."""
         return self.gate is not None or self.normalize != "none"
 
 
-def named_rewards(parts: Any) -> dict[str, Reward]:
-    """Rewards by name: a bare function counts 1, alone or in a list it is named after itself.
+def name_rewards(parts: Any) -> dict[str, Reward]:
+    """Name the rewards: a bare function has weight 1; alone or in a list its name is used.
 
     Example:
-        >>> named_rewards([len])["len"].weight, list(named_rewards(len))
+        >>> name_rewards([len])["len"].weight, list(name_rewards(len))
         (1.0, ['len'])
     """
     parts = [parts] if callable(parts) else parts
@@ -162,8 +172,9 @@ def named_rewards(parts: Any) -> dict[str, Reward]:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    known = function if "__name__" in dir(function) else type(function)
-    return str(known.__name__)
+    # Callable objects, such as a judge, have no name: their class has one.
+    named = function if hasattr(function, "__name__") else type(function)
+    return str(named.__name__)
 
 
 def _check_weight(name: str, part: Reward) -> None:
@@ -208,8 +219,8 @@ def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, objec
         )
 
 
-def lacking(name: str, missing: Sequence[str], columns: Iterable[str]) -> ValueError:
-    """What to raise for a reward that needs columns which are not there."""
+def missing_columns_error(name: str, missing: Sequence[str], columns: Iterable[str]) -> ValueError:
+    """Build the error for a reward that needs missing columns."""
     return ValueError(
         f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
         f" ({', '.join(sorted(columns))}) nor among its kwargs; map a column of the data set"
@@ -217,8 +228,8 @@ def lacking(name: str, missing: Sequence[str], columns: Iterable[str]) -> ValueE
     )
 
 
-def checked(parts: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
-    """{name: function} of rewards that go together.
+def resolve_functions(parts: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
+    """Check the rewards against each other, and return {name: function}.
 
     Raises:
         ValueError: there are none, a function is not found, or a setting is not allowed.
@@ -230,7 +241,9 @@ def checked(parts: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
     given = {name: part.function or OWN.get(name, "") for name, part in parts.items()}
     for name, function in given.items():
         require(bool(function), f"reward '{name}' has no function; name one: function: my.reward")
-    functions = {name: resolved(name, given[name], part.kwargs) for name, part in parts.items()}
+    functions = {
+        name: resolve_function(name, given[name], part.kwargs) for name, part in parts.items()
+    }
     _check_names(list(parts))
     _check_duplicates(parts, functions)
     counts = any(part.weight for part in parts.values())

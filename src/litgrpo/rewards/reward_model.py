@@ -41,7 +41,9 @@ class Judge(ABC):
 
     in_process = True
     has_budget = False  # of calls or tokens, which a checkpoint remembers
-    waits = False  # for others, so that `begin` can be called before the rewards are needed
+    runs_in_background = (
+        False  # for others, so that `begin` can be called before the rewards are needed
+    )
 
     @abstractmethod
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
@@ -61,11 +63,11 @@ class Judge(ABC):
         del args, kwargs
 
     def state_dict(self) -> dict[str, int]:
-        """What was spent of a budget."""
+        """Return what was spent of the budget."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the budget of a checkpoint."""
+        """Resume with the budget of a checkpoint."""
         del state
 
 
@@ -76,13 +78,13 @@ def load_judges(functions: Iterable[object], device: torch.device | str, policy:
             function.load(device, policy)
 
 
-def waiting(functions: Mapping[str, object]) -> dict[str, Judge]:
+def background_judges(functions: Mapping[str, object]) -> dict[str, Judge]:
     """Those among some reward functions that are judges which wait for others."""
     judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
-    return {name: judge for name, judge in judges.items() if judge.waits}
+    return {name: judge for name, judge in judges.items() if judge.runs_in_background}
 
 
-def with_budget(functions: Mapping[str, object]) -> dict[str, Judge]:
+def budgeted_judges(functions: Mapping[str, object]) -> dict[str, Judge]:
     """Those among some reward functions that are judges with a budget."""
     judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
     return {name: judge for name, judge in judges.items() if judge.has_budget}
@@ -91,8 +93,8 @@ def with_budget(functions: Mapping[str, object]) -> dict[str, Judge]:
 class RewardModel(Judge):
     """The score that a reward model, or any other sequence classification model, gives.
 
-    The model is frozen, not part of checkpoints, and computes in its own precision whatever the
-    trainer's. A score that is not a number masks its completion. Input over the model's limit
+    The model is frozen, not part of checkpoints, and computes in its own precision, independent of
+    the trainer's. A score that is not a number masks its completion. Input over the model's limit
     loses the start of what was asked; the completion is never cut, and one that does not fit alone
     is masked.
 
@@ -105,7 +107,7 @@ class RewardModel(Judge):
             one `text`. Default: chat where its tokenizer has a chat template, else
             pair where it has a separator token, else text.
         tokenizer: hub id or folder; default: the model's own.
-        max_length: tokens of prompt and completion at most; default: the model's own limit.
+        max_length: maximum tokens of prompt and completion; default: the model's limit.
         long_inputs: `truncate` the start of the prompt, or `mask` the completion.
         max_batch_tokens: padded tokens that go through the model at once, in batches of about equal
             length; only memory and speed depend on it.
@@ -165,7 +167,7 @@ class RewardModel(Judge):
             _refuse_policy(self.pretrained, policy)
         if self.model is not None:
             return
-        tokenizer, model = self._loaded()
+        tokenizer, model = self._load_files()
         # The richest form that the tokenizer has.
         has = {"chat": tokenizer.chat_template, "pair": tokenizer.sep_token_id, "text": ""}
         richest = next(name for name in INPUT_FORMATS if has[name] is not None)
@@ -182,7 +184,7 @@ class RewardModel(Judge):
         place = (device or "cpu") if self.device == POLICY else self.device
         self.model = model.to(place).requires_grad_(False).eval()
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load_files(self) -> tuple[Any, Any]:
         """Tokenizer and model, still on the CPU."""
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -253,14 +255,14 @@ class RewardModel(Judge):
         device = self.model.device
         lengths = [0 if row is None else len(row["input_ids"]) for row in rows]
         for batch in batches_by_length(lengths, self.max_batch_tokens):
-            inputs = self._padded([row for n in batch if (row := rows[n]) is not None])
+            inputs = self._pad([row for n in batch if (row := rows[n]) is not None])
             # A trainer's mixed precision must not lower that of this model.
             with torch.autocast(device.type, enabled=False):
                 logits = self.model(**{name: x.to(device) for name, x in inputs.items()}).logits
             scores[batch] = self._of_label(logits).to(scores)
         return scores
 
-    def _padded(self, rows: Sequence[Encoded]) -> dict[str, Tensor]:
+    def _pad(self, rows: Sequence[Encoded]) -> dict[str, Tensor]:
         """[M, T] ids, mask and segments, padded on the right: positions are those of a row alone.
 
         Causal models read the score off the last token that is not their padding token. One without
@@ -325,7 +327,7 @@ def own_limit(config: Any, tokenizer: Any) -> float:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars over ours."""
+    """Disable the progress bars of transformers, which overwrite Lightning's."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -358,7 +360,7 @@ class JudgeInput:
     Args:
         tokenizer: the model's.
         input_format: the tokenizer's `chat` format, a `pair` of texts, or one `text`.
-        max_length: tokens at most.
+        max_length: maximum tokens of an input.
         long_inputs: `truncate` cuts the start of what was asked, system messages excepted; `mask`
             gives up. What was answered is never cut.
         counts: how many were over the limit, and how many of these were masked.
@@ -391,7 +393,7 @@ class JudgeInput:
         """Token ids without a limit; special tokens as the tokenizer or its chat format says.
 
         Raises:
-            ValueError: the chat format refuses the messages.
+            ValueError: the chat template rejected the messages.
         """
         if self.input_format == "chat":
             messages = [*asked, {"role": "assistant", "content": answer}]
@@ -447,7 +449,7 @@ def without_start(messages: Messages, num_tokens: int, tokenizer: Any) -> Messag
 
 
 def as_messages(asked: str | Messages) -> Messages:
-    """What was asked as messages; a text is a user's.
+    """Return a prompt as messages; a text becomes a user message.
 
     Example:
         >>> as_messages("Why?")
@@ -461,7 +463,7 @@ def batches_by_length(lengths: Sequence[int], max_batch_tokens: int) -> Iterator
 
     Args:
         lengths: tokens of each row.
-        max_batch_tokens: rows times the longest of them at most; a longer row goes alone.
+        max_batch_tokens: limit of rows times the longest row; a longer row is a separate batch.
 
     Example:
         >>> list(batches_by_length([2, 9, 3, 0, 2], max_batch_tokens=6))

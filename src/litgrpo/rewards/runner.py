@@ -18,10 +18,10 @@ from litgrpo.rewards.calls import (
     Call,
     MalformedResult,
     Scores,
-    answer,
-    failed,
+    call_function,
     is_marked,
-    scored_together,
+    make_failed_scores,
+    score_coroutines,
 )
 from litgrpo.workers.failures import MAX_PRINTED, MAX_SHOWN, cause_of
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class RewardFailure(RuntimeError):
-    """So many rewards of one function failed that going on would train on noise.
+    """More rewards of one function failed than `max_failed_frac` allows.
 
     The message is one line; the cause has the traceback.
     """
@@ -37,7 +37,9 @@ class RewardFailure(RuntimeError):
     exit_code = 2
 
 
-def count(counts: Counter[str], call: Call, scores: Scores, max_failed_frac: float) -> None:
+def record_failures(
+    counts: Counter[str], call: Call, scores: Scores, max_failed_frac: float
+) -> None:
     """Count the failures of a call; show the first, and stop the run if there are too many.
 
     Args:
@@ -53,34 +55,37 @@ def count(counts: Counter[str], call: Call, scores: Scores, max_failed_frac: flo
     counts.update(scores.failures.values())
     summary = f"reward '{call.name}': {len(scores.failures)} of {call.num_rows} completions failed"
     if len(scores.failures) > max_failed_frac * call.num_rows:
-        raise RewardFailure(_why_stopped(call, scores, summary)) from scores.error
+        raise RewardFailure(_failure_message(call, scores, summary)) from scores.error
     if not before:
         given = (f"{name} {values[first]!r:.200}" for name, values in call.rows.items())
         log.warning(
             "%s and are left out (%s); the first is %s, which got %s",
-            *(summary, _listed(counts), _row(call, first), ", ".join(given)),
+            *(summary, _list_counts(counts), _row(call, first), ", ".join(given)),
             exc_info=scores.error,
         )
     elif counts.total().bit_length() > before.bit_length():  # each time that the total doubles
-        log.warning("%s; so far %d (%s)", summary, counts.total(), _listed(counts))
+        log.warning("%s; so far %d (%s)", summary, counts.total(), _list_counts(counts))
 
 
-def _why_stopped(call: Call, scores: Scores, summary: str) -> str:
+def _failure_message(call: Call, scores: Scores, summary: str) -> str:
     """One line: the reasons, the first row, the first cause, and what to do."""
-    reasons, first = _listed(Counter(scores.failures.values())), _row(call, min(scores.failures))
+    reasons, first = (
+        _list_counts(Counter(scores.failures.values())),
+        _row(call, min(scores.failures)),
+    )
     cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
     return (
-        f"{summary} ({reasons}), first {first}{cause}. Mend the function,"
-        " or let more fail by reward_runner.max_failed_frac; --debug shows its traceback."
+        f"{summary} ({reasons}), first {first}{cause}. Fix the function,"
+        " or raise reward_runner.max_failed_frac; --debug shows its traceback."
     )
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _list_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{reason}: {count}" for reason, count in counts.items())
 
 
 def _row(call: Call, row: int) -> str:
-    """Which row it is, and where it comes from if that is known."""
+    """Name a row, with its prompt and completion if they are known."""
     return f"row {row} ({call.places[row]})" if call.places else f"row {row}"
 
 
@@ -120,7 +125,7 @@ class StartedCalls(ABC):
             )
         if self._scores is None:
             # Reward models compute on the training device. They run here, in the caller's thread:
-            # in a thread of their own they would run beside the training step.
+            # in a separate thread they would compete with the training step.
             scores = self.collect()
             self.runner.started = None
             self.runner.count_failures(self.calls, scores)
@@ -133,14 +138,14 @@ class StartedCalls(ABC):
 
 
 class RewardRunner(ABC):
-    """Runs reward functions, counts what fails, stops the run when too much does.
+    """Runs reward functions, counts failures, and stops the run if too many rows fail.
 
     Args:
         timeout_s: seconds that one function may take per iteration: half of them for all rows
             together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
-        slow_warning_s: the first call of a function that takes longer is warned of.
+        slow_warning_s: log a warning for the first call of a function that takes longer.
     """
 
     def __init__(
@@ -155,12 +160,15 @@ class RewardRunner(ABC):
         self.slow_warning_s = slow_warning_s
         self.failures: dict[str, Counter[str]] = {}
         self.proven: set[str] = set()  # functions that have scored a row
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.started: StartedCalls | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy everything but started calls, which belong to this runner."""
-        return vars(self) | {"started": None}
+        """Copy the settings and the counts.
+
+        Started calls hold pipes to this runner's workers, which another process cannot use.
+        """
+        return self.__dict__ | {"started": None}
 
     def start(self, calls: Sequence[Call]) -> StartedCalls:
         """Start the calls of one iteration; worker processes run while the caller continues.
@@ -188,17 +196,17 @@ class RewardRunner(ABC):
         """Cancel started calls and release resources, which come back when needed."""
         self.cancel()
 
-    def tell_once(self, name: str, message: str, *values: object) -> None:
+    def warn_once(self, name: str, message: str, *values: object) -> None:
         """Warn, but only the first time for this reward and message."""
-        if name + message not in self.told:
-            self.told.add(name + message)
+        if name + message not in self.warned:
+            self.warned.add(name + message)
             log.warning(message, *values)
 
-    def note_time(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
+    def warn_if_slow(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
         """Warn of the first call of a function that took long, for `rows` of its rows."""
         if seconds > self.slow_warning_s:
             texts = call.rows.get("completions") or [""] * call.num_rows  # not all read them
-            self.tell_once(
+            self.warn_once(
                 *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
                 *(call.name, seconds, len(rows), texts[rows[0]]),
             )
@@ -218,9 +226,9 @@ class RewardRunner(ABC):
                 raise ValueError(f"reward '{call.name}' {scores.error}")
             if scores.failures:
                 counts = self.failures.setdefault(call.name, Counter())
-                count(counts, call, scores, self.max_failed_frac)
+                record_failures(counts, call, scores, self.max_failed_frac)
             elif scores.error is not None:
-                self.tell_once(
+                self.warn_once(
                     call.name,
                     "reward '%s' failed for %d rows together and was called row by row: %s",
                     *(call.name, call.num_rows, scores.error),
@@ -228,14 +236,22 @@ class RewardRunner(ABC):
 
 
 class PrintedTooMuch(RuntimeError):
-    """A reward function floods the terminal."""
+    """A reward function printed more than the limit."""
 
 
 class InProcessRunner(RewardRunner):
-    """Runs the functions here, one after the other; coroutine functions together.
+    """Runs the functions in the training process, one after the other; coroutines concurrently.
 
     A call that raises is repeated row by row until the deadline, so that only the bad rows are
     lost. A function that hangs cannot be interrupted, and one that crashes ends the run.
+
+    Example:
+        >>> from litgrpo.rewards import InProcessRunner, Scorer
+        >>> def is_two(completions):
+        ...     return [float(text == "2") for text in completions]
+        >>> scorer = Scorer([is_two], runner=InProcessRunner())
+        >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
+        [[1.0, 0.0]]
     """
 
     def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
@@ -248,18 +264,20 @@ class CallsInProcess(StartedCalls):
 
     def collect(self) -> list[Scores]:
         """Call each function."""
-        return run_here(self.runner, self.calls)
+        return run_in_process(self.runner, self.calls)
 
 
-def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
-    """The scores of every call, computed in this thread.
+def run_in_process(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
+    """Compute the scores of every call in this thread.
 
     Args:
         runner: its time-out holds, and its list of slow calls is added to.
         calls: the calls.
     """
     waiting = [n for n, call in enumerate(calls) if call.is_coroutine]
-    together = scored_together([calls[n] for n in waiting], runner.timeout_s / 2) if waiting else []
+    together = (
+        score_coroutines([calls[n] for n in waiting], runner.timeout_s / 2) if waiting else []
+    )
     results = dict(zip(waiting, together, strict=True))
     results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
     return [results[n] for n in range(len(calls))]
@@ -268,29 +286,33 @@ def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
 def _score(runner: RewardRunner, call: Call) -> Scores:
     """Call the function for all rows; if that fails, for each row until the deadline."""
     deadline = time.monotonic() + runner.timeout_s
-    whole = _ask(runner, call, range(call.num_rows))
+    whole = _call_rows(runner, call, range(call.num_rows))
     if whole.error is None or is_marked(call.function, "whole_batch"):
         return whole
     scores = Scores([nan] * call.num_rows, error=whole.error)
     for row in range(call.num_rows):
         late = time.monotonic() > deadline
         only = range(row, row + 1)
-        scores.put([row], failed(1, TimeoutError()) if late else _ask(runner, call, only))
+        scores.put(
+            [row], make_failed_scores(1, TimeoutError()) if late else _call_rows(runner, call, only)
+        )
     return scores
 
 
-def _ask(runner: RewardRunner, call: Call, rows: range) -> Scores:
+def _call_rows(runner: RewardRunner, call: Call, rows: range) -> Scores:
     """Call the function for some rows."""
-    started, limit = time.monotonic(), _Limited(sys.stdout)
+    started, limit = time.monotonic(), _LimitedOutput(sys.stdout)
     given = call.arguments(slice(rows.start, rows.stop))
     with redirect_stdout(limit), redirect_stderr(limit):
-        scores = answer(call.function, given, len(rows), call.notes)
-    runner.note_time(call, time.monotonic() - started, rows)
+        scores = call_function(call.function, given, len(rows), call.notes)
+    runner.warn_if_slow(call, time.monotonic() - started, rows)
     # Also where the function caught it.
-    return scores if limit.printed <= MAX_PRINTED else failed(len(rows), PrintedTooMuch())
+    return (
+        scores if limit.printed <= MAX_PRINTED else make_failed_scores(len(rows), PrintedTooMuch())
+    )
 
 
-class _Limited(io.TextIOBase):
+class _LimitedOutput(io.TextIOBase):
     """Hands on what is printed, until it is too much."""
 
     def __init__(self, target: Any) -> None:

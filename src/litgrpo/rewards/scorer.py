@@ -18,12 +18,12 @@ from litgrpo.rewards.reward import (
     Normalize,
     Reward,
     RewardFormat,
-    checked,
-    lacking,
-    named_rewards,
+    missing_columns_error,
+    name_rewards,
     parameters,
+    resolve_functions,
 )
-from litgrpo.rewards.reward_model import waiting, with_budget
+from litgrpo.rewards.reward_model import background_judges, budgeted_judges
 from litgrpo.rewards.runner import RewardRunner, StartedCalls
 from litgrpo.types import RewardTable, Rollout
 
@@ -160,13 +160,25 @@ OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
 class Scorer:
     """The weighted sum of named reward functions.
 
+    `start` sends the calls to worker processes and returns. The caller computes log-probabilities
+    meanwhile. `PendingRewards.wait` runs the remaining functions in the training process, collects
+    the scores of the workers, and passes all of them to `combine`.
+
     Args:
         parts: {name: Reward}; names appear in logs as `reward/<name>`. A bare function counts 1;
             functions in a list are named after themselves.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
         runner: how the functions are run; default is `ProcessRunner()`.
-        max_iterations: of the run, for functions that ask.
+        max_iterations: length of the run, for functions that name `trainer_state`.
+
+    Example:
+        >>> from litgrpo.rewards import InProcessRunner
+        >>> def is_two(completions):
+        ...     return [float(text == "2") for text in completions]
+        >>> scorer = Scorer({"two": Reward(is_two, weight=0.5)}, runner=InProcessRunner())
+        >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
+        [[0.5, 0.0]]
     """
 
     def __init__(
@@ -177,10 +189,10 @@ class Scorer:
         max_iterations: int | None = None,
     ) -> None:
         one_of("reward_format", reward_format, get_args(RewardFormat))
-        self.parts = named_rewards(parts)
+        self.parts = name_rewards(parts)
         self.max_iterations = max_iterations
-        self.functions = checked(self.parts)
-        self.waiting = waiting(self.functions)
+        self.functions = resolve_functions(self.parts)
+        self.background = background_judges(self.functions)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
@@ -193,7 +205,7 @@ class Scorer:
         return {name: dict(counts) for name, counts in self.runner.failures.items()}
 
     def close(self) -> None:
-        """Give up rewards that nobody waits for, and end the worker processes."""
+        """Cancel pending rewards and shut down the worker processes."""
         self.runner.close()
 
     def __call__(
@@ -251,7 +263,9 @@ class Scorer:
             "prompts": [text for text in prompts.prompts for _ in range(group_size)],
             "completions": list(rollout.completions),
         }
-        if rollout.episodes and self.reward_format == "chat":  # roles tell who said what
+        if (
+            rollout.episodes and self.reward_format == "chat"
+        ):  # roles separate turns from tool output
             texts["completions"] = [each.messages for each in rollout.episodes]
         columns = {
             name: [value for value in values for _ in range(group_size)]
@@ -272,7 +286,7 @@ class Scorer:
         return pending
 
     def check(self, columns: Iterable[str], episodes: bool = False) -> None:
-        """Refuse data that lack a column which a function needs, before anything is sampled.
+        """Raise if the data lack a column that a function needs, before anything is generated.
 
         Args:
             columns: the names of what is known of each prompt.
@@ -305,7 +319,8 @@ class Scorer:
         if min(group_size, num_rows) < 1 or num_rows % group_size:
             raise ValueError(f"{num_rows} completions do not make whole groups of {group_size}")
         lengths = {name: len(values) for name, values in rows.items() if len(values) != num_rows}
-        for name, length in lengths.items():
+        if lengths:
+            name, length = next(iter(lengths.items()))
             raise ValueError(f"column '{name}' has {length} entries for {num_rows} completions")
         if self.reward_format == "chat":
             rows["prompts"] = [_messages("user", text) for text in rows["prompts"]]
@@ -313,10 +328,14 @@ class Scorer:
         context = {"group_size": group_size, **context}
         places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
         calls = [replace(self._call(name, rows, context), places=places) for name in self.parts]
+        # 1. A remote judge sends its requests from a thread of this process.
         for call in calls:
-            if call.name in self.waiting:
-                self.waiting[call.name].begin(**call.arguments())
-        return PendingRewards(self, self.runner.start(calls), group_size, iteration)
+            if call.name in self.background:
+                self.background[call.name].begin(**call.arguments())
+        # 2. Worker processes start the user's functions. Built-in functions and reward models wait
+        #    for PendingRewards.wait, which runs them in this process.
+        started = self.runner.start(calls)
+        return PendingRewards(self, started, group_size, iteration)
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
@@ -325,7 +344,7 @@ class Scorer:
         known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
         if missing:
-            raise lacking(name, missing, rows)
+            raise missing_columns_error(name, missing, rows)
         # A kwarg goes before a column of its name. The context is only for those who name it, as
         # functions with `**kwargs` often hand everything on.
         by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
@@ -384,17 +403,18 @@ class Scorer:
             for name, numbers in scores.metrics.items():
                 noted.setdefault(name, []).extend(numbers)
         taken = noted.keys() & set(RewardTable.stat_names(list(self.parts)))
-        for name in taken:
+        if taken:
+            name = min(taken)
             raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")
         return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """{part: what it spent}, of judges with a budget."""
-        return {name: judge.state_dict() for name, judge in with_budget(self.functions).items()}
+        """Return {component: requests and tokens spent} of judges with a budget."""
+        return {name: judge.state_dict() for name, judge in budgeted_judges(self.functions).items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Go on with the budgets of a checkpoint."""
-        for name, judge in with_budget(self.functions).items():
+        """Resume with the budgets of a checkpoint."""
+        for name, judge in budgeted_judges(self.functions).items():
             judge.load_state_dict(state.get(name, {}))
 
 
@@ -434,7 +454,9 @@ class PendingRewards:
             RuntimeError: the scorer was closed, or has started another rollout.
         """
         if self._table is None:
+            # 3. Runs built-in functions and reward models in this thread, then blocks on workers.
             scores = self.calls.wait()
+            # 4. Gate, normalize and weight the components; mask rows that failed.
             table = self.scorer.combine(scores, self.group_size, self.iteration)
             if self.rollout is not None:
                 table = mask_failed_episodes(table, self.rollout)

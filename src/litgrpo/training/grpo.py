@@ -35,7 +35,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenReference, Reference
-from litgrpo.rewards.reward import Reward, RewardFormat, named_rewards
+from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
@@ -173,7 +173,7 @@ class GRPO(LightningModule):
 
         settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
         settings_checks.check_async(update, dynamic_sampling_attempts, environment)
-        rewards = named_rewards(rewards)
+        rewards = name_rewards(rewards)
         self.pretrained = save_in_memory_model(pretrained)
         self.reference_path = reference
         self.group_size, self.max_completion_length = group_size, max_completion_length

@@ -200,9 +200,9 @@ def test_the_reward_has_the_path_that_recipes_name_and_runs_in_a_worker():
     rows = {"tests": [SQUARES], "prompts": [""], "completions": ["def f(x): return x * x"]}
     assert scorer.functions["tests"](**rows) == [1.0]
     from litgrpo.rewards.calls import Call
-    from litgrpo.rewards.process_runner import is_trusted
+    from litgrpo.rewards.process_runner import stays_in_process
 
-    assert not is_trusted(Call("tests", unit_tests, {}, {}, 1))
+    assert not stays_in_process(Call("tests", unit_tests, {}, {}, 1))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from litgrpo.rewards.builtin.math import (
     parse_reference,
 )
 from litgrpo.rewards.calls import Call
-from litgrpo.rewards.process_runner import is_trusted
+from litgrpo.rewards.process_runner import stays_in_process
 from tests.oracle.reference import GSM8K
 from tests.support.raises import raises_for
 
@@ -236,7 +236,7 @@ def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> Non
     scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
     texts = ["<answer>1+x</answer>", r"<answer>9^{9^{9^{9^{9}}}}</answer>"] * 2
     columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}
-    assert not is_trusted(Call("same", math_verify, {}, {}, 4))
+    assert not stays_in_process(Call("same", math_verify, {}, {}, 4))
     table = scorer(["?"] * 4, texts, columns, 2)
     assert table.valid[:, 0].all()
     assert (table.total[:, 0] == 1.0).all()

@@ -5,7 +5,7 @@ import pytest
 from litgrpo.data.sources import ReasoningGym, row_of_entry
 from litgrpo.rewards.builtin import reasoning_gym as reward
 from litgrpo.rewards.calls import Call
-from litgrpo.rewards.process_runner import is_trusted
+from litgrpo.rewards.process_runner import stays_in_process
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 from tests.support.raises import raises_for
@@ -19,7 +19,7 @@ in_sandbox = pytest.mark.skipif(
 
 
 def test_it_runs_in_a_worker_and_not_in_the_training_process():
-    assert not is_trusted(Call("right", reward.reasoning_gym, {}, {}, 1))
+    assert not stays_in_process(Call("right", reward.reasoning_gym, {}, {}, 1))
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def safety(
         return clean
     if isinstance(classifier, str):
         # reward.py imports torch, which a worker without a classifier need not load.
-        from litgrpo.rewards.reward import resolved
+        from litgrpo.rewards.reward import resolve_function
 
-        classifier = resolved("safety.classifier", classifier, {})
+        classifier = resolve_function("safety.classifier", classifier, {})
     risks = classifier(texts)
     require(
         len(risks) == len(texts),
