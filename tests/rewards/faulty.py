@@ -152,7 +152,7 @@ def all_are_there(path, name, of):
 
 
 def meeting(path, name, of):
-    """A function that answers when so many of them have begun."""
+    """A function that returns once this many calls have started."""
 
     def meets(completions):
         while not all_are_there(path, name, of):

@@ -1,6 +1,6 @@
-"""Widespread rules for GSM8K with the faults that they are known for, written anew to be found out.
+"""Widespread rules for GSM8K with the faults that they are known for, rewritten for the audit.
 
-Wanted is `<reasoning>..</reasoning><answer>..</answer>`. The rules add up to 9.5 for a right answer
+Wanted is `<reasoning>..</reasoning><answer>..</answer>`. The rules add up to 9.5 for a correct one
 in this form.
 """
 

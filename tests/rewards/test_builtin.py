@@ -1,4 +1,4 @@
-"""What holds for every reward function of the package."""
+"""Properties of every built-in reward function."""
 
 import gc
 import inspect
@@ -13,7 +13,7 @@ from litgrpo import rewards
 from litgrpo.rewards import builtin
 from litgrpo.rewards.reward import builtin_rewards
 
-# They start processes, and have tests of their own.
+# They start processes, and have separate tests.
 SANDBOXED = {"unit_tests", "reasoning_gym"}
 FUNCTIONS = {name: getattr(rewards, name) for name in builtin_rewards() if name not in SANDBOXED}
 KWARGS = {
@@ -21,7 +21,7 @@ KWARGS = {
     "soft_overlong": {"max_completion_length": 100, "soft_punish_cache": 20},
     "cosine_length": {"max_completion_length": 100},
 }
-LARGEST = {"lapdog": 3.0}  # a sum of three terms; the others reach 1 at most
+LARGEST = {"lapdog": 3.0}  # a sum of three terms; the others reach at most 1
 SHORT, LONG = 500, 16_000  # characters
 GROWTH = 250  # times as slow where the text is 32 times as long; the square would be 1,024
 NASTY = {
@@ -96,8 +96,8 @@ def test_nothing_that_a_policy_writes_makes_a_reward_slow_or_endless(name: str) 
         for form in ("{}", "<reasoning>{0}</reasoning><answer>{0}</answer>"):
             short, long = (form.format(nasty(kind, length)) for length in (SHORT, LONG))
             # The clock of this process alone; what is too quick to be measured is 0.2 ms.
-            at_once = max(2e-4, min(used_s(name, short) for _ in range(2)))
-            within = (used_s(name, long) < GROWTH * at_once for _ in range(3))
+            at_once = max(2e-4, min(measure_s(name, short) for _ in range(2)))
+            within = (measure_s(name, long) < GROWTH * at_once for _ in range(3))
             assert any(within), kind  # the first of them, unless the machine was disturbed
             given = [reward for reward in score_twice(name, long) if reward is not None]
             largest = LARGEST.get(name.rpartition(".")[2], 1.0)
@@ -105,11 +105,11 @@ def test_nothing_that_a_policy_writes_makes_a_reward_slow_or_endless(name: str) 
 
 
 def score_twice(name: str, text: str) -> list[float | None]:
-    """Of two equal texts for a prompt that is much of them."""
+    """Time to score two equal texts that consist mostly of the prompt, in seconds."""
     return call(name, [text[:1000]] * 2, [text, text])
 
 
-def used_s(name: str, text: str) -> float:
+def measure_s(name: str, text: str) -> float:
     """Processor time of this process; the garbage of earlier tests does not count."""
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What travels between the training process and a worker."""
+"""Messages between the training process and a worker."""
 
 import pickle
 
@@ -11,10 +11,10 @@ FUNCTIONS = {"r": (faulty.odd_values, {"value": 2.0}), "raises": (faulty.raises,
 
 def call_function(name, *texts):
     question = Question(name, {"completions": list(texts)}, len(texts))
-    return asked(question, FUNCTIONS)
+    return send_question(question, FUNCTIONS)
 
 
-def asked(question, functions):
+def send_question(question, functions):
     """The scores, after the journeys there and back."""
     travelled = pickle.loads(pickle.dumps(Message([question], False, 1.0)))
     _, scores, _ = pickle.loads(pickle.dumps(handle_message(functions, travelled, None)))
@@ -34,7 +34,7 @@ def test_an_exception_travels_as_the_text_of_its_traceback():
 
 def test_a_result_of_the_wrong_length_keeps_its_kind():
     question = Question("r", {"completions": ["a"]}, 2)
-    scores = asked(question, FUNCTIONS)
+    scores = send_question(question, FUNCTIONS)
     assert scores.failures == {0: "wrong length", 1: "wrong length"}
     assert isinstance(scores.error, MalformedResult)
 

@@ -61,7 +61,7 @@ def reply(text, **headers):
     return 200, json.dumps(content).encode(), headers
 
 
-def graded(text, times):
+def grade(text, times):
     """8 for a clear answer, 4 for a short one."""
     return reply(f"Well.\n**Score: {8 if 'clear' in text else 4}/10**")
 
@@ -94,7 +94,7 @@ def judge(server, tmp_path, criteria=None, **settings):
 
 
 def test_the_reward_is_the_weighted_mean_of_the_marks_over_the_highest(serve, tmp_path):
-    server = serve(graded)
+    server = serve(grade)
     noted = {}
     asked = judge(server, tmp_path, CRITERIA)
     assert asked(["p", "q"], ["a", "b"], noted.__setitem__) == [0.7, 0.7]
@@ -107,7 +107,7 @@ def test_the_reward_is_the_weighted_mean_of_the_marks_over_the_highest(serve, tm
 def test_what_was_asked_before_is_read_from_the_cache_and_equal_texts_are_asked_once(
     serve, tmp_path
 ):
-    server = serve(graded)
+    server = serve(grade)
     judge(server, tmp_path)(["p"] * 4, ["a", "a", "a", "b"])
     assert len(server.asked) == 2
     again = judge(server, tmp_path)
@@ -129,7 +129,7 @@ def test_what_was_asked_before_is_read_from_the_cache_and_equal_texts_are_asked_
     ],
 )
 def test_what_may_pass_is_tried_again(serve, tmp_path, first):
-    server = serve(lambda text, times: first if times == 1 else graded(text, times))
+    server = serve(lambda text, times: first if times == 1 else grade(text, times))
     asked = judge(server, tmp_path)
     assert asked(["p"], ["a"]) == [0.8]
     assert (len(server.asked), asked.counts["failed"]) == (2, 0)
@@ -141,7 +141,7 @@ def test_a_slow_server_costs_the_slow_rows_only(serve, tmp_path, caplog):
     def answer(text, times):
         if "slow one" in text:
             never.wait(20)
-        return graded(text, times)
+        return grade(text, times)
 
     asked = judge(serve(answer), tmp_path, timeout_s=1.0, max_retries=0)
     assert asked(["p"] * 2, ["slow one", "a"]) == [None, 0.8]
@@ -167,7 +167,7 @@ def test_one_missing_mark_leaves_the_completion_out(serve, tmp_path):
 
 
 def test_a_server_that_dies_is_given_up_after_a_few(serve, tmp_path):
-    server = serve(graded)
+    server = serve(grade)
     asked = judge(server, tmp_path, max_concurrent_requests=2, max_retries=1)
     assert asked(["p"], ["a"]) == [0.8]
     server.shutdown()
@@ -178,7 +178,7 @@ def test_a_server_that_dies_is_given_up_after_a_few(serve, tmp_path):
 
 
 def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve, tmp_path, caplog):
-    server = serve(graded)
+    server = serve(grade)
     asked = judge(server, tmp_path, max_requests=2, max_concurrent_requests=1)
     with caplog.at_level(logging.WARNING):
         rewards = asked(["p"] * 4, list("abcd"))
@@ -193,7 +193,7 @@ def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve,
 
 
 def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
-    server, asked = serve(graded), []
+    server, asked = serve(grade), []
     for rank in range(3):
         each = judge(server, tmp_path, max_requests=5, max_concurrent_requests=1, cache_dir=None)
         each.rank, each.num_processes = rank, 3
@@ -202,7 +202,7 @@ def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
         state = each.state_dict()
     assert asked == [2, 2, 1]
     assert len(server.asked) == 5
-    alone = judge(server, tmp_path, max_requests=5)  # one process goes on for three
+    alone = judge(server, tmp_path, max_requests=5)  # one process resumes for three
     alone.load_state_dict(state)
     assert alone.counts["calls"] == 3
 
@@ -210,15 +210,15 @@ def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
 def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path):
     arrived = threading.Event()
 
-    def noted(text, times):
+    def note(text, times):
         arrived.set()
-        return graded(text, times)
+        return grade(text, times)
 
-    scorer = Scorer({"judge": Reward(judge(serve(noted), tmp_path))})
+    scorer = Scorer({"judge": Reward(judge(serve(note), tmp_path))})
     pending = scorer._start(
         {"prompts": ["p"] * 2, "completions": ["a", "b"]}, {}, 2, {}, 0, range(1)
     )
-    assert arrived.wait(20)  # nobody has asked for a reward yet
+    assert arrived.wait(20)  # before any reward is requested
     assert pending.wait().total.tolist() == [[0.8, 0.8]]
 
 
@@ -229,7 +229,7 @@ def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_pat
     assert each(["p"], ["second"]) == [0.5]
     assert each(["p"], ["first"]) == [0.3]
     with pytest.raises(ValueError, match="which are no columns"):
-        judge(serve(graded), tmp_path, template="{level} {prompt} {completion}")(["p"], ["a"])
+        judge(serve(grade), tmp_path, template="{level} {prompt} {completion}")(["p"], ["a"])
 
 
 def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path, capfd):
@@ -244,7 +244,7 @@ def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path,
 
 
 def test_the_key_is_in_no_file_and_no_copy(serve, tmp_path):
-    asked = judge(serve(graded), tmp_path)
+    asked = judge(serve(grade), tmp_path)
     asked(["p"], ["a"])
     assert KEY.encode() not in pickle.dumps(copy.deepcopy(asked).__getstate__()["body"])
     assert KEY not in repr(vars(asked))
@@ -254,7 +254,7 @@ def test_the_key_is_in_no_file_and_no_copy(serve, tmp_path):
 
 
 def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
-    server = serve(graded)
+    server = serve(grade)
     asked = judge(server, tmp_path, template="{completion} or {answer}?")
     asked(["p"], ["a"], answer=["gold"])
     assert server.asked == ["a or gold?"]

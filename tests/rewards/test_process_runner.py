@@ -105,7 +105,7 @@ def test_a_fault_costs_its_sample_its_time_and_nothing_else(fault, runner, caplo
     assert torch.equal(advantages(table)[4:], advantages(honest)[4:])
     assert advantages(table)[2] == 0
     assert abs(advantages(table)[:4].sum()) < 1e-6
-    # and the runner goes on as if nothing had happened
+    # and the runner continues normally
     assert score(runner, faulty.lengths)[0].valid.all()
 
 
@@ -138,7 +138,7 @@ def test_several_hanging_samples_leave_the_others_their_turn(runner) -> None:
 
 
 def innocent(table, texts) -> list[bool]:
-    """Whether each row is valid that ought to be."""
+    """Return True if exactly the expected rows are valid."""
     valid = table.valid.flatten().tolist()
     return [fine for fine, text in zip(valid, texts, strict=True) if text != "bad"]
 
@@ -444,7 +444,7 @@ def batch(function=len, rows=4, num_workers=2) -> Batch:
 
 
 def fail(asked, task) -> list[Task]:
-    """What is asked where a task fails for everything."""
+    """Tasks that follow the failure of a task."""
     asked.queue.clear()
     rows = task.unanswered[0][1]
     asked._record(task, 0, make_failed_scores(len(rows), KeyError("?")), 1.0)
@@ -498,7 +498,7 @@ def test_rows_of_coroutines_wait_together_and_are_asked_alone_where_their_worker
     assert together.together
     assert list(together.unanswered.values()) == [(0, [n]) for n in range(4)]
     assert asked._limit_s(together) == 16.0
-    asked._record(together, 0, make_failed_scores(1, KeyError()), 1.0)  # by itself
+    asked._record(together, 0, make_failed_scores(1, KeyError()), 1.0)  # one row
     asked._record(together, 1, make_failed_scores(1, WorkerError("exited with 7")), 1.0, lost=True)
     assert asked.results[0].failures == {0: "KeyError"}
     assert [task.attempt for task in asked.queue][-1] is Attempt.ROW

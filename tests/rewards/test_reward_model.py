@@ -139,13 +139,13 @@ def test_input_over_the_limit_loses_the_start_of_the_prompt(judge_of_160, caplog
 
 
 def test_system_messages_stay_and_earlier_messages_go_first(judge_of_160):
-    def asked(*lengths: int):
+    def encode_question(*lengths: int):
         roles = ("system", "user", "assistant", "user")
         return [
             {"role": role, "content": role[0] * n} for role, n in zip(roles, lengths, strict=True)
         ]
 
-    given, left = asked(20, 40, 90, 30), asked(20, 0, 0, 30)
+    given, left = encode_question(20, 40, 90, 30), encode_question(20, 0, 0, 30)
     room = 160 - len("_[system][user][assistant][user][assistant]ok") - 50
     left[2]["content"] = "a" * room
     scores = judge_of_160([given, left], ["ok", "ok"])

@@ -20,7 +20,7 @@ CRITERIA = {
 
 
 def judge(prompts, completions, criterion):
-    """Right answers say so; brief ones have at most one word; nothing said cannot be brief."""
+    """Mark `correct` by the word, `brief` by the number of words; None for an empty text."""
     if criterion == "the answer is right":
         return [10.0 * ("right" in text) for text in completions]
     return [None if not text else 10.0 * (" " not in text) for text in completions]
@@ -132,7 +132,7 @@ class Placed(Heavy):
         return [float(os.getpid())] * len(completions)
 
 
-def placed(prompts, completions, criterion):
+def score_place(prompts, completions, criterion):
     return [float(os.getpid())] * len(completions)
 
 
@@ -140,7 +140,7 @@ def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
     parts = {
         "weights": Placed(),
         "with_weights": Rubric(CRITERIA, Placed(), max_score=1e9),
-        "plain": Rubric(CRITERIA, placed, max_score=1e9),
+        "plain": Rubric(CRITERIA, score_place, max_score=1e9),
     }
     runner = ProcessRunner(num_workers=1)
     rewards = {name: Reward(function) for name, function in parts.items()}

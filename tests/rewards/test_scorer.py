@@ -102,7 +102,7 @@ def test_precision_is_that_of_the_coarsest_arithmetic() -> None:
 def test_a_function_gets_what_its_signature_names() -> None:
     seen: list[set[str]] = []
 
-    def named(completions, answer, *, scale=1):
+    def name_values(completions, answer, *, scale=1):
         seen.append({*completions, *answer, scale})
         return [0.0] * 4
 
@@ -110,7 +110,7 @@ def test_a_function_gets_what_its_signature_names() -> None:
         seen.append(set(kwargs))
         return [0.0] * 4
 
-    table(a=Reward(named, kwargs={"scale": 3}), b=Reward(everything, kwargs={"extra": 1}))
+    table(a=Reward(name_values, kwargs={"scale": 3}), b=Reward(everything, kwargs={"extra": 1}))
     assert seen == [{*TEXTS, "1", "2", 3}, {"answer", "completion_ids", "extra"}]
 
 
@@ -244,31 +244,33 @@ def test_rewards_are_read_from_yaml(tmp_path) -> None:
     assert result.components["correct"].tolist() == [[1, 0], [1, 0]]
 
 
-def shaped(**parts: Reward):
+def shape_rewards(**parts: Reward):
     composite = Scorer(parts, runner=InProcessRunner())
     return lambda iteration=0: composite(PROMPTS, TEXTS, COLUMNS, 2, iteration=iteration)
 
 
 def test_a_gated_reward_counts_only_where_the_gate_is_open_by_hand() -> None:
     right = Reward(returning([1, 0, 0, None]))
-    result = shaped(right=right, quality=Reward(returning([0.5, 0.9, 0.7, 0.3]), gate="right"))()
+    result = shape_rewards(
+        right=right, quality=Reward(returning([0.5, 0.9, 0.7, 0.3]), gate="right")
+    )()
     assert result.total.tolist() == [[1.5, 0], [0, 0]]
     assert result.components["quality"].tolist() == [[0.5, 0.9], [0.7, 0.3]]
     assert result.counted["quality"][0].tolist() == [0.5, 0]
     assert result.valid.tolist() == [[True, True], [True, False]]  # nothing is known of the last
     low = Reward(returning([1, 1, 1, 1]), gate="right", gate_threshold=-1.0)
-    assert shaped(right=right, q=low)().counted["q"][0].tolist() == [1, 1]
+    assert shape_rewards(right=right, q=low)().counted["q"][0].tolist() == [1, 1]
 
 
 def test_a_failed_gate_makes_its_sample_invalid_also_without_weight() -> None:
     gate = Reward(returning([1, float("nan"), 1, 0]), weight=0.0)
-    result = shaped(gate=gate, q=Reward(size, gate="gate"))()
+    result = shape_rewards(gate=gate, q=Reward(size, gate="gate"))()
     assert result.valid.tolist() == [[True, False], [True, True]]
     assert result.total[result.valid].tolist() == [1, 3, 0]
 
 
 def test_a_schedule_moves_the_weight_over_iterations() -> None:
-    table_at = shaped(
+    table_at = shape_rewards(
         size=Reward(size, weight=2.0, schedule={10: 1.0, 20: 0.0}), one=Reward(returning([1] * 4))
     )
     assert [table_at(n).weights["size"] for n in (0, 10, 15, 20, 99)] == [2.0, 2.0, 1.0, 0.0, 0.0]
@@ -278,19 +280,19 @@ def test_a_schedule_moves_the_weight_over_iterations() -> None:
 
 def test_normalization_by_group_and_by_batch_by_hand() -> None:
     # groups (1, 2) and (3, 4): deviations -0.5, 0.5, std sqrt(0.5); batch mean 2.5, std sqrt(5/3)
-    group = shaped(size=Reward(size, normalize="group"))().counted["size"]
+    group = shape_rewards(size=Reward(size, normalize="group"))().counted["size"]
     half = 0.5 / (0.5**0.5 + 1e-4)
     assert group.tolist() == [pytest.approx([-half, half])] * 2
-    batch = shaped(size=Reward(size, normalize="batch"))().counted["size"]
+    batch = shape_rewards(size=Reward(size, normalize="batch"))().counted["size"]
     std = (5 / 3) ** 0.5 + 1e-4
     assert batch.flatten().tolist() == pytest.approx([-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std])
-    noise = shaped(x=Reward(returning([0.1 + 0.2, 0.3, 7, 7]), normalize="group"))()
+    noise = shape_rewards(x=Reward(returning([0.1 + 0.2, 0.3, 7, 7]), normalize="group"))()
     assert noise.counted["x"].tolist() == [[0, 0], [0, 0]]
 
 
 def test_only_rewards_behind_open_gates_are_compared() -> None:
     right = Reward(returning([1, 1, 1, 0]))
-    result = shaped(right=right, size=Reward(size, gate="right", normalize="group"))()
+    result = shape_rewards(right=right, size=Reward(size, gate="right", normalize="group"))()
     half = 0.5 / (0.5**0.5 + 1e-4)
     assert result.counted["size"].tolist() == [pytest.approx([-half, half]), [0, 0]]
 
@@ -468,22 +470,22 @@ class Breaking(Echo):
         return super().reset(row, seed)
 
 
-def played(environment, purpose="val"):
+def play_episodes(environment, purpose="val"):
     policy = tiny_policy("qwen2")
     rollouter = rollouter_of(policy, episodes=episodes_of(environment), max_completion_length=60)
     return rollouter.generate(prompt_batch("a", "b", "cc"), purpose)
 
 
-def scored(rollout, reward_format="text", **parts):
+def score_with(rollout, reward_format="text", **parts):
     scorer = Scorer(parts, reward_format, runner=InProcessRunner())
     return scorer.start(rollout).wait()
 
 
 def test_failed_episodes_have_no_reward_and_are_no_valid_rows():
-    rollout = played(Breaking())
+    rollout = play_episodes(Breaking())
     assert all(each.failed.startswith("RuntimeError: away") for each in rollout.episodes[4:8])
     always = Reward(lambda prompts, completions: [1.0] * len(prompts))
-    table = scored(rollout, environment=Reward(), other=always)
+    table = score_with(rollout, environment=Reward(), other=always)
     assert table.valid.tolist() == [[True] * 4, [False] * 4, [True] * 4]
     assert table.components["environment"][1].isnan().all()
     assert table.components["other"][1].isnan().all()
@@ -495,13 +497,13 @@ def test_failed_episodes_have_no_reward_and_are_no_valid_rows():
 
 
 def test_functions_read_the_last_turn_and_may_ask_for_the_rest():
-    rollout, seen = played(Echo()), {}
+    rollout, seen = play_episodes(Echo()), {}
 
     def look(prompts, completions, messages, turns, completion_ids, turn_rewards):
         seen.update(locals())
         return [0.0] * len(prompts)
 
-    scored(rollout, look=Reward(look))
+    score_with(rollout, look=Reward(look))
     decode = tiny_policy("qwen2").tokenizer.decode
     for row, played_ in enumerate(rollout.episodes):
         assert seen["turns"][row] == played_.assistant_texts
@@ -516,16 +518,16 @@ def test_functions_read_the_last_turn_and_may_ask_for_the_rest():
 
 
 def test_chat_functions_are_given_who_said_what():
-    rollout, seen = played(Echo()), []
+    rollout, seen = play_episodes(Echo()), []
 
     def look(prompts, completions):
         seen.extend(completions)
         return [0.0] * len(prompts)
 
-    scored(rollout, "chat", look=Reward(look))
+    score_with(rollout, "chat", look=Reward(look))
     assert [each["role"] for each in seen[0]] == ["assistant", "user"] * 2 + ["assistant"]
 
 
 def test_a_reward_without_a_function_must_be_the_environments():
     with pytest.raises(ValueError, match="reward 'other' has no function; name one"):
-        scored(None, other=Reward())
+        score_with(None, other=Reward())

@@ -468,8 +468,8 @@ class LLMJudge(Rubric):
         try:
             return self._content(response, body)
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            told = f"{type(error).__name__}: {error}"
-            raise TryAgain(f"the reply is no chat completion ({told})") from error
+            cause = f"{type(error).__name__}: {error}"
+            raise TryAgain(f"the reply is not a chat completion ({cause})") from error
 
     def _refuse(self, response: httpx.Response, problem: str) -> None:
         """End for a status that another try does not change."""

@@ -84,7 +84,7 @@ def background_judges(functions: Mapping[str, object]) -> dict[str, Judge]:
     return {name: judge for name, judge in judges.items() if judge.runs_in_background}
 
 
-def budgeted_judges(functions: Mapping[str, object]) -> dict[str, Judge]:
+def judges_with_budget(functions: Mapping[str, object]) -> dict[str, Judge]:
     """Those among some reward functions that are judges with a budget."""
     judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
     return {name: judge for name, judge in judges.items() if judge.has_budget}

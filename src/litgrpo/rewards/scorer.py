@@ -23,7 +23,7 @@ from litgrpo.rewards.reward import (
     parameters,
     resolve_functions,
 )
-from litgrpo.rewards.reward_model import background_judges, budgeted_judges
+from litgrpo.rewards.reward_model import background_judges, judges_with_budget
 from litgrpo.rewards.runner import RewardRunner, StartedCalls
 from litgrpo.types import RewardTable, Rollout
 
@@ -119,7 +119,7 @@ OF_EPISODES = ("messages", "turns", "turn_rewards")
 
 
 def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
-    """What functions may ask for by name; `completion_ids` are those of the last turn alone."""
+    """Return the columns of episodes; `completion_ids` are those of the last turn only."""
     assert rollout.turns is not None
     assert rollout.turn_rewards is not None
     last = rollout.turns == rollout.turns.amax(1, keepdim=True)
@@ -137,17 +137,17 @@ def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
 
 
 def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
-    """The table in which episodes that failed are no valid rows and have no reward."""
+    """Mark failed episodes as invalid rows without a reward."""
     failed = torch.tensor([bool(each.failed) for each in rollout.episodes])
     failed = failed.view_as(rewards.valid)
 
-    def hidden(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def mask(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: part.masked_fill(failed, torch.nan) for name, part in parts.items()}
 
     return replace(
         rewards,
-        components=hidden(rewards.components),
-        counted=hidden(rewards.counted),
+        components=mask(rewards.components),
+        counted=mask(rewards.counted),
         total=rewards.total.masked_fill(failed, 0.0),
         valid=rewards.valid & ~failed,
     )
@@ -410,11 +410,13 @@ class Scorer:
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         """Return {component: requests and tokens spent} of judges with a budget."""
-        return {name: judge.state_dict() for name, judge in budgeted_judges(self.functions).items()}
+        return {
+            name: judge.state_dict() for name, judge in judges_with_budget(self.functions).items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
         """Resume with the budgets of a checkpoint."""
-        for name, judge in budgeted_judges(self.functions).items():
+        for name, judge in judges_with_budget(self.functions).items():
             judge.load_state_dict(state.get(name, {}))
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (attacks are texts)
-"""The reward for code, and every trick we know of against its tests."""
+"""The reward for code, and known exploits of its tests."""
 
 import pytest
 

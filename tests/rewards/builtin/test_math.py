@@ -1,4 +1,4 @@
-"""Correct answers get 1, whatever their formatting; nothing else does."""
+"""Correct answers get 1, in any formatting variant; other answers get 0."""
 
 import threading
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def judge(completion: str, gold: object = "72", **kwargs: object) -> float | Non
     return correctness(["?"], [completion], answer=[gold], **kwargs)[0]  # type: ignore[list-item,arg-type]
 
 
-def tagged(answer: str) -> str:
+def tag(answer: str) -> str:
     return f"<reasoning>because</reasoning>\n<answer>{answer}</answer>"
 
 
@@ -34,21 +34,21 @@ def tagged(answer: str) -> str:
     "gold", ["72", "72.0", " $72 ", 72, 72.0, "48 + 24 = 72\n#### 72", r"so \boxed{72}"]
 )
 def test_a_right_answer_earns_one_whatever_form_the_gold_has(gold: object) -> None:
-    assert judge(tagged("72"), gold) == 1.0
-    assert judge(tagged("73"), gold) == 0.0
+    assert judge(tag("72"), gold) == 1.0
+    assert judge(tag("73"), gold) == 0.0
 
 
 @pytest.mark.parametrize(
     "completion",
     [
-        "", "72", "no idea", tagged("no idea"), tagged(""), tagged("  "), tagged("-72"),
-        tagged("72 or 73"), tagged("7 2 72"), tagged(" ".join(map(str, range(100)))),
-        tagged("72") + tagged("73"), tagged("73") + tagged("72"), "<answer>72",
+        "", "72", "no idea", tag("no idea"), tag(""), tag("  "), tag("-72"),
+        tag("72 or 73"), tag("7 2 72"), tag(" ".join(map(str, range(100)))),
+        tag("72") + tag("73"), tag("73") + tag("72"), "<answer>72",
         "</answer>72<answer>", "<answer>72</answer><answer>", "<answer>73<answer>72</answer>",
-        "<answer></answer>72", "answer: 72", tagged("What is 48 plus 24?"), tagged("the answer"),
-        tagged("72^1"), "#### 72", r"\boxed{72}", tagged(r"\boxed{71}\boxed{72}"),
-        tagged("#### 71\n#### 72"), tagged("not 72"), "correct right true 72 answer",
-        tagged("x" * 1000), tagged("9" * 5000),
+        "<answer></answer>72", "answer: 72", tag("What is 48 plus 24?"), tag("the answer"),
+        tag("72^1"), "#### 72", r"\boxed{72}", tag(r"\boxed{71}\boxed{72}"),
+        tag("#### 71\n#### 72"), tag("not 72"), "correct right true 72 answer",
+        tag("x" * 1000), tag("9" * 5000),
     ],
 )  # fmt: skip
 def test_nothing_but_one_right_answer_in_tags_earns_credit(completion: str) -> None:
@@ -56,14 +56,14 @@ def test_nothing_but_one_right_answer_in_tags_earns_credit(completion: str) -> N
 
 
 def test_a_question_or_a_text_with_the_number_in_it_is_no_answer() -> None:
-    assert judge(tagged("Tom has 72 apples. How many apples does Tom have?")) == 0.0
-    assert judge(tagged("So " + "so " * 20 + "it is 72.")) == 0.0
-    assert judge(tagged("Natalia sold 72 clips altogether in the months of April and May.")) == 1.0
-    assert judge(tagged("72 clips?")) == 1.0
+    assert judge(tag("Tom has 72 apples. How many apples does Tom have?")) == 0.0
+    assert judge(tag("So " + "so " * 20 + "it is 72.")) == 0.0
+    assert judge(tag("Natalia sold 72 clips altogether in the months of April and May.")) == 1.0
+    assert judge(tag("72 clips?")) == 1.0
 
 
 def test_a_repeated_equal_answer_is_no_contradiction() -> None:
-    assert judge(tagged("72") + tagged("$72.00")) == 1.0
+    assert judge(tag("72") + tag("$72.00")) == 1.0
 
 
 def test_without_tags_other_marks_and_the_last_line_count() -> None:
@@ -72,7 +72,7 @@ def test_without_tags_other_marks_and_the_last_line_count() -> None:
         "40 + 32\n#### 72",
         r"it is \boxed{72}",
         "48 + 24\nThe answer is 72.",
-        tagged("72"),
+        tag("72"),
     ]
     wrong = ["", "\n", "48 + 24 = 72", "#### 71\n#### 72", "72 <answer>", "72\n#### 71", "no idea"]
     assert [judge(text, require_tags=False) for text in right] == [1.0] * len(right)
@@ -81,35 +81,42 @@ def test_without_tags_other_marks_and_the_last_line_count() -> None:
 
 def test_another_tag_name_can_be_asked_for() -> None:
     assert judge("<final>72</final>", answer_tag="final") == 1.0
-    assert judge(tagged("72"), answer_tag="final") == 0.0
+    assert judge(tag("72"), answer_tag="final") == 0.0
 
 
 def test_a_gold_answer_that_is_no_number_is_compared_as_text() -> None:
-    assert judge(tagged(" paris. "), "Paris") == 1.0
-    assert judge(tagged("in Paris"), "Paris") == 0.0
-    assert judge(tagged(""), "Paris") == 0.0
+    assert judge(tag(" paris. "), "Paris") == 1.0
+    assert judge(tag("in Paris"), "Paris") == 0.0
+    assert judge(tag(""), "Paris") == 0.0
 
 
 def test_a_decimal_gold_number_means_its_digits() -> None:
     assert parse_reference(0.1) == Fraction(1, 10)
-    assert judge(tagged("1/10"), 0.1) == 1.0
+    assert judge(tag("1/10"), 0.1) == 1.0
 
 
 def test_no_gold_answer_abstains_and_an_empty_one_is_an_error() -> None:
-    assert judge(tagged("72"), None) is None
+    assert judge(tag("72"), None) is None
     with raises_for("answer"):
-        judge(tagged("72"), " ")
+        judge(tag("72"), " ")
 
 
 def test_chat_messages_are_judged_like_text() -> None:
-    message = [{"role": "assistant", "content": tagged("72")}]
+    message = [{"role": "assistant", "content": tag("72")}]
     assert correctness(["?"], [message], answer=["72"]) == [1.0]
 
 
 def test_gsm8k_takes_any_mark_and_one_answer_only() -> None:
     worked = "48 + 24 = 72\n#### 72"
-    right = [tagged("72"), "40 + 32\n#### 72", r"it is \boxed{72}", "The answer is 72."]
-    wrong = ["", "48 + 24 = 72", "#### 71\n#### 72", "#### 71", tagged("71") + "\n72", "no idea"]
+    right = [tag("72"), "40 + 32\n#### 72", r"it is \boxed{72}", "The answer is 72."]
+    wrong = [
+        "",
+        "48 + 24 = 72",
+        "#### 71\n#### 72",
+        "#### 71",
+        tag("71") + "\n72",
+        "no idea",
+    ]
     assert gsm8k(["?"] * 4, right, [worked] * 4) == [1.0] * 4
     assert gsm8k(["?"] * 6, wrong, [worked] * 6) == [0.0] * 6
     assert gsm8k(["?"], ["72"], [None]) == [None]
@@ -119,12 +126,12 @@ def test_exact_compares_every_character() -> None:
     def same(text: str, gold: object, **kwargs: Any) -> float | None:
         return exact(["?"], [text], [gold], **kwargs)[0]  # type: ignore[list-item]
 
-    assert same(tagged(" Foo_1 "), "Foo_1") == 1.0
-    assert same(tagged("foo_1"), "Foo_1") == 0.0
-    assert same(tagged("72.0"), 72) == 0.0
-    assert same(tagged("a") + tagged("a"), "a") == 0.0  # said twice
+    assert same(tag(" Foo_1 "), "Foo_1") == 1.0
+    assert same(tag("foo_1"), "Foo_1") == 0.0
+    assert same(tag("72.0"), 72) == 0.0
+    assert same(tag("a") + tag("a"), "a") == 0.0  # said twice
     assert same("a", "a") == 0.0
-    assert same(tagged(""), "") == 0.0
+    assert same(tag(""), "") == 0.0
     assert same("a\n", "a", answer_tag=None) == 1.0
     assert same("a", None) is None
 
@@ -134,18 +141,18 @@ def test_closeness_falls_linearly_with_the_relative_error() -> None:
         return closeness(["?"], [text], [gold], **kwargs)[0]  # type: ignore[list-item]
 
     claims = ["200", "$190", "210", "220", "0", "-200", "none", "190 or 210", ""]
-    assert [near(tagged(claim)) for claim in claims] == [1.0, 0.5, 0.5, 0, 0, 0, 0, 0, 0]
-    assert near(tagged("190") + tagged("195")) == 0.0
+    assert [near(tag(claim)) for claim in claims] == [1.0, 0.5, 0.5, 0, 0, 0, 0, 0, 0]
+    assert near(tag("190") + tag("195")) == 0.0
     assert near("190", require_tags=False) == 0.5
-    assert near(tagged("0.05"), 0) == 0.5
-    assert near(tagged("1"), None) is None
+    assert near(tag("0.05"), 0) == 0.5
+    assert near(tag("1"), None) is None
     with raises_for("closeness", "answer", "Paris"):
-        near(tagged("1"), "Paris")
+        near(tag("1"), "Paris")
     with raises_for("tolerance"):
-        near(tagged("1"), tolerance=0)
+        near(tag("1"), tolerance=0)
 
 
-def grouped(gold: str) -> str:
+def group_digits(gold: str) -> str:
     return f"{int(gold):,}"
 
 
@@ -159,12 +166,12 @@ def as_dollars(gold: str) -> str:
 
 RENDERINGS: dict[str, Callable[[str], str]] = {
     "plain": str,
-    "grouped": grouped,
-    "grouped dollars": lambda gold: as_dollars(grouped(gold)),
+    "grouped": group_digits,
+    "grouped dollars": lambda gold: as_dollars(group_digits(gold)),
     "cents": lambda gold: f"{gold}.00",
-    "grouped cents": lambda gold: f"{as_dollars(grouped(gold))}.00",
+    "grouped cents": lambda gold: f"{as_dollars(group_digits(gold))}.00",
     "percent": lambda gold: f"{gold}%",
-    "unit": lambda gold: f"{grouped(gold)} square miles",
+    "unit": lambda gold: f"{group_digits(gold)} square miles",
     "sentence": lambda gold: f"The answer is {gold}.",
     "fraction": lambda gold: f"{2 * int(gold)}/2",
     "latex fraction": lambda gold: rf"$\frac{{{3 * int(gold)}}}{{3}}$",
@@ -172,7 +179,7 @@ RENDERINGS: dict[str, Callable[[str], str]] = {
     "latex dollars": lambda gold: rf"\${gold}",
     "spaces": lambda gold: f"\n   {gold} \n",
     "minus sign": with_minus_sign,
-    "thin spaces": lambda gold: grouped(gold).replace(",", "\u202f"),
+    "thin spaces": lambda gold: group_digits(gold).replace(",", "\u202f"),
     "bold": lambda gold: f"**{gold}**",
     "exponent": lambda gold: f"{gold}e0",
     "plus": lambda gold: gold if gold.startswith("-") else f"+{gold}",
@@ -182,12 +189,12 @@ RENDERINGS: dict[str, Callable[[str], str]] = {
 def test_no_gold_answer_of_gsm8k_fails_in_any_rendering() -> None:
     worked = [row["answer"] for row in GSM8K]
     golds = [answer.split("#### ")[1].replace(",", "") for answer in worked]
-    off_by_one = [tagged(str(int(gold) + 1)) for gold in golds]
-    assert set(correctness(golds, [tagged(gold) for gold in golds], answer=worked)) == {1.0}
+    off_by_one = [tag(str(int(gold) + 1)) for gold in golds]
+    assert set(correctness(golds, [tag(gold) for gold in golds], answer=worked)) == {1.0}
     assert set(correctness(golds, off_by_one, answer=worked)) == {0.0}
     numbers = sorted(set(golds))
     for name, render in RENDERINGS.items():
-        completions = [tagged(render(number)) for number in numbers]
+        completions = [tag(render(number)) for number in numbers]
         assert set(correctness(numbers, completions, answer=numbers)) == {1.0}, name
 
 

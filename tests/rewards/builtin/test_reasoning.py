@@ -15,7 +15,7 @@ WORKED = [
     "Weng earns 12/60 = $0.2 per minute. Working 50 minutes, she earned 0.2 x 50 = $10.",
     "Tom starts with 47 apples.\nThen he gets 38 more, which gives 47+38=85 apples.",
 ]
-HACKS = {
+EXPLOITS = {
     "empty": "",
     "no idea": "I have no idea.",
     "connectives": "so then therefore because thus hence first second next finally " * 5,
@@ -27,12 +27,14 @@ HACKS = {
 }
 
 
-def tagged(reasoning: str) -> str:
+def tag_reasoning(reasoning: str) -> str:
     return f"<reasoning>{reasoning}</reasoning><answer>7</answer>"
 
 
 def judge(function, texts, questions=None, **kwargs):
-    return function(questions or ["?"] * len(texts), [tagged(text) for text in texts], **kwargs)
+    return function(
+        questions or ["?"] * len(texts), [tag_reasoning(text) for text in texts], **kwargs
+    )
 
 
 def test_steps_by_hand() -> None:
@@ -96,15 +98,15 @@ def test_the_wording_of_the_task_counts_next_to_nothing() -> None:
 
 def test_chat_messages_are_read() -> None:
     prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    replies = [[{"role": "assistant", "content": tagged(text)}] for text in WORKED]
+    replies = [[{"role": "assistant", "content": tag_reasoning(text)}] for text in WORKED]
     assert relevance(prompts, replies) == judge(relevance, WORKED, QUESTIONS)
 
 
-@pytest.mark.parametrize("hack", HACKS)
-def test_no_hack_is_as_coherent_as_honest_reasoning(hack: str) -> None:
+@pytest.mark.parametrize("exploit", EXPLOITS)
+def test_no_hack_is_as_coherent_as_honest_reasoning(exploit: str) -> None:
     honest = judge(coherence, WORKED, QUESTIONS)
     assert min(honest) > 0.7
-    assert max(judge(coherence, [HACKS[hack]] * 3, QUESTIONS)) < 0.25
+    assert max(judge(coherence, [EXPLOITS[exploit]] * 3, QUESTIONS)) < 0.25
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -10,7 +10,7 @@ from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 from tests.support.raises import raises_for
 
-# The package leaves files of its own open.
+# The package leaves its files open.
 pytestmark = pytest.mark.filterwarnings("ignore")
 NO_PACKAGE = "reasoning-gym is not installed"
 in_sandbox = pytest.mark.skipif(

@@ -68,7 +68,7 @@ def correctness(
 
     def score(text: str, reference: Reference) -> float:
         expected = parse_reference(reference)
-        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
         return float(bool(claims) and all(_equals(claim, expected) for claim in claims))
 
     return score_rows(completions, answer, score)
@@ -206,7 +206,7 @@ def closeness(
         expected = parse_reference(reference)
         if isinstance(expected, str):
             return None
-        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
         numbers = {parse_number(claim) for claim in claims}
         if len(numbers) != 1:
             return 0.0
@@ -267,7 +267,7 @@ def math_verify(
 
     def score(text: str, reference: Reference) -> float | None:
         expected = _parse_latex(str(reference))
-        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
         return float(_verify_all(expected, claims)) if expected else None
 
     return score_rows(completions, answer, score)
@@ -319,7 +319,7 @@ def parse_reference(reference: Reference) -> Fraction | str:
     return text if number is None else number
 
 
-def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
+def find_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
     """Return every answer that the completion commits to; none if its tags are malformed."""
     opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
     whole = opened == closed == len(find_tagged(completion, tag))

@@ -1,7 +1,7 @@
-"""Rewards for the form of the reasoning: steps, connectives, calculations, relevance.
+"""Rewards for the structure of the reasoning: steps, connectives, calculations, relevance.
 
-These measure form only and cannot tell sound reasoning from text that looks like it. Use them with
-a small weight behind a gate (`gate: correct`), so that exploiting them gains nothing.
+These measure structure only and cannot distinguish sound reasoning from text that looks like it.
+Use them with a small weight behind a gate (`gate: correct`), so that exploiting them gains nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FREQUENT = {
     *("a", "an", "the", "of", "to", "in", "on", "at", "for", "and", "or", "is", "are", "was"),
     *("were", "be", "has", "have", "had", "he", "she", "it", "they", "his", "her", "their", "its"),
     *("with", "by", "from", "as", "this", "there", "do", "does", "did", "how", "many", "much"),
-    *("what", "i", "you", "we", "your", "my", "our", "not", "than", "each", "per"),
+    *("what", "i", "you", "we", "your", "my", "our", "not", "than", "each", "per"),  # glossary: ok
 } | CONNECTIVES
 
 FULL_COSINE = 0.3  # of question and reasoning; honest reasoning adds words
@@ -116,10 +116,10 @@ def connectives(
         [0.5]
     """
     texts = reasonings(completions, reasoning_tag)
-    return [_connected_share(list(dict.fromkeys(_split_steps(text)))) for text in texts]
+    return [_share_connected(list(dict.fromkeys(_split_steps(text)))) for text in texts]
 
 
-def _connected_share(found: Sequence[tuple[str, ...]]) -> float:
+def _share_connected(found: Sequence[tuple[str, ...]]) -> float:
     words = [word for step in found for word in step]
     if len(found) < 2 or sum(word in CONNECTIVES for word in words) > STUFFED * len(words):  # noqa: PLR2004
         return 0.0

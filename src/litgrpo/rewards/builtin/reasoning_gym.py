@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from litgrpo.arguments import above, at_least, at_most, one_of, require
-from litgrpo.rewards.builtin.math import committed_claims
+from litgrpo.rewards.builtin.math import find_claims
 from litgrpo.rewards.calls import isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
@@ -113,7 +113,7 @@ def reasoning_gym(
 def extract_one_answer(text: str, *, require_tags: bool = True, tag: str = "answer") -> str | None:
     """Return the answer of a completion; None if it has none or several different ones."""
     claims = sorted(
-        {each.strip() for each in committed_claims(text, require_tags=require_tags, tag=tag)}
+        {each.strip() for each in find_claims(text, require_tags=require_tags, tag=tag)}
     )
     whole = None if require_tags or claims else text.strip()
     return claims[0] if len(claims) == 1 else whole
