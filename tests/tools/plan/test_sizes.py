@@ -61,3 +61,19 @@ def test_a_changed_recipe_keeps_its_models_unless_the_adapters_change():
     assert sizes[0] < sizes[1]
     adapted = recipe.with_settings(lora=LoRA(rank=2), reference=None)
     assert adapted.models.policy.trained != recipe.models.policy.trained
+
+
+@pytest.mark.parametrize(
+    ("transfer", "publisher"),
+    [
+        (None, "FolderTransfer"),
+        ("FolderTransfer", "FolderTransfer"),
+        ("NcclTransfer", "NcclTransfer"),
+    ],
+)
+def test_the_rate_of_weight_transfer_is_that_of_the_recipes_class(transfer, publisher):
+    words = ["--model.engine", "litgrpo.ServerEngine", "--model.engine.urls", "[http://h:1]"]
+    if transfer:
+        path = f"litgrpo.rollout.engines.weight_transfer.{transfer}"
+        words += ["--model.engine.weight_transfer", path]
+    assert read_sizes(PlanCLI(["-c", GEMMA, *words]).config).publisher == publisher

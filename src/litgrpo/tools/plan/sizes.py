@@ -108,7 +108,7 @@ class RecipeSizes:
     schedule: Schedule
     reward_models: tuple[str, ...] = ()
     flash: bool = False
-    publisher: str = "Folder"
+    publisher: str = "FolderTransfer"
 
     @property
     def distributed(self) -> bool:
@@ -254,9 +254,10 @@ def read_sharding(strategy: Namespace) -> Sharding:
 
 def read_publisher(model: Namespace) -> str:
     """Return the class that sends weights to servers, of those with a known rate."""
-    weights = model.engine.get("init_args", Namespace()).get("weights")
-    path = "" if weights is None else weights.class_path
-    return "Native" if path.endswith("Native") else "Folder"
+    transfer = model.engine.get("init_args", Namespace()).get("weight_transfer")
+    path = "" if transfer is None else transfer.class_path
+    name = path.rpartition(".")[2]
+    return name if name == "NcclTransfer" else "FolderTransfer"
 
 
 def read_optimizer(model: Namespace, rates: DefaultRates) -> partial[torch.optim.Optimizer]:
