@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "litgrpo"
 FILES = files_of(SOURCE)
 MODULES = ("grpo", "sft", "run_setup", "initial_policy")
 # A file imports its own package and packages of a lower number, nothing else of litgrpo. A file
-# that is named here has a number of its own, also for files of its package.
+# that is named here has a separate number, also for files of its package.
 LAYER = {
     **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
     "training/lightning_compat": 0,
@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "torch_xla": ("xla/",),
     "vllm": ("rollout/engines/",),
     "multiprocessing": ("workers/", "xla/"),
-    # Trainings of their own; what a reward's author gave to be run.
+    # They start separate trainings, or run code from the author of a reward.
     "subprocess": (
         "workers/",
         "tools/compare.py",

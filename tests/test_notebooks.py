@@ -35,7 +35,7 @@ def kernel(tmp_path, monkeypatch) -> AsyncKernelManager:
 
 @pytest.fixture
 def client(path, kernel, tmp_path) -> NotebookClient:
-    """What runs a notebook in a folder of its own."""
+    """Return a function that runs a notebook in a separate folder."""
     resources = {"metadata": {"path": str(tmp_path)}}
     return NotebookClient(nbformat.read(path, 4), km=kernel, timeout=900, resources=resources)
 
@@ -43,7 +43,7 @@ def client(path, kernel, tmp_path) -> NotebookClient:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=names)
 def test_a_notebook_runs_from_top_to_bottom_with_short_trainings(client):
     for cell in client.nb.cells:
-        cell.source = shortened(cell.source)
+        cell.source = shorten(cell.source)
     client.execute(cleanup_kc=True)  # stops the kernel, which a given manager would keep
     assert not loud(client.nb)
 
@@ -51,26 +51,26 @@ def test_a_notebook_runs_from_top_to_bottom_with_short_trainings(client):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=names)
 def test_a_notebook_as_it_is_takes_a_minute(client):
-    before = used_s()
+    before = measure_cpu_s()
     client.execute(cleanup_kc=True)
-    assert used_s() - before < 60
+    assert measure_cpu_s() - before < 60
     assert not loud(client.nb)
 
 
-def shortened(source: str) -> str:
+def shorten(source: str) -> str:
     """The code of a cell with at most ten iterations of a training, and few demonstrations."""
     source = re.sub(r"max_iterations=\d\d+", "max_iterations=10", source)
     return re.sub(r"for _ in range\(\d{4,}\)", "for _ in range(200)", source)
 
 
 def test_only_long_trainings_are_shortened():
-    assert shortened("GRPO(max_iterations=80)") == "GRPO(max_iterations=10)"
-    assert shortened("SFT(max_iterations=5)") == "SFT(max_iterations=5)"
-    assert shortened("[f() for _ in range(6400)]") == "[f() for _ in range(200)]"
+    assert shorten("GRPO(max_iterations=80)") == "GRPO(max_iterations=10)"
+    assert shorten("SFT(max_iterations=5)") == "SFT(max_iterations=5)"
+    assert shorten("[f() for _ in range(6400)]") == "[f() for _ in range(200)]"
 
 
 def loud(notebook) -> list[str]:
-    """What cells write to standard error, but that a reward took long: any does where much runs."""
+    """Return what cells write to standard error, without warnings about slow rewards."""
     lines = [
         line
         for out in shown(notebook)
@@ -80,7 +80,7 @@ def loud(notebook) -> list[str]:
     return [line for line in lines if not re.match(r"reward '\w+' took [\d.]+ s for ", line)]
 
 
-def used_s() -> float:
+def measure_cpu_s() -> float:
     """Processor time of all finished child processes."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return children.ru_utime + children.ru_stime

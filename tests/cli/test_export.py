@@ -32,7 +32,7 @@ def test_an_existing_folder_is_replaced_by_force_only(cli):
     found = load_file(half)
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in found)
-    # Whoever may read the config may read the weights.
+    # Users who may read the config may read the weights.
     assert half.stat().st_mode == Path("out/config.json").stat().st_mode
 
 

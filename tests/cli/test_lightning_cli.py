@@ -111,7 +111,7 @@ AUTO = ("fit", "-c", "recipe.yaml", "--auto_resume", "true")
 
 def test_auto_resume_starts_a_run_and_continues_it(cli, caplog):
     code, out, _ = cli(*AUTO)
-    assert (code, "Going on" in caplog.text) == (0, False)
+    assert (code, "Resuming from" in caplog.text) == (0, False)
     assert "4 iterations, " in out
     code, _, _ = cli(*AUTO, "--model.max_iterations", "6")
     assert code == 0

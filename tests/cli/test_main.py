@@ -43,7 +43,7 @@ def test_debug_shows_the_traceback_instead(cli):
 
 
 def test_a_bug_keeps_its_traceback(cli):
-    # Raised by code that is not ours and checks no input.
+    # Raised by third-party code that checks no input.
     with pytest.raises(ValueError, match="a bug"):
         cli("fit", "-c", "recipe.yaml", "--data.broken", "true")
 
@@ -59,7 +59,7 @@ def test_a_clone_that_is_not_installed_prints_one_line():
 
 @pytest.mark.parametrize("within", ["", "lightning"])
 def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):
-    def interrupted(*_):
+    def interrupt(*_):
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):
                 raise SystemExit(1)  # noqa: B904
             raise
 
-    monkeypatch.setattr("litgrpo.cli.main.run", interrupted)
+    monkeypatch.setattr("litgrpo.cli.main.run", interrupt)
     code, out, err = cli("fit", "-c", "recipe.yaml")
     assert (code, out, err.count("\n")) == (130, "", 1)
 

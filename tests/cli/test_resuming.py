@@ -1,4 +1,4 @@
-"""Starts that go on, or are refused, and what they leave in the run folder."""
+"""Resumed and rejected starts, and the run folder after them."""
 
 import hashlib
 from pathlib import Path
@@ -19,8 +19,8 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def refused(run, *words: str) -> str:
-    """What a refused start says, after a look at what it has changed: nothing."""
+def reject_start(run, *words: str) -> str:
+    """Return the message of a rejected start, which must not change the run folder."""
     before = content(Path("runs/recipe"))
     code, _, err = run(*FIT, *words)
     assert code == 2
@@ -32,9 +32,11 @@ def refused(run, *words: str) -> str:
 def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):
     cli(*FIT)
     other_model = ("--model", "tests.support.standin.OtherModel", "--model.max_iterations", "9")
-    assert "of another model" in refused(cli, *other_model, "--ckpt_path", "last")
+    assert "of another model" in reject_start(cli, *other_model, "--ckpt_path", "last")
     with pytest.warns(UserWarning, match="not resumed from"):
-        assert "no checkpoint of this run" in refused(cli, *other_model, "--auto_resume", "true")
+        assert "no checkpoint of this run" in reject_start(
+            cli, *other_model, "--auto_resume", "true"
+        )
     assert "another training is running" in during(cli, "--ckpt_path", "last")
     accepted = cli(*FIT, "--ckpt_path", "last", "--model.max_iterations", "5")
     assert accepted[0] == 0
@@ -62,9 +64,9 @@ def test_an_overwritten_run_is_there_until_the_new_one_is_known_to_train(cli):
 
 
 def during(run, *words: str) -> str:
-    """What a start says while another training holds the folder."""
+    """Return the message of a start while another training holds the folder."""
     with lock_run_folder(Path("runs/recipe")):
-        return refused(run, *words)
+        return reject_start(run, *words)
 
 
 def test_a_second_start_on_a_run_folder_is_refused(cli):
@@ -91,7 +93,7 @@ def test_a_run_folder_that_is_a_file_is_one_sentence(cli):
 
 def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):
     assert cli(*FIT, "--checkpoint.save_weights_only", "true")[0] == 0
-    said = refused(cli, "--ckpt_path", "last")
+    said = reject_start(cli, "--ckpt_path", "last")
     assert "save_weights_only" in said
     of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
     assert cli("validate", *of_run)[0] == 0

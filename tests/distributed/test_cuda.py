@@ -12,7 +12,7 @@ from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.engines import GROUP, TEXTS, assert_same, spread_lengths, uniforms_for
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.static import ENGINE, said
 
@@ -48,7 +48,7 @@ def replayed(monkeypatch):
 def test_replayed_steps_say_what_the_local_engine_says_also_with_new_weights(
     architecture, replayed
 ):
-    policy = ragged(tiny_policy(architecture))
+    policy = spread_lengths(tiny_policy(architecture))
     for _ in range(3):
         assert_same(said(policy, ENGINE), said(policy, LocalEngine()))
         with torch.no_grad():
@@ -58,7 +58,7 @@ def test_replayed_steps_say_what_the_local_engine_says_also_with_new_weights(
 
 
 def test_other_prompts_settings_or_weights_elsewhere_are_other_recordings(replayed):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     cases = [(["A", "bc"], Sampling()), (["A"], Sampling()), (["A"], Sampling(top_k=3))]
     for number, (texts, sampling) in enumerate(cases, start=1):
         assert_same(
@@ -75,7 +75,7 @@ def test_other_prompts_settings_or_weights_elsewhere_are_other_recordings(replay
 
 
 def test_a_rollout_stays_as_it_is_while_the_next_one_is_sampled(replayed):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     first, numbers = prompt_batch(*TEXTS), uniforms_for(prompt_batch(*TEXTS))
     rollout = ENGINE.generate(RolloutRequest(policy, first, GROUP, numbers, Sampling(top_k=20)))
     kept = [each.clone() for each in (rollout.completion_ids, rollout.sampler_logprobs)]
@@ -108,7 +108,7 @@ def test_nothing_is_recorded_where_it_is_switched_off(replayed):
 @ON_A_GPU
 @pytest.mark.parametrize("engine", [ENGINE, LocalEngine()])
 def test_a_gpu_says_what_the_processor_says(architecture, engine):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     expected, numbers = said(policy, LocalEngine()), uniforms_for(prompts)
     policy.to(GPU)
     for _ in range(2):  # recorded, and replayed

@@ -67,7 +67,7 @@ class Counter:
         return self.at
 
     async def where(self, unit: str = "steps") -> str:
-        """Tell where the counter stands.
+        """Read the counter.
 
         Args:
             unit: a word for it
@@ -157,14 +157,14 @@ def play_with_trl(trainer, rows: list[dict], scripts: list[list[str]], monkeypat
         encoded = trainer.processing_class(texts, add_special_tokens=False).input_ids
         return encoded, [[-1.0] * len(ids) for ids in encoded]
 
-    def scored(inputs, prompts, completions, completion_ids):
+    def score(inputs, prompts, completions, completion_ids):
         table = rewards(inputs, prompts, completions, completion_ids)
         seen.update(prompts=prompts, messages=completions, rewards=table.nansum(1).tolist())
         return table
 
     rewards = trainer._calculate_rewards
     monkeypatch.setattr(trainer, "_generate_single_turn", says)
-    monkeypatch.setattr(trainer, "_calculate_rewards", scored)
+    monkeypatch.setattr(trainer, "_calculate_rewards", score)
     trainer._generate_and_score_completions(copy.deepcopy(rows))
     return seen
 

@@ -235,7 +235,11 @@ def _iterations(num: int) -> dict[str, Any]:
 
 def _same_prompts(run: Run, whole: Run) -> str:
     """Requests after the resume, and before it by the first of the processes."""
-    mine, theirs, after = run.asked(), whole.asked(), run.iteration_of_resume()
+    mine, theirs, after = (
+        run.rows_by_iteration(),
+        whole.rows_by_iteration(),
+        run.iteration_of_resume(),
+    )
     for n in range(1, ITERATIONS + 1):
         if not (mine[n] == theirs[n] if n > after else mine[n] < theirs[n]):
             return f"iteration {n} asked {mine[n]}, not {theirs[n]}"

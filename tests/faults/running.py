@@ -134,7 +134,7 @@ class Run:
         """The same command again."""
         return self.go("--auto_resume", "true")
 
-    def asked(self) -> dict[int, set[str]]:
+    def rows_by_iteration(self) -> dict[int, set[str]]:
         """The prompts of each iteration, from `samples/`, which the first process writes."""
         found: dict[int, set[str]] = {}
         for path in sorted((self.run / "samples").glob("*.jsonl")):

@@ -1,4 +1,4 @@
-"""One step off: the same as a sequential run of the same schedule, and resumed in the same bits."""
+"""One-step off-policy: equals a sequential run of the same schedule, and resumes bitwise."""
 
 import pytest
 import torch

@@ -178,7 +178,7 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
     first = said(prompt_batch(*"abcd"), length=1, token=9)
     rewards = table([0, 1], [1, 1], [0, 0], [1, 0])
     rollout, rewards, stats = dynamic.replace_zero_variance_groups(first, rewards, 7)
-    # Missing 2, found 2 of 4: ask 4. Then 2 of 8: 8, but 4 at most. Then missing 1, 3 of 12: 4.
+    # Missing 2, found 2 of 4: ask 4. Then 2 of 8: 8, limited to 4. Then missing 1, 3 of 12: 4.
     assert source.counts == [4, 4, 4]
     assert dynamic.rollouter.attempts == [1, 2, 3]
     assert rollout.completion_ids[:, 0].tolist() == [9, 9, 2, 2, 3, 3, 9, 9]

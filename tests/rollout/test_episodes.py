@@ -56,7 +56,7 @@ def test_a_record_becomes_an_episode_with_spans_calls_and_logs():
 PROMPTS = prompt_batch("a", "hello there")
 
 
-def played(environment=None, purpose: Purpose = "train", iteration=0, length=60, **settings):
+def play_episodes(environment=None, purpose: Purpose = "train", iteration=0, length=60, **settings):
     policy = tiny_policy("qwen2")
     episodes = episodes_of(environment or Echo(), **settings)
     rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=length)
@@ -74,7 +74,7 @@ class Seeds(Echo):
 def test_a_group_begins_in_the_same_state_and_each_iteration_in_another():
     Seeds.seen.clear()
     for purpose, iteration in (("train", 0), ("train", 1), ("val", 0), ("val", 1)):
-        played(Seeds(), purpose, iteration)
+        play_episodes(Seeds(), purpose, iteration)
     calls = [Seeds.seen[first : first + 8] for first in range(0, 32, 8)]
     for call in calls:
         assert call[0] == call[3]
@@ -89,9 +89,9 @@ def test_a_group_begins_in_the_same_state_and_each_iteration_in_another():
 
 
 def test_episodes_of_an_evaluation_are_named_by_its_iteration(monkeypatch):
-    """Their journal is of that iteration, so that a run that goes on before it hears the same."""
+    """The response log belongs to that iteration, so a resumed run gets the same responses."""
     starts = []
-    _, rollouter, _ = played(purpose="val", iteration=3)
+    _, rollouter, _ = play_episodes(purpose="val", iteration=3)
     begin = rollouter.episodes.pool.reset
     monkeypatch.setattr(rollouter.episodes.pool, "reset", lambda s: starts.append(s) or begin(s))
     for iteration in (3, 6):
@@ -103,12 +103,12 @@ def test_episodes_of_an_evaluation_are_named_by_its_iteration(monkeypatch):
 
 
 def test_what_reset_adds_is_read_with_the_prompt():
-    policy, _, rollout = played(Echo(opening="?!"))
+    policy, _, rollout = play_episodes(Echo(opening="?!"))
     ids = rollout.prompts.prompt_ids
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     assert texts == ["a?!", "hello there?!"]
     assert [text.removeprefix("<bos>") for text in rollout.prompts.prompts] == texts
-    _, _, plain = played()
+    _, _, plain = play_episodes()
     assert plain.prompts is PROMPTS
 
 
@@ -121,7 +121,7 @@ def test_an_environment_that_begins_differently_in_a_group_is_rejected():
             return str(self.count[0])
 
     with raises_for("one row and seed", "reset"):
-        played(Random())
+        play_episodes(Random())
 
 
 class Failing(Echo):
@@ -131,11 +131,11 @@ class Failing(Echo):
 
 def test_a_run_whose_episodes_fail_is_stopped():
     with pytest.raises(EnvironmentFailure, match="OSError: no net"):
-        played(Failing())
+        play_episodes(Failing())
 
 
 def test_texts_are_of_the_last_turn_and_spoken_tokens_are_counted():
-    policy, rollouter, rollout = played()
+    policy, rollouter, rollout = play_episodes()
     assert rollouter.generated_tokens == int(rollout.loss_mask.sum())
     for row, played_ in enumerate(rollout.episodes):
         ids = rollout.completion_ids[row]
@@ -148,7 +148,7 @@ def test_texts_are_of_the_last_turn_and_spoken_tokens_are_counted():
 
 
 def test_statistics_tell_of_episodes():
-    _, rollouter, rollout = played(Echo(lengths=(3,)))
+    _, rollouter, rollout = play_episodes(Echo(lengths=(3,)))
     stats = rollouter.episode_stats(rollout)
     assert float(stats["env/turns"]) == 3
     total, count = stats["env/reward"].tolist()
@@ -164,7 +164,7 @@ def test_statistics_tell_of_episodes():
 
 
 def test_nothing_that_was_heard_is_learned_but_it_is_read():
-    policy, _, rollout = played()
+    policy, _, rollout = play_episodes()
     learner = learner_of(policy)
     logprobs = learner.old_and_reference_logprobs(rollout)
     training_batch = learner.build_batch(rollout, rewards_of(rollout), logprobs)
@@ -180,7 +180,7 @@ def test_nothing_that_was_heard_is_learned_but_it_is_read():
 
 
 def test_groups_of_other_rollouts_bring_their_episodes():
-    _, rollouter, rollout = played()
+    _, rollouter, rollout = play_episodes()
     fresh = rollouter.generate(PROMPTS, "train", 7)
     mixed = with_groups(rollout, torch.tensor([1]), fresh, torch.tensor([0]))
     assert mixed.episodes == rollout.episodes[:4] + fresh.episodes[:4]
@@ -196,7 +196,7 @@ class Abstains(Echo):
 
 
 def test_a_turn_may_abstain_and_an_episode_may_end_at_once():
-    _, _, rollout = played(Abstains())
+    _, _, rollout = play_episodes(Abstains())
     assert rollout.turn_rewards.isnan().all()
     assert rollout.turn_rewards.shape == (8, 1)
     assert all(each.done for each in rollout.episodes)

@@ -64,7 +64,7 @@ def assert_same_weights(one, other):
 
 
 def all_batches():
-    """Of the first epochs, in order."""
+    """Return the batches of the first epochs, in order."""
 
     class Seen(GRPO):
         def training_step(self, prompts, batch_idx):

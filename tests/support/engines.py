@@ -13,7 +13,7 @@ TEXTS = ("a", "what is 3+4?", "hello", "xy")
 GROUP, LENGTH = 3, 12
 
 
-def ragged(policy):
+def spread_lengths(policy):
     """Many end tokens, so that completions have different lengths."""
     policy.eos_ids = tuple(range(2, 40))
     return policy
@@ -23,8 +23,8 @@ def uniforms_for(prompts, group_size=GROUP, length=LENGTH):
     return draw_uniforms(11, "train", 0, prompts.index, group_size, length)
 
 
-def used(rollout):
-    """The rollout without the columns that nobody used, which static shapes keep."""
+def trim_unused(rollout):
+    """Cut the columns without tokens, which static shapes keep."""
     columns = slice(0, int(rollout.lengths.max()))
     names = ("completion_ids", "completion_mask", "sampler_logprobs")
     parts = {name: getattr(rollout, name)[:, columns] for name in names}
@@ -33,7 +33,7 @@ def used(rollout):
 
 
 def assert_same(one, other, tolerance=1e-5):
-    one, other = used(one), used(other)
+    one, other = trim_unused(one), trim_unused(other)
     assert torch.equal(one.completion_ids, other.completion_ids)
     assert torch.equal(one.completion_mask, other.completion_mask)
     assert torch.equal(one.truncated, other.truncated)
@@ -46,10 +46,10 @@ def steps_counted(policy):
     """The number of rows of each decoding step."""
     rows, step = [], policy.step
 
-    def counted(tokens, state):
+    def count_step(tokens, state):
         rows.append(len(tokens))
         return step(tokens, state)
 
-    policy.step = counted
+    policy.step = count_step
     yield rows
     del policy.step

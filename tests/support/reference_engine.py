@@ -28,7 +28,7 @@ def write_column(
 
 
 def episodes(requests: RolloutRequest) -> Rollout:
-    """Each row by itself: speak until the turn ends, wait for what it hears, and speak on."""
+    """Decode each row separately: generate a turn, wait for the observation, and continue."""
     policy, prompts, listener = requests.policy, requests.prompts, requests.listener
     assert listener is not None
     buffer = CompletionBuffer.empty(requests.uniforms.shape, policy.pad_id, torch.device("cpu"))

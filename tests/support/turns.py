@@ -12,7 +12,7 @@ def episode(calls, said=(), done=True):
 
 
 def rollout(number, rewards, states=None, episodes=None):
-    """One group; `number` is the turn of each token, -1 for what was heard."""
+    """One group; `number` is the turn of each token, -1 for observations."""
     turns = torch.tensor(number, dtype=torch.int16)
     shape = turns.shape
     one = torch.ones(1, 1, dtype=torch.long)

@@ -26,7 +26,7 @@ def requests_of(policy, sampling=None, length=LENGTH, **settings):
     return RolloutRequest(policy, prompts, GROUP, uniforms, sampling or Sampling(), **settings)
 
 
-def played(engine, requests, pool=None, **settings):
+def play_turns(engine, requests, pool=None, **settings):
     return episodes_of(pool or Echo(), **settings).play(engine, requests, KEY)
 
 

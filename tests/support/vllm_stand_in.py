@@ -1,4 +1,4 @@
-"""The routes of a vLLM server in plain Python, behind which our own local engine samples.
+"""The routes of a vLLM server in plain Python, backed by litgrpo's local engine.
 
 `python -m tests.support.vllm_stand_in FOLDER PORT [--keeps] [--dies_after ROWS]` starts one
 as a process.
@@ -86,7 +86,7 @@ class StandIn(ThreadingHTTPServer):
     def pause(self, body, query):
         assert query == {"mode": ["wait"]}
         self.running.clear()
-        with self.lock:  # whoever samples finishes
+        with self.lock:  # the current request finishes first
             return 200, {"status": "paused"}
 
     def resume(self, body, query):
@@ -123,9 +123,9 @@ class StandIn(ThreadingHTTPServer):
             self.asked.append(body)
             if len(self.asked) == self.dies_after:
                 os._exit(9)
-            return 200, self.sampled(body)
+            return 200, self.sample(body)
 
-    def sampled(self, body):
+    def sample(self, body):
         params, prompt = body["sampling_params"], torch.tensor([body["token_ids"]])
         length, temperature = params["max_tokens"], params["temperature"]
         generator = torch.Generator().manual_seed(params["seed"])

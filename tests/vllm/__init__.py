@@ -1,1 +1,1 @@
-"""Tests against a real vLLM server, in an environment of its own; see `.ci/vllm`."""
+"""Tests against a real vLLM server, in a separate environment; see `.ci/vllm`."""

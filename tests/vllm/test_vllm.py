@@ -1,4 +1,4 @@
-"""What `ServerEngine` promises, by a real vLLM server on a CPU."""
+"""`ServerEngine` with a real vLLM server on a CPU."""
 
 import json
 import os

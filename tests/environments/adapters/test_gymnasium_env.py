@@ -34,7 +34,7 @@ class Line:
         self.place += (-1, 1)[action]
         if self.place < 0:
             raise ValueError("left the line")
-        return self.place, float(self.place == 3), self.place == 3, False, {"suffix": "Go on."}
+        return self.place, float(self.place == 3), self.place == 3, False, {"suffix": "Next."}
 
     def close(self):
         self.closed = True
@@ -155,7 +155,7 @@ def test_each_copy_has_a_game_of_its_own_that_is_closed():
             {"factory": Line, "action_names": ["a", "A"]},
             "Line has 2 actions, each with its own name",
         ),
-        ({"factory": Line, "action_names": ["go on", "b"]}, "a name must be one word"),
+        ({"factory": Line, "action_names": ["two words", "b"]}, "a name must be one word"),
         ({"factory": Line, "action_pattern": "("}, "not a regular expression"),
         ({"factory": Line, "action_pattern": "a"}, "put the action in"),
     ],

@@ -13,10 +13,10 @@ from tests.support.engines import (
     LENGTH,
     TEXTS,
     assert_same,
-    ragged,
+    spread_lengths,
     steps_counted,
+    trim_unused,
     uniforms_for,
-    used,
 )
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.reference_engine import ReferenceEngine
@@ -32,18 +32,18 @@ SAMPLINGS = {
 
 @pytest.fixture(params=[LocalEngine(), StaticEngine(prompt_buckets=8)], ids=["local", "static"])
 def engine(request):
-    """What must say the same as the reference engine, whatever else it does."""
+    """Engines whose tokens must equal the reference engine's."""
     return request.param
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_an_engine_says_what_the_reference_engine_says(architecture, engine, name):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     requests = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), SAMPLINGS[name])
     fast, plain = engine.generate(requests), ReferenceEngine().generate(requests)
     assert_same(fast, plain)
     if plain.candidate_ids is not None:
-        pairs = (used(each).candidate_ids.flatten(0, 1).tolist() for each in (fast, plain))
+        pairs = (trim_unused(each).candidate_ids.flatten(0, 1).tolist() for each in (fast, plain))
         assert all(set(one) | {-1} == set(other) | {-1} for one, other in zip(*pairs, strict=True))
     assert len(set(fast.lengths.tolist())) > 1
 
@@ -53,7 +53,7 @@ def test_greedy_completions_equal_those_of_generate(architecture, engine):
     rollout = engine.generate(
         RolloutRequest(policy, prompts, 1, uniforms_for(prompts, 1), Sampling(temperature=0))
     )
-    rollout = used(rollout)
+    rollout = trim_unused(rollout)
     expected = policy.model.generate(
         input_ids=prompts.prompt_ids,
         attention_mask=prompts.prompt_mask.long(),
@@ -65,7 +65,7 @@ def test_greedy_completions_equal_those_of_generate(architecture, engine):
 
 
 def test_completions_do_not_depend_on_the_batch_split(architecture):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     requests = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     whole = LocalEngine().generate(requests)
     for max_rows in (1, 4, 6):
@@ -93,7 +93,7 @@ def test_groups_that_wait_fill_the_places_of_finished_rows(architecture, fused):
 
 
 def test_looking_for_finished_rows_less_often_changes_nothing(architecture, engine):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     requests = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     whole = engine.generate(requests)
     for sync_every_tokens in (3, 100):
@@ -121,7 +121,7 @@ def test_engine_settings_out_of_range_are_refused(setting):
 
 
 def test_completions_do_not_depend_on_padding(architecture, engine):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     wide = prompt_batch(*TEXTS, length=20)
     uniforms = uniforms_for(prompts)
     whole = engine.generate(RolloutRequest(policy, prompts, GROUP, uniforms, Sampling()))
@@ -130,7 +130,7 @@ def test_completions_do_not_depend_on_padding(architecture, engine):
 
 
 def test_completions_do_not_depend_on_when_rows_leave(architecture):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     uniforms = uniforms_for(prompts)
     whole = LocalEngine().generate(RolloutRequest(policy, prompts, GROUP, uniforms, Sampling()))
     for compaction_frac in (1e-9, 2.0):
@@ -148,12 +148,12 @@ def test_a_prompt_alone_says_the_same_as_in_company(architecture, engine):
     alone = prompt_batch(TEXTS[1])
     alone = PromptBatch(alone.prompt_ids, alone.prompt_mask, alone.prompts, {}, torch.tensor([1]))
     single = engine.generate(RolloutRequest(policy, alone, 2, uniforms_for(alone, 2), Sampling()))
-    single = used(single).completion_ids
+    single = trim_unused(single).completion_ids
     assert torch.equal(single, whole.completion_ids[2:4, : single.shape[1]])
 
 
 def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture, engine):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     sampling = Sampling(temperature=0.7)
     rollout = engine.generate(
         RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), sampling)
@@ -165,7 +165,7 @@ def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture, engine
 def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(
     architecture, engine
 ):
-    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy(architecture)), prompt_batch(*TEXTS)
     sampling = Sampling(temperature=0.7, top_k=6, top_p=0.8)
     rollout = engine.generate(
         RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), sampling)
@@ -183,7 +183,7 @@ def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(
 
 
 def test_the_mask_ends_with_the_end_token_once(engine):
-    policy, prompts = ragged(tiny_policy("qwen2")), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy("qwen2")), prompt_batch(*TEXTS)
     rollout = engine.generate(
         RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     )

@@ -1,4 +1,4 @@
-"""What the local engine promises beyond what every engine does (test_engines.py)."""
+"""Guarantees of the local engine beyond those of every engine (test_engines.py)."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.engines import (
     LENGTH,
     TEXTS,
     assert_same,
-    ragged,
+    spread_lengths,
     steps_counted,
     uniforms_for,
 )
@@ -29,7 +29,7 @@ def requests_for(policy, **settings):
     ("own", "asked", "places"), [(None, 6, 6), (6, None, 6), (9, 3, 3), (3, 9, 3), (None, 1, 3)]
 )
 def test_the_lower_of_both_limits_holds_in_whole_groups(own, asked, places):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     whole = LocalEngine().generate(requests_for(policy))
     with steps_counted(policy) as rows:
         found = LocalEngine(max_rows=own).generate(requests_for(policy, max_rows=asked))

@@ -1,4 +1,4 @@
-"""Turns in the local engine: the same tokens as plain passes, whoever answers when."""
+"""Turns in the local engine: tokens equal plain passes, in any order of responses."""
 
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ from tests.support.turns_support import (
     TEXTS,
     assert_same,
     ending,
-    played,
+    play_turns,
     requests_of,
 )
 
@@ -30,11 +30,11 @@ ENGINES = [LocalEngine(), LocalEngine(fused_decode=False), LocalEngine(max_rows=
 def test_turns_are_those_of_plain_passes(architecture, engine):
     policy = ending(tiny_policy(architecture))
     requests = requests_of(policy)
-    expected = played(ReferenceEngine(), requests)
+    expected = play_turns(ReferenceEngine(), requests)
     assert (expected.turns == 2).any()
     assert (expected.completion_mask & ~expected.loss_mask).sum() > 100
     for pool in POOLS:
-        assert_same(played(engine, requests, pool()), expected)
+        assert_same(play_turns(engine, requests, pool()), expected)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_turns_are_those_of_plain_passes(architecture, engine):
 def test_filters_hold_in_every_turn_and_what_is_heard_has_no_candidates(sampling):
     policy = ending(tiny_policy("qwen2"))
     requests = requests_of(policy, sampling)
-    found = played(LocalEngine(), requests, SlowPool(Echo()))
-    assert_same(found, played(ReferenceEngine(), requests))
+    found = play_turns(LocalEngine(), requests, SlowPool(Echo()))
+    assert_same(found, play_turns(ReferenceEngine(), requests))
     if found.candidate_ids is not None:
         heard = found.completion_mask & ~found.loss_mask
         assert (found.candidate_ids[heard] == -1).all()
@@ -53,12 +53,12 @@ def test_filters_hold_in_every_turn_and_what_is_heard_has_no_candidates(sampling
 def test_a_stop_string_ends_a_turn_and_is_not_looked_for_in_what_is_heard():
     policy = tiny_policy("qwen2")
     policy.eos_ids = (2,)
-    first = played(LocalEngine(), requests_of(policy), max_turn_tokens=30)
+    first = play_turns(LocalEngine(), requests_of(policy), max_turn_tokens=30)
     stop = first.episodes[0].assistant_texts[0][5:7]
     stops = StopStrings((stop, "x"), policy.tokenizer, policy.vocab_size)
     requests = requests_of(policy, stops=stops)
-    found = played(LocalEngine(), requests, SlowPool(Echo()), max_turn_tokens=30)
-    assert_same(found, played(ReferenceEngine(), requests, max_turn_tokens=30))
+    found = play_turns(LocalEngine(), requests, SlowPool(Echo()), max_turn_tokens=30)
+    assert_same(found, play_turns(ReferenceEngine(), requests, max_turn_tokens=30))
     turns = found.episodes[0].assistant_texts
     assert turns[0].endswith(stop)
     assert len(turns) > 1
@@ -67,13 +67,13 @@ def test_a_stop_string_ends_a_turn_and_is_not_looked_for_in_what_is_heard():
 def test_a_row_alone_says_the_same_as_in_company():
     policy = ending(tiny_policy("llama"))
     whole = requests_of(policy)
-    together = played(LocalEngine(), whole, SlowPool(Echo(), 4))
+    together = play_turns(LocalEngine(), whole, SlowPool(Echo(), 4))
     for prompt in range(len(TEXTS)):
         rows = slice(prompt * GROUP, prompt * GROUP + GROUP)
         alone = RolloutRequest(
             policy, whole.prompts.select([prompt]), GROUP, whole.uniforms[rows], Sampling()
         )
-        found = played(LocalEngine(), alone)
+        found = play_turns(LocalEngine(), alone)
         used = found.completion_ids.shape[1]
         assert torch.equal(found.completion_ids, together.completion_ids[rows, :used])
         assert torch.equal(found.turns, together.turns[rows, :used])
@@ -84,7 +84,7 @@ def tokens_read(policy, monkeypatch):
     """[how many tokens] a model reads after its prompts."""
     read, step, back = [0], policy.step, RowOffloader.restore
 
-    def stepped(tokens, state):
+    def count_step(tokens, state):
         read[0] += len(tokens)
         return step(tokens, state)
 
@@ -93,7 +93,7 @@ def tokens_read(policy, monkeypatch):
         return back(self, numbers, ids)
 
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "step", stepped)
+        patch.setattr(policy, "step", count_step)
         patch.setattr(RowOffloader, "restore", came_back)
         yield read
 
@@ -102,7 +102,7 @@ def tokens_read(policy, monkeypatch):
 def test_no_token_is_read_twice(pool, monkeypatch):
     policy = ending(tiny_policy("llama"))
     with tokens_read(policy, monkeypatch) as read:
-        found = played(LocalEngine(fused_decode=False), requests_of(policy), pool())
+        found = play_turns(LocalEngine(fused_decode=False), requests_of(policy), pool())
     # The last token of a row is not read at all.
     assert read[0] == int(found.completion_mask.sum()) - len(found.turns)
 
@@ -111,22 +111,24 @@ def test_lower_precision_hears_too():
     policy = ending(tiny_policy("qwen2"))
     for fused in (True, False):
         engine = LocalEngine(dtype="bfloat16", fused_decode=fused)
-        found = played(engine, requests_of(policy), SlowPool(Echo()))
+        found = play_turns(engine, requests_of(policy), SlowPool(Echo()))
         assert found.turns.max() == 2
         assert (found.sampler_logprobs[found.loss_mask] < 0).all()
 
 
 def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
     policy = ending(tiny_policy("qwen2"))
-    one = played(LocalEngine(), requests_of(policy), max_turns=1)
+    one = play_turns(LocalEngine(), requests_of(policy), max_turns=1)
     assert (one.turns <= 0).all()
-    cut = played(LocalEngine(), requests_of(policy), Echo(lengths=(50,)), max_observation_tokens=20)
+    cut = play_turns(
+        LocalEngine(), requests_of(policy), Echo(lengths=(50,)), max_observation_tokens=20
+    )
     heard = cut.episodes[0].spans[1]
     assert heard[1] - heard[0] in (20, 21)  # an end token in front where the turn was cut
     ids = cut.completion_ids[0, heard[1] - 20 : heard[1]].tolist()
     assert policy.tokenizer.decode(ids) == "x" * 8 + " ... " + "x" * 7
     assert cut.episodes[0].observation_tokens_cut == (len(cut.episodes[0].assistant_texts) - 1) * 35
-    short = played(LocalEngine(), requests_of(policy, length=10), Echo(lengths=(50,)))
+    short = play_turns(LocalEngine(), requests_of(policy, length=10), Echo(lengths=(50,)))
     assert short.truncated.all()
     assert (short.turns <= 0).all()
 
@@ -134,11 +136,11 @@ def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
 def test_a_turn_cut_by_its_limit_ends_the_episode_unless_it_is_closed():
     policy = tiny_policy("qwen2")
     policy.eos_ids = (2,)
-    cut = played(LocalEngine(), requests_of(policy), close_truncated_turns=False)
+    cut = play_turns(LocalEngine(), requests_of(policy), close_truncated_turns=False)
     assert cut.truncated.all()
     assert torch.equal(cut.lengths, torch.full_like(cut.lengths, 4))
     assert (cut.turn_rewards == 1).all()  # it is rewarded
-    closed = played(LocalEngine(), requests_of(policy))
+    closed = play_turns(LocalEngine(), requests_of(policy))
     assert (closed.completion_ids[:, 4] == 2).all()
     assert not closed.loss_mask[:, 4].any()
     assert closed.turns.max() == 2

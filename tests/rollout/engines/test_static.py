@@ -1,4 +1,4 @@
-"""What static shapes promise beyond what every engine does (test_engines.py)."""
+"""Guarantees of static shapes beyond those of every engine (test_engines.py)."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.engines import GROUP, TEXTS, assert_same, spread_lengths, uniforms_for
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.packing import SPECIAL, model_of_type
 from tests.support.reference_engine import ReferenceEngine
@@ -61,18 +61,18 @@ def on_static_shapes(monkeypatch):
 
 @pytest.mark.parametrize("model_type", DECODER_ONLY)
 def test_every_known_model_type_says_what_the_reference_engine_says(model_type):
-    policy = ragged(build_policy(model_of_type(model_type), byte_tokenizer()).eval())
+    policy = spread_lengths(build_policy(model_of_type(model_type), byte_tokenizer()).eval())
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_whole_family_of_t5_says_what_the_reference_engine_says(name):
-    policy = ragged(variant(name))
+    policy = spread_lengths(variant(name))
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
 
 
 def test_one_graph_reads_prompts_and_one_serves_every_step_of_every_rollout(architecture, graphs):
-    policy = ragged(tiny_policy(architecture))
+    policy = spread_lengths(tiny_policy(architecture))
     sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9)
     for texts in (TEXTS, TEXTS[::-1], ("b", "ab", "abc", "abcdefghi")):
         rollout = said(policy, ENGINE, sampling, texts)
@@ -89,7 +89,7 @@ def test_one_graph_reads_prompts_and_one_serves_every_step_of_every_rollout(arch
 
 @pytest.mark.slow
 def test_another_bucket_or_sampling_is_another_pair_of_graphs(graphs):
-    policy = ragged(tiny_policy("llama"))
+    policy = spread_lengths(tiny_policy("llama"))
     said(policy, ENGINE)
     said(policy, ENGINE, texts=("a", "b", "c", "twelve bytes"))  # 13 tokens: the same bucket
     assert graphs.frame_count == 2
@@ -101,7 +101,9 @@ def test_another_bucket_or_sampling_is_another_pair_of_graphs(graphs):
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
 def test_adapters_are_traced_too(graphs):
-    policy = ragged(build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4)).eval())
+    policy = spread_lengths(
+        build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4)).eval()
+    )
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -111,7 +113,7 @@ def test_adapters_are_traced_too(graphs):
 
 def test_a_window_below_the_length_is_kept_without_soft_caps():
     sliding = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    policy = ragged(tiny_policy("qwen2", **sliding))
+    policy = spread_lengths(tiny_policy("qwen2", **sliding))
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
 
 
@@ -213,7 +215,7 @@ def test_under_autocast_it_is_near_to_the_policy(architecture):
 def test_where_memory_is_short_groups_decode_one_after_another(sampling, keeps_shapes, request):
     if keeps_shapes:
         request.getfixturevalue("on_static_shapes")
-    policy, prompts = ragged(tiny_policy("gemma2").eval()), prompt_batch(*TEXTS)
+    policy, prompts = spread_lengths(tiny_policy("gemma2").eval()), prompt_batch(*TEXTS)
     whole = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), sampling)
     expected = ENGINE.generate(whole)
     for max_rows in (1, 2 * GROUP, 100 * GROUP):

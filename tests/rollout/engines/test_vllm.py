@@ -24,7 +24,7 @@ from litgrpo.rollout.engines.weight_transfer import FolderTransfer, NcclTransfer
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.engines.two_processes import one_of_two
-from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.engines import GROUP, TEXTS, assert_same, spread_lengths, uniforms_for
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.playing import Echo
 from tests.support.raises import raises_for
@@ -32,7 +32,7 @@ from tests.support.server import requests_for
 from tests.support.training import loader, module, train
 from tests.support.turns_support import TEXTS as EPISODES
 from tests.support.turns_support import assert_same as assert_same_turns
-from tests.support.turns_support import ending, played, requests_of
+from tests.support.turns_support import ending, play_turns, requests_of
 from tests.support.vllm_stand_in import StandIn
 
 GENERATE = "/inference/v1/generate"
@@ -69,7 +69,7 @@ def sync(engine, policy, number=0):
 
 
 def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     found = sync(engine_of(server), policy).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     assert len(set(found.lengths.tolist())) > 1
@@ -77,7 +77,7 @@ def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
 
 
 def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     with StandIn(folder) as other:
         found = sync(engine_of(server, other), policy).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
@@ -88,7 +88,7 @@ def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
 
 
 def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     server.mode = "processed_logprobs"
     engine, asked = engine_of(server, send_uniforms=False), requests_for(policy, Sampling(0.7))
     assert not engine.exact_logprobs
@@ -101,7 +101,7 @@ def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server
 
 
 def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_path):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     engine = engine_of(server, weight_transfer=FolderTransfer(str(tmp_path / "versions")))
     sync(engine, policy)
     with torch.no_grad():
@@ -118,7 +118,9 @@ def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_p
 
 def test_adapters_are_merged_before_they_are_published(server):
     pytest.importorskip("peft")
-    policy = ragged(build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=2)).eval())
+    policy = spread_lengths(
+        build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=2)).eval()
+    )
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             weight.add_(0.3 * ("lora_B" in name))
@@ -128,7 +130,7 @@ def test_adapters_are_merged_before_they_are_published(server):
 
 
 def test_a_server_that_was_started_anew_gets_the_weights_again_and_is_asked_again(server, folder):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     engine = sync(engine_of(server), policy)
     server.policy, server.version = load_policy(str(folder)).eval(), "default"
     found = engine.generate(requests_for(policy))
@@ -145,14 +147,14 @@ def test_a_server_that_keeps_its_weights_is_refused_by_their_version(folder):
 
 
 def test_what_breaks_off_is_asked_again(server):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     server.faults = {GENERATE: [500, 503], "/collective_rpc": [503]}
     found = sync(engine_of(server), policy).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
 
 
 def test_rows_of_an_unavailable_server_go_to_the_other_one(server, folder, caplog):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     with StandIn(folder) as other:
         engine = sync(engine_of(server, other), policy)
     found = engine.generate(requests_for(policy))
@@ -172,7 +174,7 @@ def test_where_no_server_answers_the_run_stops_after_a_while_with_their_addresse
 
 
 def test_a_server_that_comes_back_is_waited_for(folder):
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     with StandIn(folder) as server:
         engine = sync(engine_of(server), policy)
         port = server.server_port
@@ -278,8 +280,8 @@ def test_stop_strings_end_completions_as_with_the_local_engine(server):
 def test_turns_equal_the_local_engine_and_requests_contain_the_whole_row(server):
     policy = ending(tiny_policy("qwen2"))
     asked = requests_of(policy)
-    found = played(sync(engine_of(server), policy), asked, Echo())
-    assert_same_turns(found, played(LocalEngine(), asked, Echo()))
+    found = play_turns(sync(engine_of(server), policy), asked, Echo())
+    assert_same_turns(found, play_turns(LocalEngine(), asked, Echo()))
     lengths = {len(each["token_ids"]) for each in server.asked}
     assert len(lengths) > len(EPISODES)
     row = [*found.prompts.prompt_ids[0][found.prompts.prompt_mask[0]].tolist()]
@@ -337,7 +339,7 @@ def test_rank_0_publishes_and_each_rank_requests_its_own_prompts(server, tmp_pat
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert found[0][:3] == found[1][:3] == (True, server.version, found[0][2])
     assert server.seen.count("/collective_rpc") == 1
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     for rank in range(2):
         prompts = prompt_batch(TEXTS[rank])
         asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
@@ -395,7 +397,7 @@ def gap(policy, rollout):
 
 
 def test_vllm_samples_with_the_last_published_weights_and_sleeps_in_between(vllm):
-    policy, engine = ragged(tiny_policy("qwen2")), ColocatedEngine()
+    policy, engine = spread_lengths(tiny_policy("qwen2")), ColocatedEngine()
     engine.sync_weights(policy, 0)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
     with torch.no_grad():
@@ -413,8 +415,8 @@ def test_rows_with_an_observation_are_sampled_together(vllm):
     policy, engine = ending(tiny_policy("qwen2")), ColocatedEngine(enable_sleep_mode=False)
     engine.sync_weights(policy, 0)
     asked = requests_of(policy)
-    found = played(engine, asked)
-    assert int(found.turns.max()) == int(played(LocalEngine(), asked).turns.max())
+    found = play_turns(engine, asked)
+    assert int(found.turns.max()) == int(play_turns(LocalEngine(), asked).turns.max())
     assert gap(policy, found) < 1e-5
     assert engine.llm.did == ["generate"] * (int(found.turns.max()) + 1)
 

@@ -1,4 +1,4 @@
-"""What one of two processes does with a server; a file of its own, which imports little."""
+"""One of two processes that use a server; a separate file with few imports."""
 
 import torch
 from torch import distributed
@@ -7,14 +7,14 @@ from litgrpo.distributed.collectives import is_distributed
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.support.engines import GROUP, TEXTS, ragged, uniforms_for
+from tests.support.engines import GROUP, TEXTS, spread_lengths, uniforms_for
 from tests.support.models import prompt_batch, tiny_policy
 
 
 def one_of_two(rank, url, file, folder):
-    """Publishes together with another process, and asks for a prompt of its own."""
+    """Publish weights together with another process, and request a separate prompt."""
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    policy = ragged(tiny_policy("qwen2"))
+    policy = spread_lengths(tiny_policy("qwen2"))
     with torch.no_grad():  # what the first process has is what counts
         policy.model.lm_head.weight.mul_(1 + rank)
     engine = ServerEngine([url], send_uniforms=True, timeout_s=20.0)

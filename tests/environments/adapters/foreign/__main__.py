@@ -21,7 +21,7 @@ PACKAGES = {
         ["gymnasium[toy-text,classic-control]"],
         "gymnasium",
         "check_gymnasium.py",
-        "`Text`: FrozenLake, CliffWalking, Taxi, Blackjack; CartPole described; Pendulum refused",
+        "`Text`: FrozenLake, CliffWalking, Taxi, Blackjack; CartPole described; Pendulum rejected",
     ),
     "gem": (
         ["gem-llm"],
@@ -51,7 +51,7 @@ PACKAGES = {
         ["trl==1.16.*", "jmespath"],
         "trl",
         "../test_trl.py",
-        "`Tools`: classes of `environment_factory` and functions of `tools`, by its loop and ours",
+        "`Tools`: classes of `environment_factory` and functions of `tools`, by both loops",
     ),
     "reasoning_gym": (
         ["reasoning-gym==0.1.25"],

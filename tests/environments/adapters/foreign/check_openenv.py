@@ -54,22 +54,22 @@ def url():
     thread.join(20)
 
 
-def played(game):
+def play(game):
     heard = [game.reset({}, 3), game.step("hello"), game.step("stop")]
     game.close()
     return heard
 
 
 def test_a_server_and_a_class_say_the_same(url):
-    here = played(OpenEnv(factory=Echo, action_class=Say, observation_field="text"))
+    here = play(OpenEnv(factory=Echo, action_class=Say, observation_field="text"))
     assert here[0] == "seed 3"
     assert (here[1].observation, here[1].reward, here[1].done) == ("1 hello", 0.5, False)
     assert here[2].done
-    assert played(OpenEnv(url=url, observation_field="text")) == here
+    assert play(OpenEnv(url=url, observation_field="text")) == here
 
 
 def test_sessions_of_a_server_are_apart_and_given_back(url):
-    for _ in range(3):  # four sessions at most
+    for _ in range(3):  # at most four sessions
         games = [OpenEnv(url=url, observation_field="text") for _ in range(2)]
         for game in games:
             game.reset({}, 1)
