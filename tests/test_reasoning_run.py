@@ -38,7 +38,7 @@ def test_supervised_then_grpo_then_an_answer_with_its_reasoning(tmp_path, progra
     supervised, run = tmp_path / "sft", tmp_path / "grpo"
     cpu = ["--trainer.accelerator", "cpu"]
     pairs = {
-        "train": f"{PROBLEMS}supervised?size=80",
+        "train": f"{PROBLEMS}demonstrations?size=80",
         "val_fraction": 0.1,
         "completion_template": "{{ completion }}",
     }
@@ -116,7 +116,7 @@ def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program
         "model": {"class_path": "GRPO", "init_args": settings},
         "data": {
             "class_path": "PairData",
-            "init_args": {"train": f"{PROBLEMS}supervised?size=80", "val_fraction": 0.2},
+            "init_args": {"train": f"{PROBLEMS}demonstrations?size=80", "val_fraction": 0.2},
         },
     }
     recipe.write_text(yaml.safe_dump(content))
@@ -130,7 +130,7 @@ def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program
 def test_rows_are_prompts_times_completions():
     ids = torch.ones(5, 2, dtype=torch.long)
     flags = torch.zeros(5, dtype=torch.bool)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="completion_ids"):
         Rollout(prompt_batch("a", "b"), 3, ids, ids.bool(), -ids.float(), flags, ["x"] * 5)
 
 
