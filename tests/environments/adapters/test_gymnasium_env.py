@@ -74,9 +74,9 @@ def test_the_last_name_or_number_of_a_turn_is_the_action():
     game = line()
     assert game.reset({"prompt": "Walk."}, seed=1) == "\n\n1\nActions: back, on."
     heard = game.step("<think>back</think>Not back: ON!")
-    assert (heard.observation, heard.reward, heard.done) == ("2\nGo on.", 0.0, False)
-    assert game.step("0").observation == "1\nGo on."
-    assert game.step("1.").observation == "2\nGo on."
+    assert (heard.observation, heard.reward, heard.done) == ("2\nNext.", 0.0, False)
+    assert game.step("0").observation == "1\nNext."
+    assert game.step("1.").observation == "2\nNext."
     heard = game.step("on")
     assert (heard.reward, heard.done, heard.calls) == (1.0, True, {"action": (1, 0)})
 
@@ -135,7 +135,7 @@ def test_each_copy_has_a_game_of_its_own_that_is_closed():
     first.step("on")
     second = copy.deepcopy(first)
     second.reset({}, seed=0)
-    assert second.step("on").observation == "1\nGo on."
+    assert second.step("on").observation == "1\nNext."
     played = first._game
     first.close()
     first.close()

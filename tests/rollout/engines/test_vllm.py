@@ -359,7 +359,7 @@ class LLM:
         return [self.one(p["prompt_token_ids"], q) for p, q in zip(prompts, params, strict=True)]
 
     def one(self, ids, params):
-        found = StandIn.sampled(self.behind, {"token_ids": ids, "sampling_params": params})
+        found = StandIn.sample(self.behind, {"token_ids": ids, "sampling_params": params})
         (choice,) = found["choices"]
         logprobs = [
             {each["token_id"]: SimpleNamespace(logprob=each["logprob"])}
