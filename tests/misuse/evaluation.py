@@ -70,6 +70,6 @@ PROBES = [
     Probe(
         "compare of one algorithm",
         f"compare {RECIPE} --algorithms '[plain]' --run_dir here",
-        ("algorithms", "two or more"),
+        ("algorithms", "at least 2"),
     ),
 ]
