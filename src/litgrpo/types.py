@@ -550,11 +550,7 @@ class TrainingBatch:
 
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
-        return _without_none(
-            completion_ids=self.completion_ids,
-            completion_mask=self.completion_mask,
-            candidate_ids=self.candidate_ids,
-            loss_mask=self.loss_mask,
+        return self.tokens.row_fields() | _without_none(
             sampler_logprobs=self.sampler_logprobs,
             advantages=self.advantages,
             loss_weights=self.loss_weights,
