@@ -177,7 +177,7 @@ def gradient(objective: Objective) -> torch.Tensor:
         loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),
-        loss_weights=objective.token_weights(mask, truncated, 8, dtype=torch.float64),
+        loss_weights=objective.loss_weights(mask, truncated, 8, dtype=torch.float64),
     )
     now.requires_grad_()
     objective.loss(TokenLogprobs(now, torch.zeros_like(now)), training_batch).loss.backward()

@@ -9,14 +9,13 @@ import pytest
 import torch
 import yaml
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.advantages import Normalized, check_centered
 from litgrpo.callbacks.completions import format_first_groups
 from litgrpo.callbacks.run_folder import read_saved_config
 from litgrpo.models.loading import load_tokenizer
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.micro_batches import check_centered
 from litgrpo.types import RewardTable, Rollout
 from tests.support.models import prompt_batch, tiny_model
 from tests.support.recipes import CONFIGS, TINY
@@ -141,9 +140,9 @@ def test_rewards_make_whole_groups():
 
 
 def test_advantages_of_a_group_have_mean_zero():
-    check_centered(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), Objective())
+    check_centered(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), Normalized())
     with pytest.raises(RuntimeError):
-        check_centered(torch.tensor([[1.0, -0.5], [0.0, 0.0]]), Objective())
+        check_centered(torch.tensor([[1.0, -0.5], [0.0, 0.0]]), Normalized())
 
 
 def test_the_first_groups_are_told_with_rewards_and_advantages():

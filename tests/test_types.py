@@ -199,7 +199,7 @@ def test_shares_use_counted_components_and_valid_rows():
     )
     assert float(given.stats()["reward/a_share"]) == 1.0
     zero = torch.zeros(1, 3, dtype=torch.float64)
-    gated = replace(given, counted={"a": zero, "b": zero}).stats()
+    gated = replace(given, processed={"a": zero, "b": zero}).stats()
     assert float(gated["reward/a_share"]) == 0.0
     assert float(gated["reward/a"]) == pytest.approx(10 / 3)
 

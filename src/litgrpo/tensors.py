@@ -216,8 +216,8 @@ def length_buckets(
     return buckets
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor from its shards; every rank must take part.
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor from its shards (`DTensor.full_tensor`); every rank must take part.
 
     Norms of sharded gradients are sharded as well.
     """

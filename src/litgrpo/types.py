@@ -3,7 +3,7 @@
 Shape legend, used in every docstring:
 
     B prompts          G completions per prompt   N = B * G rows, row n belongs to prompt n // G
-    P prompt length    C completion length        T = P + C    M rows of a micro-batch
+    P prompt length    C completion length        T = P + C    M rows of a mini- or micro-batch
     V vocabulary       L layers                   H key/value heads    D head size
 
 Prompts are padded on the left, completions on the right. Masks are bool, True marks a real token,
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Metrics to log, by name: a number [], or a sum and the count to divide it by [2]. Sums and counts
+# are added up over micro-batches and ranks before they are divided.
 Stats = dict[str, Tensor]
 
 
@@ -65,8 +67,9 @@ class TokenRows:
         prompt_of: [M] row of `prompt_ids` that each completion continues.
         completion_ids: [M, C] token ids, padded on the right.
         completion_mask: [M, C] True marks a real token.
-        candidate_ids: [M, C, S] ids of the tokens that could be sampled, the candidate set of all
-            distributions, filled with -1; None: every token.
+        candidate_ids: [M, C, S] ids of the tokens that could be sampled, filled with -1. The
+            log-probabilities of sampler, policy and reference are renormalized over these. None:
+            every token.
         loss_mask: [M, C] True marks a token that the policy sampled; None: all real tokens.
 
     Example:
@@ -293,8 +296,7 @@ class Rollout:
     def stats(self) -> Stats:
         """Scalars under `completion/` and `prompt/`, and the entropy at sampling.
 
-        A pair of numbers is a sum and the count to divide it by. If no completion ended, the
-        extremes of the ended ones are infinite.
+        If no completion ended, the extremes of the ended ones are infinite.
         """
         lengths, ended = self.lengths.float(), ~self.truncated
         stats = mean_and_extremes("completion/len", lengths)
@@ -338,11 +340,12 @@ class RewardTable:
     Args:
         components: {name: [B, G]} float64; NaN if a function abstained or failed.
         weights: {name: weight of the component in the total}, same keys as `components`.
-        total: [B, G] float64 weighted sum over the components that are not NaN; 0 if all are.
+        total: [B, G] float64 weighted sum over `processed`, without those that are NaN; 0 if all
+            are.
         valid: [B, G] False if a function failed or all abstained: the row has zero advantage.
         precision: machine epsilon of the coarsest arithmetic in which rewards were computed.
             Relative differences of up to 4 epsilons count as equal.
-        counted: {name: [B, G]} the components after normalization and gates, as they are weighted
+        processed: {name: [B, G]} the components after normalization and gates, which are weighted
             and summed; default: the components themselves.
         metrics: {name to log: number} that reward functions logged themselves.
         extras: {column: {row: value}}, shown next to the samples.
@@ -366,21 +369,21 @@ class RewardTable:
     total: Tensor
     valid: Tensor
     precision: float = torch.finfo(torch.float64).eps
-    counted: dict[str, Tensor] = field(default_factory=dict)
+    processed: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check shapes and keys."""
-        if not self.counted:
-            object.__setattr__(self, "counted", self.components)
-        for name, keys in (("weights", self.weights.keys()), ("counted", self.counted.keys())):
+        if not self.processed:
+            object.__setattr__(self, "processed", self.components)
+        for name, keys in (("weights", self.weights.keys()), ("processed", self.processed.keys())):
             if keys != self.components.keys():
                 raise ValueError(
                     f"{name} has the keys {list(keys)}, expected those of components: "
                     f"{list(self.components)}"
                 )
-        for name, values in [*self.components.items(), *self.counted.items()]:
+        for name, values in [*self.components.items(), *self.processed.items()]:
             _check_shape(name, values, *self.total.shape)
         _check_shape("valid", self.valid, *self.total.shape)
 
@@ -414,7 +417,7 @@ class RewardTable:
         component k is <c_k, c> / <c, c>. Shares add up to 1; a negative share means that the other
         components outweigh this one. The cosine of two components is that of c_k and c_l.
         """
-        centered = {name: self._center(values) for name, values in self.counted.items()}
+        centered = {name: self._center(values) for name, values in self.processed.items()}
         weighted = {name: self.weights[name] * values for name, values in centered.items()}
         total = torch.stack(list(weighted.values())).sum(0)
         tiny = torch.finfo(total.dtype).tiny
@@ -435,11 +438,11 @@ class RewardTable:
         """[B, G] component minus its group mean; 0 for invalid rows and groups of equal rewards."""
         known = self.valid & ~component.isnan()
         values = component.where(known, torch.nan)
-        distance = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        centered = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
         # Equal rewards of limited precision differ from their mean by rounding: treat that as 0.
         largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
         noise = 4 * self.precision * largest
-        return distance.masked_fill(distance.abs().amax(1, keepdim=True) <= noise, 0.0)
+        return centered.masked_fill(centered.abs().amax(1, keepdim=True) <= noise, 0.0)
 
     @staticmethod
     def stat_names(components: Sequence[str]) -> list[str]:
@@ -466,8 +469,9 @@ class RolloutLogprobs:
     """Log-probabilities of a rollout under the old policy and the reference.
 
     Args:
-        old: [N, C] under the policy before the first optimizer step; None: on-policy, the policy
-            has not changed since sampling (ratio 1).
+        old: [N, C] under the policy before the first optimizer step. None: there is one optimizer
+            step per rollout, so the current policy is the old one (ratio 1). A stale or inexact
+            sampler is handled by `Objective.importance_correction`.
         ref: [N, C] under the reference; None without a reference.
 
     Example:
@@ -484,6 +488,8 @@ class RolloutLogprobs:
 class TrainingBatch:
     """A training batch: M completions with per-token advantages and loss weights.
 
+    That of an iteration has M = N rows; it is split into mini-batches and micro-batches.
+
     All log-probabilities are over `candidate_ids`.
 
     Args:
@@ -491,11 +497,12 @@ class TrainingBatch:
             `TokenRows`.
         loss_mask: [M, C] True marks a token that the policy sampled.
         sampler_logprobs: [M, C] log-probability at sampling.
-        advantages: [M, C] advantage of each token.
+        advantages: [M, C] advantage of each token, computed by the estimator
+            `Objective.advantages`.
         loss_weights: [M, C] weight of each token in the loss of its optimizer step, from the loss
             mask and the loss aggregation; exactly 0 for tokens not in the loss.
-        old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
-            on-policy (ratio 1).
+        old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None: the
+            current policy is the old one (ratio 1), see `RolloutLogprobs`.
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
 
     Example:

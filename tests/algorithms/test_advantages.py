@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized
+from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, check_centered
 from litgrpo.algorithms.losses import Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import RewardTable
@@ -206,3 +206,19 @@ def test_the_shortest_completion_is_the_one_with_the_fewest_tokens_of_the_policy
     found = objective.token_advantages(table([[5.0, 2.0, 0.0]]), mask)
 
     assert (found != 0).any(1).tolist() == [True, False, False]
+
+
+def test_advantages_that_do_not_sum_to_zero_in_a_group_raise_an_error():
+    check_centered(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), Normalized())
+    with pytest.raises(
+        RuntimeError, match=r"The advantages of prompt 1 of this batch average 0\.5"
+    ):
+        check_centered(torch.tensor([[1.0, -1.0], [1.0, 0.0]]), Normalized())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gamma"),
+    [(Normalized(baseline="batch"), 1.0), (GFPO(), 1.0), (Normalized(), 0.9)],
+)
+def test_advantages_that_need_not_be_centered_raise_no_error(estimator, gamma):
+    check_centered(torch.tensor([[1.0, 0.0]]), estimator, gamma)

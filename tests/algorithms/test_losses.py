@@ -80,7 +80,7 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
         loss_mask=mask,
         sampler_logprobs=now + rows(-0.2, 0.2),
         advantages=rows(-1.0, 1.0),
-        loss_weights=objective.token_weights(mask, TRUNCATED, 8, dtype=dtype),
+        loss_weights=objective.loss_weights(mask, TRUNCATED, 8, dtype=dtype),
         old_logprobs=now + rows(-0.4, 0.4) if old else None,
         ref_logprobs=now + rows(-0.3, 0.3),
     )
@@ -310,7 +310,7 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
         loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.zeros(2, 3),
-        loss_weights=objective.token_weights(mask, torch.zeros(2, dtype=torch.bool), 3),
+        loss_weights=objective.loss_weights(mask, torch.zeros(2, dtype=torch.bool), 3),
     )
 
     totals = objective.entropy_totals(training_batch.loss_weights, entropy)
@@ -382,8 +382,8 @@ def test_weights_and_advantages_of_rows_with_turns_are_those_of_the_policys_toke
     _, _, insert_tokens = with_turns(objective)
     rewards = torch.tensor([[0.0, 1.0, 2.0], [5.0, 1.0, 1.0]]).double()
     table = RewardTable({"r": rewards}, {"r": 1.0}, rewards, torch.ones(2, 3, dtype=torch.bool))
-    for values in ("token_weights", "token_advantages"):
-        given = (TRUNCATED, 8) if values == "token_weights" else ()
+    for values in ("loss_weights", "token_advantages"):
+        given = (TRUNCATED, 8) if values == "loss_weights" else ()
         results = []
         for training_batch in (plain, insert_tokens):
             first = () if given else (table,)
@@ -488,7 +488,7 @@ ROWS = [
 def test_weights_by_hand(loss_aggregation, expected):
     objective = Objective(loss_aggregation=loss_aggregation)
 
-    weights = objective.token_weights(MASK, UNCUT, max_completion_length=4, dtype=torch.float64)
+    weights = objective.loss_weights(MASK, UNCUT, max_completion_length=4, dtype=torch.float64)
 
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
 
@@ -497,7 +497,7 @@ def test_weights_by_hand(loss_aggregation, expected):
 def test_two_equal_processes_halve_the_weights(loss_aggregation, expected):
     objective = Objective(loss_aggregation=loss_aggregation)
 
-    weights = objective.token_weights(MASK, UNCUT, 4, comm=Twins())
+    weights = objective.loss_weights(MASK, UNCUT, 4, comm=Twins())
 
     torch.testing.assert_close(weights, torch.tensor(expected) / 2)
 
@@ -506,19 +506,19 @@ def test_truncated_rows_lose_their_tokens_but_stay_in_the_number_of_rows():
     cut = torch.tensor([True, False, False])
     per_sequence = Objective(
         mask_truncated_completions=True, loss_aggregation="sequence_mean"
-    ).token_weights(MASK, cut, 4)
+    ).loss_weights(MASK, cut, 4)
     per_token = Objective(
         mask_truncated_completions=True, loss_aggregation=TokenMean()
-    ).token_weights(MASK, cut, 4)
+    ).loss_weights(MASK, cut, 4)
 
     torch.testing.assert_close(per_sequence, torch.tensor([[0, 0, 0], [1 / 3, 0, 0], [0, 0, 0]]))
     torch.testing.assert_close(per_token, torch.tensor([[0.0, 0, 0], [1.0, 0, 0], [0, 0, 0]]))
-    assert Objective().token_weights(MASK, cut, 4)[0, 0] > 0
+    assert Objective().loss_weights(MASK, cut, 4)[0, 0] > 0
 
 
 def test_bnpo_shares_out_the_part_of_each_micro_batch():
     loss_aggregation = MicroBatchTokenMean()
-    weights = Objective(loss_aggregation=loss_aggregation).token_weights(MASK, UNCUT, 4)
+    weights = Objective(loss_aggregation=loss_aggregation).loss_weights(MASK, UNCUT, 4)
 
     # One row of three, two tokens: each counts 1/3 * 1/2.
     torch.testing.assert_close(
@@ -531,7 +531,7 @@ def test_bnpo_shares_out_the_part_of_each_micro_batch():
 
 def test_a_batch_without_tokens_has_no_weight():
     for loss_aggregation, _ in ROWS:
-        weights = Objective(loss_aggregation=loss_aggregation).token_weights(MASK & False, UNCUT, 4)
+        weights = Objective(loss_aggregation=loss_aggregation).loss_weights(MASK & False, UNCUT, 4)
         assert (weights == 0).all()
 
 
@@ -544,7 +544,7 @@ def test_tokens_of_an_environment_have_no_weight_and_are_in_no_denominator(
     mask = torch.cat([MASK[:, :1], said, MASK[:, 1:]], 1)
     expected = torch.tensor(expected, dtype=torch.float64)
 
-    weights = Objective(loss_aggregation=loss_aggregation).token_weights(
+    weights = Objective(loss_aggregation=loss_aggregation).loss_weights(
         mask, UNCUT, 4, dtype=torch.float64
     )
 
@@ -761,7 +761,7 @@ def weights(**kwargs):
     return ImportanceCorrection(**kwargs)(OLD, SAMPLER, SAMPLED)
 
 
-def test_token_weights_by_hand():
+def test_loss_weights_by_hand():
     # Unknown sampler log-probs and padding weigh 1.
     torch.testing.assert_close(weights(max=None), torch.tensor([[4.0, 0.5, 1.0], [1.0, 1.0, 1.0]]))
     torch.testing.assert_close(

@@ -24,7 +24,7 @@ from tests.benchmarks.turns import add_arguments, steps_of_litgrpo
 PARTS: dict[str, tuple[Any, str]] = {
     "rollout": (Rollouter, "generate"),
     "- prompts are read": (Sampler, "prefill"),
-    "- a token of every row": (CausalPolicy, "step"),
+    "- a token of every row": (CausalPolicy, "decode_step"),
     "- tokens are drawn": (Sampler, "draw"),
     "- rows leave": (RowOffloader, "offload"),
     "- rows come back and read": (RowOffloader, "restore"),

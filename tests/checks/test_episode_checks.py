@@ -161,7 +161,7 @@ def kl_of_observations(learner, right, rollout, rewards, logprobs):
 def denominators_of_all_tokens(learner, right, rollout, rewards, logprobs):
     """B7: denominators count tokens that the loss does not."""
     found = right(learner, rollout, rewards, logprobs)
-    weights = learner.objective.token_weights(
+    weights = learner.objective.loss_weights(
         rollout.completion_mask, rollout.truncated, learner.max_completion_length, learner.comm
     )
     return replace(found, loss_weights=weights * rollout.loss_mask)

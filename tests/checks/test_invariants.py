@@ -755,7 +755,7 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
         )
         grpo.configure_model()
         training_batch = training_batch_of(grpo, prompt_batch(*TEXTS))
-        whole = BatchLimits(shared=policy.shares_prompts)
+        whole = BatchLimits(shared=policy.computes_prompts_once)
         expected = invariants.gradient(grpo.learner, training_batch, whole)
         errors = []
         for variation, (limits, changed) in variations.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from litgrpo.distributed import memory
-from litgrpo.distributed.memory import RowLimit, retry_smaller
+from litgrpo.distributed.memory import RowLimit, retry_with_fewer_rows
 
 NEW_PAGES = """
 import resource, torch
@@ -72,8 +72,8 @@ class Memory:
         return f"{self.rows} at once"
 
     def run(self, max_rows=None, least=1):
-        self.limit = RowLimit("engine.max_rows", "buy some", max_rows)
-        return retry_smaller(self.attempt, self.limit, lambda: self.rows, least)
+        self.limit = RowLimit("model.engine.max_rows", "buy some", max_rows)
+        return retry_with_fewer_rows(self.attempt, self.limit, lambda: self.rows, least)
 
 
 ignore_retries = pytest.mark.filterwarnings("ignore:Out of memory with")
@@ -87,7 +87,7 @@ def test_an_attempt_that_fits_is_made_once():
 
 def test_rows_are_halved_until_they_fit_and_each_limit_is_shown():
     available = Memory(3)
-    with pytest.warns(UserWarning, match="engine.max_rows") as warned:
+    with pytest.warns(UserWarning, match="model.engine.max_rows") as warned:
         assert available.run() == "3 at once"
     assert available.limits == [None, 6, 3]
     assert available.limit.max_rows == 3
@@ -138,4 +138,4 @@ def test_tensors_of_the_failed_attempt_are_freed_before_the_next_one():
             raise MemoryError
         return max_rows
 
-    assert retry_smaller(attempt, RowLimit("", ""), lambda: 2) == 1
+    assert retry_with_fewer_rows(attempt, RowLimit("", ""), lambda: 2) == 1

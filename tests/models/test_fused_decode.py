@@ -63,8 +63,8 @@ def tiny_like(policy):
 def test_the_fused_decoder_runs_only_if_enabled(monkeypatch):
     policy, steps = tiny_policy("llama"), []
     assert policy.can_fuse
-    own = FusedDecoder.step
-    monkeypatch.setattr(FusedDecoder, "step", lambda *a: steps.append(1) or own(*a))
+    own = FusedDecoder.decode_step
+    monkeypatch.setattr(FusedDecoder, "decode_step", lambda *a: steps.append(1) or own(*a))
     generate(policy, fused=False)
     assert not steps
     generate(policy, fused=True)

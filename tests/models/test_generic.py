@@ -60,11 +60,11 @@ def test_dropping_rows_does_not_change_the_remaining_ones():
         _, fewer = policy.prefill(batch.prompt_ids, batch.prompt_mask, 2, 3)
         kept = torch.tensor([5, 0, 3])
         fewer.select(kept)
-        expected = policy.step(tokens, whole)[kept]
-        torch.testing.assert_close(policy.step(tokens[kept], fewer), expected)
-        again = policy.step(tokens, whole)[kept[:1]]
+        expected = policy.decode_step(tokens, whole)[kept]
+        torch.testing.assert_close(policy.decode_step(tokens[kept], fewer), expected)
+        again = policy.decode_step(tokens, whole)[kept[:1]]
         fewer.select(torch.tensor([0]))
-        torch.testing.assert_close(policy.step(tokens[kept[:1]], fewer), again)
+        torch.testing.assert_close(policy.decode_step(tokens[kept[:1]], fewer), again)
 
 
 def test_an_incorrect_cache_is_not_used(monkeypatch):

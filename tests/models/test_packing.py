@@ -61,7 +61,7 @@ def test_unknown_models_and_dropout_read_rows_one_by_one():
     off = build_policy(
         tiny_model("qwen2"), byte_tokenizer(), precision=Precision(share_prompts=False)
     )
-    assert not off.shares_prompts
+    assert not off.computes_prompts_once
 
 
 def test_rows_are_packed_only_if_it_saves_tokens():
@@ -244,7 +244,7 @@ def test_packed_adapters_and_their_base_equal_plain_rows(
 @pytest.mark.parametrize("model_type", DECODER_ONLY)
 def test_every_model_type_that_shares_prompts_equals_plain_rows(model_type, fused):
     policy = build_policy(model_of_type(model_type), byte_tokenizer())
-    assert policy.shares_prompts
+    assert policy.computes_prompts_once
     assert_same(*both(policy, rows()))
 
 

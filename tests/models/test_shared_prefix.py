@@ -21,7 +21,7 @@ def feed(policy, state, logits, fed, ids):
     """Feed a token to each of the live rows, which are numbered in `fed`."""
     for row, token in ids.items():
         fed[row].append(token)
-    return policy.step(torch.tensor(list(ids.values())), state)
+    return policy.decode_step(torch.tensor(list(ids.values())), state)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen2", "llama", "gpt2"])

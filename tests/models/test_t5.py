@@ -80,7 +80,7 @@ def test_cross_attention_keys_are_held_once_per_prompt_and_leave_with_its_last_r
     state.select(torch.tensor([8, 1, 11, 9]))
     for layer in state.cross.layers:
         assert layer.keys.shape[:3] == layer.values.shape[:3] == (2, 4, length)
-    logits = policy.step(torch.tensor([70, 71, 72, 73]), state)
+    logits = policy.decode_step(torch.tensor([70, 71, 72, 73]), state)
     plain = policy.dense_logits(
         prompts.prompt_ids[[2, 0, 2, 2]],
         prompts.prompt_mask[[2, 0, 2, 2]],

@@ -136,7 +136,7 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     advantages = _tensor(arrays, case["advantages"])
     rows, length = mask.shape
     uncut = torch.zeros(rows, dtype=torch.bool)
-    weights = chosen.token_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
+    weights = chosen.loss_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
     of_weights, of_bonus = _accumulation_factors(case, mask.sum().clamp(min=1))
     training_batch = TrainingBatch(
         prompt_ids=torch.zeros(rows, 1, dtype=torch.long),

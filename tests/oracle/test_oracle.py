@@ -74,7 +74,7 @@ def test_masks_of_truncated_completions_equal_those_of_trl(number):
         tools = torch.from_numpy(ARRAYS[case["tool_mask_out"]]).bool()
         mask, expected = mask & tools, expected & tools
 
-    counted = objective.token_weights(mask, truncated, max_completion_length=16) > 0
+    counted = objective.loss_weights(mask, truncated, max_completion_length=16) > 0
 
     assert torch.equal(counted, expected)
     assert counted.sum() == case["num_items_in_batch"]

@@ -256,10 +256,10 @@ def test_a_gated_reward_counts_only_where_the_gate_is_open_by_hand() -> None:
     )()
     assert result.total.tolist() == [[1.5, 0], [0, 0]]
     assert result.components["quality"].tolist() == [[0.5, 0.9], [0.7, 0.3]]
-    assert result.counted["quality"][0].tolist() == [0.5, 0]
+    assert result.processed["quality"][0].tolist() == [0.5, 0]
     assert result.valid.tolist() == [[True, True], [True, False]]  # nothing is known of the last
     low = Reward(returning([1, 1, 1, 1]), gate="right", gate_threshold=-1.0)
-    assert shape_rewards(right=right, q=low)().counted["q"][0].tolist() == [1, 1]
+    assert shape_rewards(right=right, q=low)().processed["q"][0].tolist() == [1, 1]
 
 
 def test_a_failed_gate_makes_its_sample_invalid_also_without_weight() -> None:
@@ -280,21 +280,21 @@ def test_a_schedule_moves_the_weight_over_iterations() -> None:
 
 def test_normalization_by_group_and_by_batch_by_hand() -> None:
     # groups (1, 2) and (3, 4): deviations -0.5, 0.5, std sqrt(0.5); batch mean 2.5, std sqrt(5/3)
-    group = shape_rewards(size=Reward(size, normalize="group"))().counted["size"]
+    group = shape_rewards(size=Reward(size, normalize="group"))().processed["size"]
     half = 0.5 / (0.5**0.5 + 1e-4)
     assert group.tolist() == [pytest.approx([-half, half])] * 2
-    batch = shape_rewards(size=Reward(size, normalize="batch"))().counted["size"]
+    batch = shape_rewards(size=Reward(size, normalize="batch"))().processed["size"]
     std = (5 / 3) ** 0.5 + 1e-4
     assert batch.flatten().tolist() == pytest.approx([-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std])
     noise = shape_rewards(x=Reward(returning([0.1 + 0.2, 0.3, 7, 7]), normalize="group"))()
-    assert noise.counted["x"].tolist() == [[0, 0], [0, 0]]
+    assert noise.processed["x"].tolist() == [[0, 0], [0, 0]]
 
 
 def test_only_rewards_behind_open_gates_are_compared() -> None:
     right = Reward(returning([1, 1, 1, 0]))
     result = shape_rewards(right=right, size=Reward(size, gate="right", normalize="group"))()
     half = 0.5 / (0.5**0.5 + 1e-4)
-    assert result.counted["size"].tolist() == [pytest.approx([-half, half]), [0, 0]]
+    assert result.processed["size"].tolist() == [pytest.approx([-half, half]), [0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_bare_functions_count_one_and_are_named_after_themselves():
     for rewards in ({"long": long}, [long]):
         scorer = Scorer(rewards, runner=InProcessRunner())
         assert scorer(["p"] * 2, ["a", "bb"], {}, 2).total.tolist() == [[1.0, 2.0]]
-        assert list(scorer.parts) == ["long"]
+        assert list(scorer.components) == ["long"]
     with pytest.raises(ValueError, match="the same name: long, long"):
         Scorer([long, long])
 

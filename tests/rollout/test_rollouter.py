@@ -99,7 +99,7 @@ def test_short_memory_halves_the_rows_and_changes_no_completion(rollouter, engin
             return super().generate(requests)
 
     rollouter.engine = Small()
-    with pytest.warns(UserWarning, match="engine.max_rows ="):
+    with pytest.warns(UserWarning, match="model.engine.max_rows ="):
         parts = rollouter.generate(prompts, "train")
     assert rollouter.row_limit.max_rows == GROUP  # groups are not divided
     assert torch.equal(parts.completion_ids, whole.completion_ids)

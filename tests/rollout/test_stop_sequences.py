@@ -118,10 +118,10 @@ def test_nothing_is_computed_for_rows_that_have_stopped(engine, monkeypatch):
     letters = {chr(code) for code in range(33, 127)} | {" ", "\n", "\ufffd"}
     policy = tiny_policy("qwen2")
     steps = []
-    step, static_step = type(policy).step, type(policy.static_decoder).step
+    step, static_step = type(policy).decode_step, type(policy.static_decoder).decode_step
     noting = lambda real: lambda *given: (steps.append(1), real(*given))[1]  # noqa: E731
-    monkeypatch.setattr(type(policy), "step", noting(step))
-    monkeypatch.setattr(type(policy.static_decoder), "step", noting(static_step))
+    monkeypatch.setattr(type(policy), "decode_step", noting(step))
+    monkeypatch.setattr(type(policy.static_decoder), "decode_step", noting(static_step))
     rollout = rollout_of(engine, Sampling(stop=tuple(letters)))
     assert rollout.lengths.max() <= 6
     assert len(steps) <= 6

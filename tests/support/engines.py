@@ -44,12 +44,12 @@ def assert_same(one, other, tolerance=1e-5):
 @contextmanager
 def steps_counted(policy):
     """The number of rows of each decoding step."""
-    rows, step = [], policy.step
+    rows, step = [], policy.decode_step
 
     def count_step(tokens, state):
         rows.append(len(tokens))
         return step(tokens, state)
 
-    policy.step = count_step
+    policy.decode_step = count_step
     yield rows
-    del policy.step
+    del policy.decode_step

@@ -50,7 +50,9 @@ class Gradients(GRPO):
             moved = 0.3 * torch.sin(1.7 * training_batch.completion_ids)
             old = training_batch.sampler_logprobs + moved
             self.name = name
-            self.learner.step(replace(training_batch, old_logprobs=old), self.stepper)
+            self.learner.take_optimizer_step(
+                replace(training_batch, old_logprobs=old), self.stepper
+            )
         if self.global_rank == 0:
             torch.save(self.found, self.file)
         self.iteration += 1

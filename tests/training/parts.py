@@ -86,5 +86,5 @@ def gradient_of(learner: Learner, training_batch: TrainingBatch) -> torch.Tensor
     """The gradient of one optimizer step on these rows, as the optimizer sees it."""
     stepper = recording(learner.policy)
     learner.policy.train()
-    learner.step(training_batch, stepper)
+    learner.take_optimizer_step(training_batch, stepper)
     return stepper.optimizer.seen[0]

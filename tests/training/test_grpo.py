@@ -405,7 +405,7 @@ def test_oom_halves_the_rollout_and_keeps_the_completions():
     prompts = prompt_batch(*"abcdefgh")
     whole = sample_rollout(module(), prompts)
     grpo = module(engine=TightEngine())
-    with pytest.warns(UserWarning, match="engine.max_rows = 8"):
+    with pytest.warns(UserWarning, match="model.engine.max_rows = 8"):
         halved = sample_rollout(grpo, prompts)
     assert grpo.rollouter.row_limit.max_rows == 8
     assert torch.equal(whole.completion_ids, halved.completion_ids)
@@ -419,8 +419,8 @@ def test_lower_limits_are_part_of_the_checkpoint(tmp_path):
         check_invariants=False,
     )
     with (
-        pytest.warns(UserWarning, match="update.micro_batch_size = 2"),
-        pytest.warns(UserWarning, match="engine.max_rows = 8"),
+        pytest.warns(UserWarning, match="model.update.micro_batch_size = 2"),
+        pytest.warns(UserWarning, match="model.engine.max_rows = 8"),
     ):
         train(first, batches(*"abcd")).save_checkpoint(tmp_path / "a.ckpt")
     again = module(max_iterations=2, update=UpdateConfig(micro_batch_size=4))

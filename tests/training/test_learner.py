@@ -10,7 +10,11 @@ from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.iteration_metrics import Totals, average_over_ranks, completion_advantages
+from litgrpo.training.iteration_metrics import (
+    SumsAndCounts,
+    average_over_ranks,
+    completion_advantages,
+)
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.steppers import PlainStepper
 from litgrpo.training.update_config import UpdateConfig
@@ -126,20 +130,22 @@ def test_the_gradient_is_clipped_and_its_norm_is_that_before():
     norm = float(gradient_of(learner, training_batch).norm())
     clipped = replace(learner, config=replace(ONE_PASS, max_grad_norm=norm / 2))
     stepper = recording(learner.policy)
-    report = clipped.step(training_batch, stepper)
+    report = clipped.take_optimizer_step(training_batch, stepper)
     assert float(stepper.optimizer.seen[0].norm()) == pytest.approx(norm / 2, rel=1e-4)
     assert report.sums["optim/grad_norm"].tolist() == pytest.approx([norm, 1.0], rel=1e-5)
 
 
 def test_two_processes_that_hold_the_same_have_the_gradient_of_one():
     learner, training_batch = build_case("qwen2", Objective())
-    alone = learner.step(training_batch, recording(learner.policy)).sums["policy/loss"]
+    alone = learner.take_optimizer_step(training_batch, recording(learner.policy)).sums[
+        "policy/loss"
+    ]
     expected = gradient_of(learner, training_batch)
     # Their weights are half as large; gradients are averaged, so each has its own twice.
     twins = replace(learner, comm=Twins())
     halved = replace(training_batch, loss_weights=training_batch.loss_weights / 2)
     assert difference(gradient_of(twins, halved), expected) < 1e-6
-    both = twins.step(halved, recording(learner.policy)).sums["policy/loss"]
+    both = twins.take_optimizer_step(halved, recording(learner.policy)).sums["policy/loss"]
     torch.testing.assert_close(both, alone)
 
 
@@ -270,7 +276,7 @@ def test_a_bad_number_of_the_rollout_is_named(field, name):
     values = getattr(training_batch, field).clone()
     values[5, 0] = torch.nan
     stepper = recording(learner.policy)
-    report = learner.step(replace(training_batch, **{field: values}), stepper)
+    report = learner.take_optimizer_step(replace(training_batch, **{field: values}), stepper)
     assert report.skipped == {5: name}
     assert stepper.optimizer.seen == [None]
 
@@ -282,7 +288,7 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
 
     learner, training_batch = build_case("qwen2", Objective())
     stepper = recording(learner.policy)
-    report = replace(learner, comm=Other()).step(training_batch, stepper)
+    report = replace(learner, comm=Other()).take_optimizer_step(training_batch, stepper)
     assert report.skipped == {}
     assert stepper.optimizer.seen == [None]
 
@@ -294,7 +300,7 @@ def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
     learner, training_batch = build_case("qwen2", Objective())
     whole = gradient_of(learner, training_batch)
     tight, _ = build_case("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
-    said = "update.micro_batch_size = 2"
+    said = "model.update.micro_batch_size = 2"
     with pytest.warns(UserWarning, match=said):
         found = gradient_of(tight, training_batch)
     assert difference(found, whole) < 1e-6
@@ -310,14 +316,14 @@ def test_memory_too_short_for_one_row_says_what_to_do():
             raise torch.OutOfMemoryError("out of memory")
 
     learner, training_batch = build_case("qwen2", TooTight())
-    message = "update.micro_batch_size.*gradient_checkpointing"
+    message = "model.update.micro_batch_size.*gradient_checkpointing"
     with pytest.raises(RuntimeError, match=message):
         gradient_of(learner, training_batch)
 
 
 def test_several_processes_repeat_their_step_together():
     learner, training_batch = build_case("qwen2", Tight())
-    with pytest.warns(UserWarning, match="update.micro_batch_size"):
+    with pytest.warns(UserWarning, match="model.update.micro_batch_size"):
         gradient_of(replace(learner, comm=Twins()), training_batch)
 
 
@@ -335,7 +341,7 @@ def test_short_memory_before_the_update_changes_no_number():
         return ask(rows, **how)
 
     other.policy.logprobs = tight
-    with pytest.warns(UserWarning, match="update.micro_batch_size"):
+    with pytest.warns(UserWarning, match="model.update.micro_batch_size"):
         found = learner.old_and_reference_logprobs(rollout).ref
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert learner.row_limit.max_rows == 2
@@ -385,7 +391,7 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
         return replace(new, logprobs=new.logprobs + shift, entropy=new.entropy + shift)
 
     expected = gradient_of(learner, training_batch)
-    report = learner.step(training_batch, recording(learner.policy))
+    report = learner.take_optimizer_step(training_batch, recording(learner.policy))
     learner.policy.logprobs = strange
     other_values = {
         field: getattr(training_batch, field).masked_fill(said, -2.5)
@@ -395,7 +401,7 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     strange_batch = replace(training_batch, **other_values)
     assert torch.equal(gradient_of(learner, strange_batch), expected)
     assert sum(moved) > 0
-    again = learner.step(strange_batch, recording(learner.policy))
+    again = learner.take_optimizer_step(strange_batch, recording(learner.policy))
     assert again.sums.keys() == report.sums.keys()
     for key, value in report.sums.items():
         assert torch.equal(again.sums[key], value), key
@@ -409,7 +415,7 @@ def pair(total, count):
 
 
 def test_an_average_counts_tokens_and_not_micro_batches():
-    totals = Totals()
+    totals = SumsAndCounts()
     totals.add({"kl": pair(10, 1)})
     totals.add({"kl": pair(2, 3)})
     assert totals.averages(SingleProcess(), CPU)["kl"] == 3  # 12 / 4, no mean of 10 and 2 / 3
@@ -418,7 +424,7 @@ def test_an_average_counts_tokens_and_not_micro_batches():
 def test_an_average_over_processes_weighs_each_by_what_it_counted():
     def process(total, count):
         def mean(comm):
-            totals = Totals()
+            totals = SumsAndCounts()
             totals.add({"kl": pair(total, count)})
             return totals.averages(comm, CPU)["kl"]
 
@@ -428,7 +434,7 @@ def test_an_average_over_processes_weighs_each_by_what_it_counted():
 
 
 def test_nothing_counted_is_zero_and_no_division_by_zero():
-    totals = Totals()
+    totals = SumsAndCounts()
     totals.add({"clip": pair(0, 0)})
     assert totals.averages(SingleProcess(), CPU)["clip"] == 0
 

@@ -1,13 +1,10 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.advantages import GFPO, Normalized
-from litgrpo.algorithms.losses import Objective
 from litgrpo.models.kernels import linear as linears
 from litgrpo.training.micro_batches import (
     BatchLimits,
     RaggedBatches,
-    check_centered,
     mini_batches,
     rows_with_gradient,
 )
@@ -94,23 +91,3 @@ def test_rows_without_advantage_or_weight_are_left_out_but_never_all():
         2,
     ]
     assert rows_with_gradient(training_batch([0.0, 0.0, 0.0, 0.0])).tolist() == [0]
-
-
-def test_advantages_that_do_not_sum_to_zero_in_a_group_are_refused():
-    check_centered(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), Objective())
-    with pytest.raises(
-        RuntimeError, match=r"The advantages of prompt 1 of this batch average 0\.5"
-    ):
-        check_centered(torch.tensor([[1.0, -1.0], [1.0, 0.0]]), Objective())
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        Objective(advantages=Normalized(baseline="batch")),
-        Objective(advantages=GFPO()),
-        Objective(gamma=0.9),
-    ],
-)
-def test_advantages_that_need_not_be_centered_are_let_through(objective):
-    check_centered(torch.tensor([[1.0, 0.0]]), objective)

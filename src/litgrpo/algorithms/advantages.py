@@ -52,9 +52,10 @@ class Groups:
         return replace(self, values=rewards.double().where(usable, torch.nan))
 
     def group_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, G] distance from the group's mean, [B, 1] its standard deviation, [B, 1] n - 1.
+        """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
 
-        The distance is exactly 0 if the rewards of a group differ only by rounding.
+        The deviation r - mean is exactly 0 if the rewards of a group differ only by rounding.
+        n - 1 are the degrees of freedom of n valid rewards, at least 1.
         """
         values, missing = self.values, self.values.isnan()
         largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
@@ -62,12 +63,13 @@ class Groups:
         low = values.masked_fill(missing, torch.inf).amin(1, keepdim=True)
         # Rounding noise divided by its own standard deviation would be an advantage of order 1.
         equal = high - low <= 4 * self.table.precision * largest
-        distance = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
-        others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
-        return distance, (distance.square().nansum(1, keepdim=True) / others).sqrt(), others
+        deviation = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
+        degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
+        std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
+        return deviation, std, degrees_of_freedom
 
     def batch_statistics(self) -> tuple[Tensor, Tensor]:
-        """[B, G] distance from the mean of all processes' rewards, [] their standard deviation."""
+        """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation."""
         count = self.comm.sum((~self.values.isnan()).sum().double())
         mean = self.comm.sum(self.values.nansum()) / count.clamp(min=1)
         squares = self.comm.sum((self.values - mean).square().nansum())
@@ -141,27 +143,27 @@ class Normalized(Advantages):
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] (r - baseline) / scale."""
-        from_group, std, others = groups.group_statistics()
+        deviation, std, degrees_of_freedom = groups.group_statistics()
         match self.baseline:
             case "group":
-                distance = from_group
+                centered = deviation
             case "others":
                 # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
-                distance = from_group * (others + 1) / others
+                centered = deviation * (degrees_of_freedom + 1) / degrees_of_freedom
             case "batch":
-                distance = groups.batch_statistics()[0]
+                centered = groups.batch_statistics()[0]
             case "none":
-                distance = groups.values
+                centered = groups.values
         match self.scale:
             case "group":
-                return distance / (std + self.eps)
+                return centered / (std + self.eps)
             case "batch":
-                return distance / (groups.batch_statistics()[1] + self.eps)
+                return centered / (groups.batch_statistics()[1] + self.eps)
             case "mean":
                 mean = groups.values.nanmean(1, keepdim=True)
-                return distance / mean.abs().clamp(min=self.eps)
+                return centered / mean.abs().clamp(min=self.eps)
             case "none":
-                return distance
+                return centered
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,9 @@ class GDPO(Advantages):
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] weighted sums of normalized rewards over their standard deviation in the batch."""
         table, total = groups.table, torch.zeros_like(groups.values)
-        for name, component in table.counted.items():
-            distance, std, _ = groups.with_rewards(component, table.valid).group_statistics()
-            total = total + table.weights[name] * (distance / (std + self.eps)).nan_to_num(0.0)
+        for name, component in table.processed.items():
+            deviation, std, _ = groups.with_rewards(component, table.valid).group_statistics()
+            total = total + table.weights[name] * (deviation / (std + self.eps)).nan_to_num(0.0)
         # Every component sums to 0 in each group, so the mean over the batch is 0 already.
         _, std = groups.with_rewards(total, ~groups.values.isnan()).batch_statistics()
         return total / (std + self.eps)
@@ -222,3 +224,30 @@ class GFPO(Advantages):
         if self.normalize_kept_only:
             groups = groups.with_rewards(rewards, kept)
         return self.advantages.estimate(groups).masked_fill(~kept, 0.0)
+
+
+def check_centered(
+    values: Tensor, estimator: Advantages, gamma: float = 1.0, tolerance: float = 1e-4
+) -> None:
+    """Check that advantages with a group baseline sum to zero in every group.
+
+    Args:
+        values: [B, G] advantage of each completion.
+        estimator: computed them; without a group baseline, or with a filter, advantages need not be
+            centered.
+        gamma: discount per token, see `Objective`; below 1, advantages need not be centered.
+        tolerance: largest mean of a group, in units of its largest advantage or 1.
+
+    Raises:
+        RuntimeError: a group's advantages do not sum to zero.
+    """
+    by_group = isinstance(estimator, Normalized | GDPO)
+    if not (by_group and estimator.needs_group and gamma == 1):
+        return
+    off = values.mean(1).abs() / values.abs().amax(1).clamp(min=1)
+    if bool((off > tolerance).any()):
+        worst = int(off.argmax())
+        raise RuntimeError(
+            f"The advantages of prompt {worst} of this batch average {float(off[worst]):.3g} "
+            f"instead of 0: {values[worst].tolist()}. Rewards and completions are misaligned."
+        )

@@ -4,7 +4,7 @@ An algorithm is a combination of these choices, not a class: `configs/algorithms
 override for each published algorithm, and docs/algorithm.md a table of them.
 
 A loss is never a mean over a micro-batch. Each token gets a weight that is computed once for all
-rows of an optimizer step (`Objective.token_weights`), and the loss is the weighted sum over tokens.
+rows of an optimizer step (`Objective.loss_weights`), and the loss is the weighted sum over tokens.
 So the gradient does not depend on how the step is split into micro-batches and processes.
 """
 
@@ -447,8 +447,8 @@ class ImportanceCorrection:
 
         An unknown (NaN) sampler log-probability gets the weight 1.
         """
-        # u = p_old / p_sampler corrects for tokens sampled from another distribution:
-        # E_sampler[u f] = E_old[f]. Truncation trades a little bias for bounded variance.
+        # rho = p_old / p_sampler corrects for tokens sampled from another distribution:
+        # E_sampler[rho f] = E_old[f]. Truncation trades a little bias for bounded variance.
         gap = (old_logprobs - sampler_logprobs).masked_fill(~mask, 0.0).nan_to_num(0.0)
         impossible = safe_exp(gap.amin(1, keepdim=True)) < self.token_min
         if self.level != "token":
@@ -494,7 +494,8 @@ class Objective:
     """The training objective. The default is GRPO with a token mean and without a KL penalty.
 
     Args:
-        advantages: advantage estimator.
+        advantages: advantage estimator; `token_advantages` applies it, and its result is
+            `TrainingBatch.advantages`.
         importance_sampling_level: ratio of the policy to the one before the update per `token`, or
             per `sequence` (GSPO).
         surrogate: loss of one token.
@@ -604,7 +605,7 @@ class Objective:
         discounted = torch.where(mask, values * self.gamma ** remaining.double(), 0.0)
         return discounted.to(device, torch.float32)
 
-    def token_weights(
+    def loss_weights(
         self,
         loss_mask: Tensor,
         truncated: Tensor,
@@ -612,11 +613,11 @@ class Objective:
         comm: Comm = ALONE,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """[N, C] weight of every token of an optimizer step; exactly 0 for tokens not in the loss.
+        """[M, C] weight of every token of an optimizer step; exactly 0 for tokens not in the loss.
 
         Args:
-            loss_mask: [N, C] True marks a generated token.
-            truncated: [N] True if the length limit stopped the completion.
+            loss_mask: [M, C] True marks a generated token.
+            truncated: [M] True if the length limit stopped the completion.
             max_completion_length: that limit, in tokens.
             comm: of the ranks that share the step.
             dtype: of the weights.
@@ -656,7 +657,8 @@ class Objective:
 
         Args:
             new: [M, C] current log-probabilities and entropies, with gradient.
-            batch: M completions; without `old_logprobs` the policy has not changed since sampling.
+            batch: M completions; without `old_logprobs` the current policy is the old one: there is
+                one optimizer step per rollout.
             totals: of the step, for the entropy bonus and mask; None if these are all its
                 rows.
         """

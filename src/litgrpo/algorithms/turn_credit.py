@@ -113,7 +113,7 @@ def _turn_rewards(rollout: Rollout, table: RewardTable) -> Tensor:
     if ENVIRONMENT_REWARD not in table.weights:
         return torch.zeros_like(earned)
     episode_rewards = earned.sum(1).view_as(table.total)
-    unmodified = table.counted[ENVIRONMENT_REWARD].isclose(episode_rewards)
+    unmodified = table.processed[ENVIRONMENT_REWARD].isclose(episode_rewards)
     return torch.where(unmodified.view(-1, 1), table.weights[ENVIRONMENT_REWARD] * earned, 0.0)
 
 
@@ -217,7 +217,7 @@ class TurnAdvantages(Advantages):
 
 
 def _normalize(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Tensor:
-    """Distance from the mean of the known values, in their standard deviations; per group.
+    """Deviation from the mean of the known values, in their standard deviations; per group.
 
     Args:
         groups: for the precision of rewards.
@@ -226,8 +226,8 @@ def _normalize(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Ten
         eps: added to the standard deviation.
     """
     chosen = values.where(known, torch.nan).flatten(1)
-    distance, std, _ = replace(groups, values=chosen).group_statistics()
-    return (distance / (std + eps)).nan_to_num(0.0).view_as(values)
+    deviation, std, _ = replace(groups, values=chosen).group_statistics()
+    return (deviation / (std + eps)).nan_to_num(0.0).view_as(values)
 
 
 @dataclass(frozen=True)
@@ -351,8 +351,8 @@ class ReBN(TurnAdvantages):
     def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
         """[B, G, K] normalized returns."""
         chosen = turns.returns(self.gamma).where(known, torch.nan).flatten(1)
-        distance, std = replace(groups, values=chosen).batch_statistics()
-        return (distance / (std + self.eps)).view_as(turns.rewards)
+        deviation, std = replace(groups, values=chosen).batch_statistics()
+        return (deviation / (std + self.eps)).view_as(turns.rewards)
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,7 @@ def episode_errors(dry: DryRun, rollout: Rollout) -> dict[Invariant, float]:
     learner, rewards = dry.learner, dry.rewards(rollout)
 
     def gradient_of(learner: Learner, batch: TrainingBatch) -> list[Tensor]:
-        return gradient(learner, batch, BatchLimits(shared=learner.policy.shares_prompts))
+        return gradient(learner, batch, BatchLimits(shared=learner.policy.computes_prompts_once))
 
     def cut(text: str) -> str:
         stops, include = dry.rollouter.stop_strings, dry.rollouter.sampling
@@ -521,7 +521,7 @@ def split_error(learner: Learner, batch: TrainingBatch) -> float:
     """
     weight = torch.arange(len(batch), device=batch.advantages.device)[:, None] % 3
     batch = replace(batch, advantages=(1 + weight) * batch.loss_mask.float())
-    shared = learner.policy.shares_prompts
+    shared = learner.policy.computes_prompts_once
     at_once = gradient(learner, batch, BatchLimits(shared=shared))
     one_by_one = gradient(learner, batch, BatchLimits(max_rows=1, shared=shared))
     off = sum(float((a - b).square().sum()) for a, b in zip(at_once, one_by_one, strict=True))

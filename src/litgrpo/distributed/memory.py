@@ -16,7 +16,8 @@ import torch
 from litgrpo.distributed.collectives import Comm
 
 Result = TypeVar("Result")
-# Attempt(max_rows) -> result. It starts from the beginning each time it is called.
+# Attempt(max_rows) -> result: a computation with at most `max_rows` rows at once (None: no limit).
+# It can be called again after it ran out of memory, and then starts from the beginning.
 Attempt = Callable[[int | None], Result]
 
 # Messages of allocators that raise a plain RuntimeError: two of the CPU, one of XLA's compiler.
@@ -34,13 +35,13 @@ class RowLimit:
     sums are rounded.
 
     Args:
-        setting: option that sets the same limit, for messages.
+        setting: full key of the option that sets the same limit, for messages.
         remedy: what to change if even the smallest number of rows does not fit.
         max_rows: current limit; None: no limit.
 
     Example:
-        >>> RowLimit("engine.max_rows", "lower model.max_completion_length", max_rows=16)
-        RowLimit(setting='engine.max_rows', remedy='lower model.max_completion_length', max_rows=16)
+        >>> RowLimit("model.engine.max_rows", "lower model.group_size", max_rows=16)
+        RowLimit(setting='model.engine.max_rows', remedy='lower model.group_size', max_rows=16)
     """
 
     setting: str
@@ -52,7 +53,7 @@ class OutOfMemoryElsewhere(MemoryError):
     """Another rank ran out of memory; this rank has to repeat the pass with it."""
 
 
-def retry_smaller(
+def retry_with_fewer_rows(
     attempt: Attempt[Result], limit: RowLimit, rows_in_use: Callable[[], int], least: int = 1
 ) -> Result:
     """Return the result of an attempt, halving the number of rows until it fits into memory.
@@ -109,8 +110,8 @@ def repeat_on_all_ranks(
 ) -> Attempt[Result]:
     """Wrap an attempt so that all ranks repeat it if one of them runs out of memory.
 
-    The rank that failed raises its error, and `retry_smaller` calls it again with a lower limit;
-    the others repeat with the limit that they have.
+    The rank that failed raises its error, and `retry_with_fewer_rows` calls it again with a lower
+    limit; the others repeat with the limit that they have.
 
     Args:
         attempt: calls no collective after the first pass that needs much memory, unless
@@ -133,8 +134,9 @@ def repeat_on_all_ranks(
                 if not repeatable:
                     raise RuntimeError(
                         "Out of memory on one rank, in a pass of sharded weights that ranks "
-                        "cannot repeat: lower update.micro_batch_size or "
-                        "update.micro_batch_tokens, or set model.precision.gradient_checkpointing."
+                        "cannot repeat: lower model.update.micro_batch_size or "
+                        "model.update.micro_batch_tokens, or set "
+                        "model.precision.gradient_checkpointing."
                     ) from error
                 check_other_ranks(comm, out_of_memory=True)
                 raise

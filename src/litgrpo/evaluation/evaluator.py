@@ -208,7 +208,7 @@ class Evaluator:
     """
 
     def __init__(self, settings: Evaluation, scorer: Scorer) -> None:
-        names = list(scorer.parts)
+        names = list(scorer.components)
         self.settings = settings
         self.scorer = scorer
         self.success_reward = names[0]
@@ -242,7 +242,7 @@ class Evaluator:
         self.device, self.metrics = device, {}
         settings = self.settings
         for name in names:
-            self.metrics[name] = SetMetrics(settings, list(self.scorer.parts), device)
+            self.metrics[name] = SetMetrics(settings, list(self.scorer.components), device)
             # A metric has state, so each set needs a copy.
             settings = replace(settings, corpus_metrics=copy.deepcopy(settings.corpus_metrics))
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from litgrpo.distributed.device import to_host
 from litgrpo.distributed.messages import rank, rank_zero_info
-from litgrpo.tensors import whole
+from litgrpo.tensors import full_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -192,7 +192,7 @@ def save_adapter(adapted: Any, folder: str | Path) -> None:
     # Some 4-bit layers have strings in their state dict. Of sharded weights only the trained ones
     # are gathered; PEFT does not write the others.
     state = {
-        name: whole(value) if name in trained else value
+        name: full_tensor(value) if name in trained else value
         for name, value in adapted.state_dict().items()
         if torch.is_tensor(value) and (name in trained or not isinstance(value, DTensor))
     }

@@ -56,8 +56,8 @@ class CausalPolicy(Policy):
     _decoder: FusedDecoder | None = None  # set within `decoding` if it supports the model
 
     @property
-    def shares_prompts(self) -> bool:
-        """See `Policy.shares_prompts`."""
+    def computes_prompts_once(self) -> bool:
+        """See `Policy.computes_prompts_once`."""
         return self.share_prompts and not self.static_shapes and self._can_share
 
     @cached_property
@@ -99,7 +99,7 @@ class CausalPolicy(Policy):
             self._decoder = self._build_fused_decoder()
             try:
                 state = self.prefill(ids[:, :3], mask[:, :3], 1, 2)[1]
-                logits = [self.step(ids[:, column], state) for column in (3, 4)]
+                logits = [self.decode_step(ids[:, column], state) for column in (3, 4)]
             finally:
                 self._decoder = None
             expected = self.dense_logits(ids[:, :3], mask[:, :3], ids[:, 3:])[:, 1:]
@@ -151,7 +151,7 @@ class CausalPolicy(Policy):
 
     def hidden(self, rows: TokenRows) -> Tensor:
         """Compute each prompt once if that saves tokens, else padded rows; see `Policy.hidden`."""
-        if self.shares_prompts and sharing_pays(rows):
+        if self.computes_prompts_once and sharing_pays(rows):
             return self._compute_packed(Packing.of_groups(rows))
         prompt_mask = rows.prompt_mask[rows.prompt_of]
         ids = torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1)
@@ -202,15 +202,15 @@ class CausalPolicy(Policy):
         state.can_join = True
         return self.head(output.last_hidden_state[:, -1]), state
 
-    def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """See `Policy.step`."""
+    def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
+        """See `Policy.decode_step`."""
         assert isinstance(state, SharedPrefixCache)
         if self._decoder is not None:
             device = self.model.device.type
             if not torch.is_autocast_enabled(device):
-                return self._decoder.step(tokens, state)
+                return self._decoder.decode_step(tokens, state)
             with torch.autocast(device, enabled=False):  # it casts to its own precision
-                return self._decoder.step(tokens, state)
+                return self._decoder.decode_step(tokens, state)
         model = self.bare_model
         with use_attention(model, SHARED_PREFIX):
             output = model.base_model(
@@ -254,6 +254,6 @@ class CausalPolicy(Policy):
 
     def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
         """Compute packed rows if that saves tokens; see `Policy.target_hidden_states`."""
-        if self.shares_prompts and mask.numel() >= MIN_SAVING * int(mask.sum()):
+        if self.computes_prompts_once and mask.numel() >= MIN_SAVING * int(mask.sum()):
             return self._compute_packed(Packing.of_rows(ids, mask, target_mask))
         return predicting(self._compute_rows(ids, mask), target_mask)

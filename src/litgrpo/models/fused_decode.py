@@ -272,7 +272,7 @@ class FusedDecoder:
         return torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
+    def decode_step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
         """Feed one token to every live row.
 
         Args:

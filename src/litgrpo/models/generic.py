@@ -188,8 +188,8 @@ class GenericPolicy(Policy):
         slots = (slot_of[:, None] * group_size + copies).flatten()
         return first, GenericDecodeState(parts, part_of.repeat_interleave(group_size), slots)
 
-    def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """See `Policy.step`."""
+    def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
+        """See `Policy.decode_step`."""
         assert isinstance(state, GenericDecodeState)
         return state.feed(tokens)
 
@@ -336,7 +336,7 @@ def _largest_error(policy: Policy) -> float:
             kept = mask[live, column + 1].nonzero().squeeze(1)
             state.select(kept)
             live = live[kept]
-            logits = policy.step(tokens[kept], state)
+            logits = policy.decode_step(tokens[kept], state)
     return float(torch.stack(errors).nan_to_num(torch.inf).max())
 
 

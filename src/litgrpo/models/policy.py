@@ -45,12 +45,12 @@ class Policy(nn.Module, ABC):
         ...         prompt.input_ids, prompt.attention_mask.bool(), group_size=2, capacity=8
         ...     )
         ...     tokens = logits.argmax(-1).repeat_interleave(2)  # both rows of the group
-        ...     policy.step(tokens, state).shape == (2, policy.vocab_size)
+        ...     policy.decode_step(tokens, state).shape == (2, policy.vocab_size)
         True
     """
 
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
-    share_prompts = True  # `precision.share_prompts`; see also the property `shares_prompts`
+    share_prompts = True  # `precision.share_prompts`; in effect: `computes_prompts_once`
     selective_recompute = True  # `precision.selective_recompute`
     autocast_dtype: torch.dtype | None = None  # `precision.autocast_dtype`
     linear_kernels = linears.LinearKernels()
@@ -115,7 +115,7 @@ class Policy(nn.Module, ABC):
         return self.static_decoder_class(self)
 
     @property
-    def shares_prompts(self) -> bool:
+    def computes_prompts_once(self) -> bool:
         """True if `logprobs` computes a prompt once for all of its completions."""
         return False
 
@@ -172,7 +172,7 @@ class Policy(nn.Module, ABC):
         """
 
     @abstractmethod
-    def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
+    def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """Feed one token to every live row.
 
         Args:

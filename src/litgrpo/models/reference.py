@@ -23,7 +23,7 @@ class Reference(nn.Module, ABC):
     """
 
     @property
-    def shares_prompts(self) -> bool:
+    def computes_prompts_once(self) -> bool:
         """True if a prompt is computed once for all of its completions; see `Policy`."""
         return False
 
@@ -55,9 +55,9 @@ class FrozenReference(Reference):
         self.policy = policy.requires_grad_(False).eval()
 
     @property
-    def shares_prompts(self) -> bool:
-        """See `Reference.shares_prompts`."""
-        return self.policy.shares_prompts
+    def computes_prompts_once(self) -> bool:
+        """See `Reference.computes_prompts_once`."""
+        return self.policy.computes_prompts_once
 
     def train(self, mode: bool = True) -> FrozenReference:
         """Stay in eval mode."""
@@ -103,9 +103,9 @@ class BaseModelReference(Reference):
         self._policy = (policy,)
 
     @property
-    def shares_prompts(self) -> bool:
-        """See `Reference.shares_prompts`."""
-        return self._policy[0].shares_prompts
+    def computes_prompts_once(self) -> bool:
+        """See `Reference.computes_prompts_once`."""
+        return self._policy[0].computes_prompts_once
 
     @torch.no_grad()
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:

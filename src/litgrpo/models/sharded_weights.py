@@ -28,7 +28,7 @@ from litgrpo.models.kernels.linear import LinearKernels
 from litgrpo.models.policy import Policy
 from litgrpo.models.transformers_compat import find_unsplit_modules
 from litgrpo.models.weights import choose_attention, choose_auto_class
-from litgrpo.tensors import whole
+from litgrpo.tensors import full_tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 5 * 2**30
 WRAPPED, BASE = "base_model.model.", ".base_layer."  # inserted into names by PEFT
 ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 # Methods that compute with a policy's weights; each gathers those outside of the layers.
-ENTRIES = ("logprobs", "target_hidden_states", "dense_logits", "prefill", "step")
+ENTRIES = ("logprobs", "target_hidden_states", "dense_logits", "prefill", "decode_step")
 
 
 # --- sharding a policy ---
@@ -322,4 +322,4 @@ def gather_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Every rank must iterate and receives every tensor.
     """
     for name, tensor in collect_weights(model, None).items():
-        yield name, whole(tensor)
+        yield name, full_tensor(tensor)

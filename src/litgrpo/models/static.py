@@ -405,7 +405,7 @@ class StaticDecoder(ABC):
         """
 
     @abstractmethod
-    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+    def decode_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
         """Feed one token to every row; the same graph serves every step.
 
         Args:
@@ -478,8 +478,8 @@ class CausalStaticDecoder(StaticDecoder):
         logits = self.policy.head(output.last_hidden_state[:, -1])
         return repeat_for_group(logits, group_size), prompts.make_state(group_size, capacity)
 
-    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """See `StaticDecoder.step`."""
+    def decode_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """See `StaticDecoder.decode_step`."""
         rows = StaticRows(state)
         output = self.policy.bare_model.base_model(
             input_ids=tokens[:, None],

@@ -229,10 +229,10 @@ class Seq2SeqStaticDecoder(StaticDecoder):
             )
             prompts.update(keys, values, number)
         start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.policy.start_id)
-        return self.step(start, prompts.make_state(group_size, capacity))
+        return self.decode_step(start, prompts.make_state(group_size, capacity))
 
-    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """See `StaticDecoder.step`."""
+    def decode_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """See `StaticDecoder.decode_step`."""
         rows = StaticSeq2SeqRows(state)
         output = self.policy.decoder(
             input_ids=tokens[:, None],
@@ -294,7 +294,7 @@ class Seq2SeqPolicy(Policy):
         self.output_scale = config.d_model**-0.5 if scaled else 1.0
 
     @property
-    def shares_prompts(self) -> bool:
+    def computes_prompts_once(self) -> bool:
         """True unless shapes are static: a grid of rows per prompt depends on the rows."""
         return not self.static_shapes
 
@@ -367,8 +367,8 @@ class Seq2SeqPolicy(Policy):
         state = SharedEncoderCache(started, encoded, prompt_mask, group_size, capacity)
         return self.head(output.last_hidden_state[:, -1]), state
 
-    def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """See `Policy.step`."""
+    def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
+        """See `Policy.decode_step`."""
         assert isinstance(state, SharedEncoderCache)
         output = self.decoder(
             input_ids=tokens[:, None],

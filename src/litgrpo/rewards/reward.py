@@ -106,7 +106,7 @@ Normalize = Literal["none", "group", "batch"]
 
 @dataclass
 class Reward:
-    """One component of the reward: a function, its weight and its shaping.
+    """One component of the reward: a function, its weight, its normalization and its gate.
 
     Args:
         function: a function `f(prompts, completions, **columns) -> list[float | None]` or its
@@ -120,7 +120,7 @@ class Reward:
         gate: name of another reward, without which this one counts nothing (`quality` only where
             `correct`).
         gate_threshold: the gate is open where that reward is at least this.
-        normalize: compare the reward before it is weighted: `group` gives its distance from the
+        normalize: compare the reward before it is weighted: `group` gives its deviation from the
             mean of the prompt's completions in standard deviations, `batch` from that of all
             completions of this process.
         schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
@@ -128,7 +128,7 @@ class Reward:
     Example:
         >>> correct = Reward("litgrpo.rewards.correctness", weight=0.8)
         >>> style = Reward("litgrpo.rewards.quality", weight=0.2, gate="correct")
-        >>> correct.is_shaped, style.is_shaped
+        >>> correct.is_normalized_or_gated, style.is_normalized_or_gated
         (False, True)
     """
 
@@ -141,33 +141,35 @@ class Reward:
     schedule: dict[int, float] = field(default_factory=dict)
 
     @property
-    def is_shaped(self) -> bool:
+    def is_normalized_or_gated(self) -> bool:
         """True if it is gated or normalized before it is weighted."""
         return self.gate is not None or self.normalize != "none"
 
 
-def name_rewards(parts: Any) -> dict[str, Reward]:
+def name_rewards(rewards: Any) -> dict[str, Reward]:
     """Name the rewards: a bare function has weight 1; alone or in a list its name is used.
 
     Example:
         >>> name_rewards([len])["len"].weight, list(name_rewards(len))
         (1.0, ['len'])
     """
-    parts = [parts] if callable(parts) else parts
+    rewards = [rewards] if callable(rewards) else rewards
     require(
-        isinstance(parts, Mapping | list | tuple),
-        f"rewards is {parts!r:.80}; give {{name: function}}, a list of functions, or one function",
+        isinstance(rewards, Mapping | list | tuple),
+        f"rewards is {rewards!r:.80}; give {{name: function}}, a list of functions, or one"
+        " function",
     )
-    if isinstance(parts, Sequence):
-        names = [_name_of(each) for each in parts]
+    if isinstance(rewards, Sequence):
+        names = [_name_of(each) for each in rewards]
         require(
             len(set(names)) == len(names),
             f"rewards: several functions of a list have the same name: {', '.join(names)}; give"
             " {name: function}",
         )
-        parts = dict(zip(names, parts, strict=True))
+        rewards = dict(zip(names, rewards, strict=True))
     return {
-        name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
+        name: reward if isinstance(reward, Reward) else Reward(reward)
+        for name, reward in rewards.items()
     }
 
 
@@ -177,23 +179,23 @@ def _name_of(function: Callable[..., Any]) -> str:
     return str(named.__name__)
 
 
-def _check_weight(name: str, part: Reward) -> None:
-    number = isinstance(part.weight, int | float) and not isinstance(part.weight, bool)
+def _check_weight(name: str, reward: Reward) -> None:
+    number = isinstance(reward.weight, int | float) and not isinstance(reward.weight, bool)
     require(
-        number and isfinite(part.weight),
-        f"the weight of reward '{name}' must be a finite number, got {part.weight!r}",
+        number and isfinite(reward.weight),
+        f"the weight of reward '{name}' must be a finite number, got {reward.weight!r}",
     )
 
 
-def _check_shaping(name: str, part: Reward, names: Sequence[str]) -> None:
-    others = [other for other in names if other != name]
+def _check_shaping(name: str, reward: Reward, names: Sequence[str]) -> None:
+    gate, others = reward.gate, [other for other in names if other != name]
     require(
-        part.gate is None or part.gate in others,
-        f"the gate of reward '{name}' is {part.gate!r}{did_you_mean(str(part.gate), others)}; it"
+        gate is None or gate in others,
+        f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), others)}; it"
         f" must name another reward: {', '.join(others) or 'there is none'}",
     )
-    one_of(f"normalize of reward '{name}'", part.normalize, get_args(Normalize))
-    for iteration, factor in part.schedule.items():
+    one_of(f"normalize of reward '{name}'", reward.normalize, get_args(Normalize))
+    for iteration, factor in reward.schedule.items():
         require(
             isinstance(iteration, int) and iteration >= 0 and isfinite(factor),
             f"the schedule of reward '{name}' must map iterations to factors, such as"
@@ -210,10 +212,10 @@ def _check_names(names: Sequence[str]) -> None:
         )
 
 
-def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, object]) -> None:
-    for one, other in combinations(parts, 2):
+def _check_duplicates(rewards: Mapping[str, Reward], functions: Mapping[str, object]) -> None:
+    for one, other in combinations(rewards, 2):
         require(
-            functions[one] is not functions[other] or parts[one].kwargs != parts[other].kwargs,
+            functions[one] is not functions[other] or rewards[one].kwargs != rewards[other].kwargs,
             f"rewards '{one}' and '{other}' are the same function with the same kwargs;"
             " keep one and add their weights",
         )
@@ -228,24 +230,24 @@ def missing_columns_error(name: str, missing: Sequence[str], columns: Iterable[s
     )
 
 
-def resolve_functions(parts: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
+def resolve_functions(rewards: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
     """Check the rewards against each other, and return {name: function}.
 
     Raises:
         ValueError: there are none, a function is not found, or a setting is not allowed.
     """
-    require(bool(parts), "there are no rewards; give at least one under `rewards`")
-    for name, part in parts.items():
-        _check_weight(name, part)
-        _check_shaping(name, part, list(parts))
-    given = {name: part.function or OWN.get(name, "") for name, part in parts.items()}
+    require(bool(rewards), "there are no rewards; give at least one under `rewards`")
+    for name, reward in rewards.items():
+        _check_weight(name, reward)
+        _check_shaping(name, reward, list(rewards))
+    given = {name: reward.function or OWN.get(name, "") for name, reward in rewards.items()}
     for name, function in given.items():
         require(bool(function), f"reward '{name}' has no function; name one: function: my.reward")
     functions = {
-        name: resolve_function(name, given[name], part.kwargs) for name, part in parts.items()
+        name: resolve_function(name, given[name], reward.kwargs) for name, reward in rewards.items()
     }
-    _check_names(list(parts))
-    _check_duplicates(parts, functions)
-    counts = any(part.weight for part in parts.values())
-    require(counts, f"every reward has weight 0: {', '.join(parts)}")
+    _check_names(list(rewards))
+    _check_duplicates(rewards, functions)
+    counts = any(reward.weight for reward in rewards.values())
+    require(counts, f"every reward has weight 0: {', '.join(rewards)}")
     return functions

@@ -31,7 +31,7 @@ EPS = 1e-4
 
 
 def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
-    """Distance from the mean, in standard deviations.
+    """Deviation from the mean, in standard deviations.
 
     Numbers that are equal but for rounding get exactly 0.
 
@@ -48,15 +48,15 @@ def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
     compared = values if how == "group" else values.reshape(1, -1)
     # (x - mean) / (std + eps), with n - 1 in the standard deviation
     missing = compared.isnan()
-    distance = compared - compared.nanmean(1, keepdim=True)
-    others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
-    std = (distance.square().nansum(1, keepdim=True) / others).sqrt()
+    deviation = compared - compared.nanmean(1, keepdim=True)
+    degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
+    std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
     high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
     low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
     largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
     # Rounding errors would be blown up by a standard deviation that is one itself.
     equal = high - low <= 4 * precision * largest
-    result = torch.where(equal & ~missing, 0.0, distance / (std + EPS))
+    result = torch.where(equal & ~missing, 0.0, deviation / (std + EPS))
     return result.view(values.shape)
 
 
@@ -100,19 +100,22 @@ def schedule_factor(schedule: Mapping[int, float], iteration: int) -> float:
     return low + (high - low) * (iteration - start) / max(1, end - start)
 
 
-def shape(part: Reward, name: str, parts: Mapping[str, Tensor], precision: float) -> Tensor:
-    """[B, G] a part as it is weighted.
+def normalize_and_gate(
+    name: str, values: Mapping[str, Tensor], rewards: Mapping[str, Reward], precision: float
+) -> Tensor:
+    """Return a component [B, G] as it is weighted: compared with others, and 0 behind its gate.
 
     Args:
-        part: its settings.
-        name: its name.
-        parts: {name: [B, G]} all of them.
-        precision: machine epsilon of the arithmetic that it came in.
+        name: of the component.
+        values: {name: [B, G]} what the function of each component returned.
+        rewards: {name: options of each component}.
+        precision: machine epsilon of the arithmetic that computed the component.
     """
-    if part.gate is None:
-        return normalize(parts[name], part.normalize, precision)
-    gate = parts[part.gate]
-    return apply_gate(parts[name], gate, part.gate_threshold, part.normalize, precision)
+    reward = rewards[name]
+    if reward.gate is None:
+        return normalize(values[name], reward.normalize, precision)
+    gate = values[reward.gate]
+    return apply_gate(values[name], gate, reward.gate_threshold, reward.normalize, precision)
 
 
 OF_EPISODES = ("messages", "turns", "turn_rewards")
@@ -141,13 +144,13 @@ def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
     failed = torch.tensor([bool(each.failed) for each in rollout.episodes])
     failed = failed.view_as(rewards.valid)
 
-    def mask(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: part.masked_fill(failed, torch.nan) for name, part in parts.items()}
+    def mask(components: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: each.masked_fill(failed, torch.nan) for name, each in components.items()}
 
     return replace(
         rewards,
         components=mask(rewards.components),
-        counted=mask(rewards.counted),
+        processed=mask(rewards.processed),
         total=rewards.total.masked_fill(failed, 0.0),
         valid=rewards.valid & ~failed,
     )
@@ -165,8 +168,8 @@ class Scorer:
     the scores of the workers, and passes all of them to `combine`.
 
     Args:
-        parts: {name: Reward}; names appear in logs as `reward/<name>`. A bare function counts 1;
-            functions in a list are named after themselves.
+        components: {name: Reward}; names appear in logs as `reward/<name>`. A bare function has
+            weight 1; functions in a list are named after themselves.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
         runner: how the functions are run; default is `ProcessRunner()`.
@@ -183,25 +186,24 @@ class Scorer:
 
     def __init__(
         self,
-        parts: Mapping[str, Reward],
+        components: Mapping[str, Reward],
         reward_format: RewardFormat = "text",
         runner: RewardRunner | None = None,
         max_iterations: int | None = None,
     ) -> None:
         one_of("reward_format", reward_format, get_args(RewardFormat))
-        self.parts = name_rewards(parts)
+        self.components = name_rewards(components)
         self.max_iterations = max_iterations
-        self.functions = resolve_functions(self.parts)
+        self.functions = resolve_functions(self.components)
         self.background = background_judges(self.functions)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
-        self.shaped = [name for name, part in self.parts.items() if part.is_shaped]
-        self.weights = {name: float(part.weight) for name, part in self.parts.items()}
+        self.weights = {name: float(each.weight) for name, each in self.components.items()}
 
     @property
     def failures(self) -> dict[str, dict[str, int]]:
-        """{part: {reason: rows that failed for it so far}}."""
+        """{component: {reason: rows that failed for it so far}}."""
         return {name: dict(counts) for name, counts in self.runner.failures.items()}
 
     def close(self) -> None:
@@ -298,7 +300,7 @@ class Scorer:
         added = (*OF_ROLLOUT, *(OF_EPISODES if episodes else ()))
         given = ("prompts", *columns, "completions", *added)
         rows: dict[str, list[Any]] = {name: [] for name in given}
-        for name in self.parts:
+        for name in self.components:
             self._call(name, rows, {"group_size": 0, "trainer_state": None})
 
     def _start(
@@ -327,7 +329,9 @@ class Scorer:
             rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
         context = {"group_size": group_size, **context}
         places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
-        calls = [replace(self._call(name, rows, context), places=places) for name in self.parts]
+        calls = [
+            replace(self._call(name, rows, context), places=places) for name in self.components
+        ]
         # 1. A remote judge sends its requests from a thread of this process.
         for call in calls:
             if call.name in self.background:
@@ -339,7 +343,7 @@ class Scorer:
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
-        function, kwargs = self.functions[name], self.parts[name].kwargs
+        function, kwargs = self.functions[name], self.components[name].kwargs
         named, takes_all = self.asks[name]
         known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
@@ -362,38 +366,39 @@ class Scorer:
         `GRPO.scorer_class` names that.
 
         Args:
-            results: the scores of each part.
+            results: the scores of each component.
             group_size: G.
             iteration: finished iterations, for schedules.
         """
-        scores = dict(zip(self.parts, results, strict=True))
+        scores = dict(zip(self.components, results, strict=True))
         values = {
-            name: torch.tensor(part.values, dtype=torch.float64).view(-1, group_size)
-            for name, part in scores.items()
+            name: torch.tensor(each.values, dtype=torch.float64).view(-1, group_size)
+            for name, each in scores.items()
         }
         weights = self.weights | {
-            name: self.weights[name] * schedule_factor(part.schedule, iteration)
-            for name, part in self.parts.items()
-            if part.schedule
+            name: self.weights[name] * schedule_factor(each.schedule, iteration)
+            for name, each in self.components.items()
+            if each.schedule
         }
-        counted = values | {
-            name: shape(self.parts[name], name, values, scores[name].precision)
-            for name in self.shaped
+        processed = values | {
+            name: normalize_and_gate(name, values, self.components, scores[name].precision)
+            for name, each in self.components.items()
+            if each.is_normalized_or_gated
         }
         total = torch.zeros_like(next(iter(values.values())))
         answered = torch.zeros_like(total, dtype=torch.bool)
         failed = answered.clone()
-        # Weights, not scheduled weights, decide what counts: a part whose schedule is at 0 now
-        # masks the same rows as before.
+        # Weights, not scheduled weights, decide which components count: one whose schedule is at 0
+        # now masks the same rows as before.
         counting = [name for name, weight in self.weights.items() if weight]
         for name in counting:
-            total += weights[name] * counted[name].nan_to_num(0.0)
-            answered |= ~counted[name].isnan()
-        gates = [gate for name in counting if (gate := self.parts[name].gate) is not None]
+            total += weights[name] * processed[name].nan_to_num(0.0)
+            answered |= ~processed[name].isnan()
+        gates = [gate for name in counting if (gate := self.components[name].gate) is not None]
         for name in {*counting, *gates}:
             failed.view(-1)[list(scores[name].failures)] = True
         precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
-        table = RewardTable(values, weights, total, answered & ~failed, precision, counted)
+        table = RewardTable(values, weights, total, answered & ~failed, precision, processed)
         return replace(table, metrics=self._metrics(results), extras=extras_of(results))
 
     def _metrics(self, results: Sequence[Scores]) -> dict[str, float]:
@@ -402,7 +407,7 @@ class Scorer:
         for scores in results:
             for name, numbers in scores.metrics.items():
                 noted.setdefault(name, []).extend(numbers)
-        taken = noted.keys() & set(RewardTable.stat_names(list(self.parts)))
+        taken = noted.keys() & set(RewardTable.stat_names(list(self.components)))
         if taken:
             name = min(taken)
             raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")

@@ -29,10 +29,10 @@ class Generator(Protocol):
     seed: int
     engine: RolloutEngine
 
-    def build_request(self, prompts: PromptBatch, stream: RolloutKey) -> RolloutRequest:
+    def build_request(self, prompts: PromptBatch, key: RolloutKey) -> RolloutRequest:
         """Build the engine's request for a rollout."""
 
-    def sample(self, request: RolloutRequest, stream: RolloutKey) -> Rollout:
+    def sample(self, request: RolloutRequest, key: RolloutKey) -> Rollout:
         """Generate the tokens of a rollout."""
 
 
@@ -66,39 +66,40 @@ class Prefetch:
 
     next_prompts: Callable[[], PromptBatch]
     pending: PendingRollout | None = field(default=None, init=False)
-    # The rollout that training uses now: a signal may drop its iteration, which then repeats.
-    in_use: PendingRollout | None = field(default=None, init=False)
+    # The rollout that the current iteration trains on. A signal may drop this iteration; it then
+    # repeats with the same rollout, which the checkpoint holds.
+    current: PendingRollout | None = field(default=None, init=False)
 
-    def exchange(
-        self, rollouter: Generator, request: RolloutRequest, stream: RolloutKey
+    def take_and_start_next(
+        self, rollouter: Generator, request: RolloutRequest, key: RolloutKey
     ) -> tuple[Rollout, int]:
-        """Return the rollout of this iteration and its version, and start the next one.
+        """Return the rollout of this iteration and its weight version, and start the next one.
 
         Args:
             rollouter: generates.
             request: of this iteration.
-            stream: random numbers of this iteration.
+            key: of this iteration's rollout.
         """
         if self.pending is None:
-            rollout, version = rollouter.sample(request, stream), stream.iteration
-            self.in_use = None
+            rollout, version = rollouter.sample(request, key), key.iteration
+            self.current = None
         else:
-            self.in_use, self.pending = self.pending, None
-            rollout, version = _take(self.in_use, request, stream), self.in_use.version
-        self._start(rollouter, stream.iteration)
+            self.current, self.pending = self.pending, None
+            rollout, version = _take(self.current, request, key), self.current.version
+        self._start(rollouter, key.iteration)
         return rollout, version
 
     def _start(self, rollouter: Generator, iteration: int) -> None:
         prompts = self.next_prompts()
-        stream = RolloutKey(rollouter.seed, "train", iteration + 1, 0)
-        request = rollouter.build_request(prompts, stream)
+        key = RolloutKey(rollouter.seed, "train", iteration + 1, 0)
+        request = rollouter.build_request(prompts, key)
         future: Future[Rollout] = Future()
         if rollouter.engine.samples_elsewhere:
             threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-prefetch")
-            future = threads.submit(rollouter.sample, request, stream)
+            future = threads.submit(rollouter.sample, request, key)
             threads.shutdown(wait=False)
         else:
-            future.set_result(rollouter.sample(request, stream))
+            future.set_result(rollouter.sample(request, key))
         self.pending = PendingRollout(iteration + 1, iteration, prompts.index.cpu(), future)
 
     def wait(self) -> None:
@@ -119,7 +120,7 @@ class Prefetch:
             iteration: that resumes from the checkpoint.
         """
         self.wait()
-        candidates = [each for each in (self.pending, self.in_use) if each is not None]
+        candidates = [each for each in (self.pending, self.current) if each is not None]
         pending = next((each for each in candidates if each.iteration == iteration), None)
         if pending is None:
             return None
@@ -145,17 +146,17 @@ class Prefetch:
             self.pending = PendingRollout(*numbers, future)
 
 
-def _take(pending: PendingRollout, request: RolloutRequest, stream: RolloutKey) -> Rollout:
+def _take(pending: PendingRollout, request: RolloutRequest, key: RolloutKey) -> Rollout:
     """Return the rollout of a request, which was generated before.
 
     Raises:
         ValueError: it was generated for other prompts.
     """
     index = request.prompts.index.cpu()
-    if pending.iteration != stream.iteration or not bool(torch.isin(index, pending.index).all()):
+    if pending.iteration != key.iteration or not bool(torch.isin(index, pending.index).all()):
         raise ValueError(
             f"The rollout that was generated ahead is for iteration {pending.iteration} and other "
-            f"prompts than those of iteration {stream.iteration}: the data have changed."
+            f"prompts than those of iteration {key.iteration}: the data have changed."
         )
     rollout, device = pending.future.result(), request.prompts.prompt_ids.device
     if not torch.equal(pending.index, index):  # a checkpoint holds the prompts of all ranks

@@ -1,4 +1,8 @@
-"""Dynamic sampling (DAPO): replace zero-variance groups by groups of other prompts."""
+"""Dynamic sampling (DAPO): replace zero-variance groups by groups of other prompts.
+
+A group is informative if it has a gradient: the rewards of its completions differ, or its turns
+have advantages. All others are zero-variance groups.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +47,8 @@ def groups_with_variance(rewards: RewardTable) -> Tensor:
     """Return [B] True for groups whose rewards differ by more than rounding."""
     lengths = torch.zeros_like(rewards.total)
     groups = Groups.from_table(rewards, lengths, SingleProcess())
-    distance = groups.group_statistics()[0]
-    return (distance.nan_to_num(0.0) != 0).any(1)
+    deviation = groups.group_statistics()[0]
+    return (deviation.nan_to_num(0.0) != 0).any(1)
 
 
 def groups_with_turn_advantages(
@@ -73,9 +77,9 @@ def groups_with_turn_advantages(
 class DynamicSampling:
     """Replaces zero-variance groups, which have no gradient, by groups of other prompts.
 
-    Each attempt samples as many prompts as should suffice at the fraction of useful groups so far,
-    at most B. Groups that are still missing after the last attempt stay as they are; they count in
-    the denominators of the token weights.
+    Each attempt samples as many prompts as should suffice at the fraction of informative groups so
+    far, at most B. Groups that are still missing after the last attempt stay as they are; they
+    count in the denominators of the loss weights.
 
     Args:
         rollouter: generates.
@@ -85,8 +89,8 @@ class DynamicSampling:
         comm: collectives of the ranks, which make equally many attempts.
         static_shapes: sample B prompts in each attempt, since XLA compiles each other number.
         prompt_source: yields extra prompts; set by `connect`.
-        credit: turn-level advantages, by which groups of equal totals may be useful; None: only
-            totals count.
+        credit: turn-level advantages, by which groups of equal totals may be informative; None:
+            only totals count.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -130,17 +134,17 @@ class DynamicSampling:
         """
         assert self.prompt_source is not None
         stats = rewards.stats() | rollout.stats()
-        useful = self._find_useful(rewards, rollout)
-        num_prompts = num_sampled = len(useful)
-        num_useful = num_useful_at_first = int(useful.sum())
+        informative = self._find_informative(rewards, rollout)
+        num_prompts = num_sampled = len(informative)
+        num_informative = num_informative_at_first = int(informative.sum())
         attempts = 0
         while attempts < self.max_attempts:
             # Every rank makes as many attempts as the one that misses most groups.
-            missing = self._max_over_ranks(int((~useful).sum()))
+            missing = self._max_over_ranks(int((~informative).sum()))
             if not missing:
                 break
             attempts += 1
-            fraction = max(num_useful / num_sampled, 1 / num_prompts)
+            fraction = max(num_informative / num_sampled, 1 / num_prompts)
             count = num_prompts
             if not self.static_shapes:
                 count = min(num_prompts, math.ceil(missing / fraction))
@@ -149,23 +153,23 @@ class DynamicSampling:
             fresh = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
             with self.rollouter.clock.phase("time/reward_s"):
                 fresh_rewards = self.scorer.start(fresh, iteration).wait()
-            donors = self._find_useful(fresh_rewards, fresh).nonzero().squeeze(1)
-            num_sampled, num_useful = num_sampled + count, num_useful + len(donors)
-            slots = (~useful).nonzero().squeeze(1)[: len(donors)]
-            donors = donors[: len(slots)]
-            rollout = with_groups(rollout, slots, fresh, donors)
-            rewards = with_rewards(rewards, slots, fresh_rewards, donors)
-            useful[slots] = True
+            donors = self._find_informative(fresh_rewards, fresh).nonzero().squeeze(1)
+            num_sampled, num_informative = num_sampled + count, num_informative + len(donors)
+            replaced = (~informative).nonzero().squeeze(1)[: len(donors)]
+            donors = donors[: len(replaced)]
+            rollout = with_groups(rollout, replaced, fresh, donors)
+            rewards = with_rewards(rewards, replaced, fresh_rewards, donors)
+            informative[replaced] = True
         numbers = {
             "dynamic/resamples": attempts,
             "dynamic/prompts_sampled": num_sampled,
-            "dynamic/informative_frac": num_useful_at_first / num_prompts,
-            "dynamic/filled_frac": int(useful.sum()) / num_prompts,
+            "dynamic/informative_frac": num_informative_at_first / num_prompts,
+            "dynamic/filled_frac": int(informative.sum()) / num_prompts,
         }
         stats |= {name: torch.tensor(float(number)) for name, number in numbers.items()}
         return rollout, rewards, stats
 
-    def _find_useful(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
+    def _find_informative(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
         if self.credit is None or rollout.turns is None:
             return groups_with_variance(rewards)
         return groups_with_turn_advantages(rewards, rollout, self.credit)
@@ -188,10 +192,10 @@ FILLING = {
 LISTS = ("completions", "turn_states", "episodes")  # of N entries, or none
 
 
-def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
-    """Replace groups `slots` [k] of a rollout by groups `donors` [k] of another one."""
+def with_groups(rollout: Rollout, replaced: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
+    """Replace groups `replaced` [k] of a rollout by groups `donors` [k] of another one."""
     group, places = rollout.group_size, torch.arange(rollout.group_size)
-    into = (slots[:, None] * group + places).flatten()
+    into = (replaced[:, None] * group + places).flatten()
     rows = (donors[:, None] * group + places).flatten()
     lists: dict[str, Any] = {name: list(getattr(rollout, name)) for name in LISTS}
     for name in (name for name in LISTS if lists[name]):
@@ -203,15 +207,15 @@ def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor)
         for name, (values, others) in pairs.items()
         if values is not None
     }
-    prompts = with_prompts(rollout.prompts, slots, fresh.prompts, donors)
+    prompts = with_prompts(rollout.prompts, replaced, fresh.prompts, donors)
     return replace(rollout, prompts=prompts, **lists, **tensors)
 
 
 def with_prompts(
-    prompts: PromptBatch, slots: Tensor, fresh: PromptBatch, donors: Tensor
+    prompts: PromptBatch, replaced: Tensor, fresh: PromptBatch, donors: Tensor
 ) -> PromptBatch:
-    """Replace prompts `slots` [k] by `donors` [k] of another batch, padded to the longer one."""
-    pairs = list(zip(slots.tolist(), donors.tolist(), strict=True))
+    """Replace prompts `replaced` [k] by `donors` [k] of another batch, padded to the longer one."""
+    pairs = list(zip(replaced.tolist(), donors.tolist(), strict=True))
 
     def swap(values: list, others: list) -> list:
         values = list(values)
@@ -221,7 +225,7 @@ def with_prompts(
 
     def put_flipped(values: Tensor, others: Tensor) -> Tensor:
         # `_put` pads on the right, prompts are padded on the left: flip them and back.
-        return _put(values.flip(1), slots, others.flip(1), donors).flip(1)
+        return _put(values.flip(1), replaced, others.flip(1), donors).flip(1)
 
     return PromptBatch(
         prompt_ids=put_flipped(prompts.prompt_ids, fresh.prompt_ids),
@@ -230,24 +234,24 @@ def with_prompts(
         columns={
             name: swap(values, fresh.columns[name]) for name, values in prompts.columns.items()
         },
-        index=_put(prompts.index, slots, fresh.index, donors),
+        index=_put(prompts.index, replaced, fresh.index, donors),
     )
 
 
 def with_rewards(
-    rewards: RewardTable, slots: Tensor, fresh: RewardTable, donors: Tensor
+    rewards: RewardTable, replaced: Tensor, fresh: RewardTable, donors: Tensor
 ) -> RewardTable:
-    """Replace groups `slots` [k] of a reward table by groups `donors` [k] of another one."""
+    """Replace groups `replaced` [k] of a reward table by groups `donors` [k] of another one."""
 
     def put(parts: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _put(part, slots, others[name], donors) for name, part in parts.items()}
+        return {name: _put(part, replaced, others[name], donors) for name, part in parts.items()}
 
     return replace(
         rewards,
         components=put(rewards.components, fresh.components),
-        counted=put(rewards.counted, fresh.counted),
-        total=_put(rewards.total, slots, fresh.total, donors),
-        valid=_put(rewards.valid, slots, fresh.valid, donors),
+        processed=put(rewards.processed, fresh.processed),
+        total=_put(rewards.total, replaced, fresh.total, donors),
+        valid=_put(rewards.valid, replaced, fresh.valid, donors),
         precision=max(rewards.precision, fresh.precision),
     )
 

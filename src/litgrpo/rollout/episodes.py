@@ -210,19 +210,20 @@ class RolloutKey(NamedTuple):
 CUT = " ... "  # replaces the removed middle of a long observation
 
 
-def episode_seed(named: RolloutKey, prompt: int) -> int:
+def episode_seed(rollout_key: RolloutKey, prompt: int) -> int:
     """Return the seed of a prompt's episodes, below 2**31, from a counter-based stream (Philox).
 
     Args:
-        named: the rollout.
+        rollout_key: key of the rollout.
         prompt: the prompt's position in its data set.
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
     """
     # `draw_uniforms` uses keys below len(PURPOSES), so the two never share a stream.
-    key = np.array([named.seed, len(PURPOSES) + PURPOSES.index(named.purpose)], dtype=np.uint64)
-    number = named.iteration if named.purpose == "train" else 0  # as in `draw_uniforms`
-    counter = np.array([0, prompt, number, named.attempt], dtype=np.uint64)
+    kind = len(PURPOSES) + PURPOSES.index(rollout_key.purpose)
+    key = np.array([rollout_key.seed, kind], dtype=np.uint64)
+    number = rollout_key.iteration if rollout_key.purpose == "train" else 0  # as in `draw_uniforms`
+    counter = np.array([0, prompt, number, rollout_key.attempt], dtype=np.uint64)
     return int(np.random.Generator(np.random.Philox(key=key, counter=counter)).integers(2**31))
 
 
@@ -245,13 +246,15 @@ class Episodes:
     tools: Sequence[str] = ()
     waited: float = field(default=0.0, init=False)
 
-    def play(self, engine: RolloutEngine, requests: RolloutRequest, named: RolloutKey) -> Rollout:
+    def play(
+        self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
+    ) -> Rollout:
         """Sample episodes.
 
         Args:
             engine: takes a listener.
             requests: N rows.
-            named: what it is for, which seeds the environments.
+            rollout_key: seeds the environments.
 
         Returns:
             The rollout with its episodes, and the rewards and states of their turns.
@@ -262,7 +265,7 @@ class Episodes:
             EnvironmentFailure: too many episodes failed.
         """
         with self._waiting():
-            opened = self.pool.reset(self._starts(requests, named))
+            opened = self.pool.reset(self._starts(requests, rollout_key))
         failures = [""] * len(opened)
         for row, failed in [
             (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
@@ -275,14 +278,17 @@ class Episodes:
         rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
         return listener.complete_rollout(replace(rollout, prompts=prompts))
 
-    def _starts(self, requests: RolloutRequest, named: RolloutKey) -> list[EpisodeStart]:
+    def _starts(self, requests: RolloutRequest, rollout_key: RolloutKey) -> list[EpisodeStart]:
         """Return the start of each of the N episodes, equal within a group."""
         prompts, starts = requests.prompts, []
         for number, index in enumerate(prompts.index.tolist()):
             row = {name: values[number] for name, values in prompts.columns.items()}
             row["prompt"] = prompts.prompts[number]
-            begins = (row, episode_seed(named, index))
-            keys = [(named.iteration, named.attempt, index, g) for g in range(requests.group_size)]
+            begins = (row, episode_seed(rollout_key, index))
+            keys = [
+                (rollout_key.iteration, rollout_key.attempt, index, g)
+                for g in range(requests.group_size)
+            ]
             starts += [EpisodeStart(*begins, key) for key in keys]
         return starts
 

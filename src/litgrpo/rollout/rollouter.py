@@ -8,7 +8,7 @@ from functools import cached_property
 
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
-from litgrpo.distributed.memory import RowLimit, retry_smaller
+from litgrpo.distributed.memory import RowLimit, retry_with_fewer_rows
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
@@ -22,7 +22,7 @@ from litgrpo.types import PromptBatch, Rollout, Stats
 def rollout_row_limit() -> RowLimit:
     """Return the limit on rows decoded at once, lowered after out-of-memory errors."""
     remedy = "lower model.max_completion_length, data.max_prompt_length or model.group_size"
-    return RowLimit("engine.max_rows", remedy)
+    return RowLimit("model.engine.max_rows", remedy)
 
 
 @dataclass
@@ -90,17 +90,17 @@ class Rollouter:
                 f"The data module yields {type(prompts).__name__}, but GRPO needs prompts without "
                 "completions. Use litgrpo.PromptData."
             )
-        stream = RolloutKey(self.seed, purpose, iteration, attempt)
-        request = self.build_request(prompts, stream, group_size, sampling)
+        key = RolloutKey(self.seed, purpose, iteration, attempt)
+        request = self.build_request(prompts, key, group_size, sampling)
         self.policy.eval()
         if self.prefetch is not None:
-            self.prefetch.wait()  # weights must not change while the engine generates with them
+            self.prefetch.wait()  # the engine's weights must not change while it generates
         self.sync_weights(iteration)
         version = iteration
         if self.prefetch is not None and purpose == "train":
-            rollout, version = self.prefetch.exchange(self, request, stream)
+            rollout, version = self.prefetch.take_and_start_next(self, request, key)
         else:
-            rollout = self.sample(request, stream)
+            rollout = self.sample(request, key)
         if purpose == "train":
             self.generated_tokens += int(rollout.lengths.sum())
         return replace(rollout, completions=self._decode(rollout), policy_version=version)
@@ -108,14 +108,14 @@ class Rollouter:
     def build_request(
         self,
         prompts: PromptBatch,
-        stream: RolloutKey,
+        key: RolloutKey,
         group_size: int | None = None,
         sampling: Sampling | None = None,
     ) -> RolloutRequest:
         """Build the engine's request for a rollout, with one random number per token."""
         group_size = self.group_size if group_size is None else group_size
         size = (group_size, self.max_completion_length)
-        uniforms = draw_uniforms(*stream[:3], prompts.index, *size, attempt=stream.attempt)
+        uniforms = draw_uniforms(*key[:3], prompts.index, *size, attempt=key.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         return RolloutRequest(
             self.policy, prompts, group_size, uniforms, sampling, stops=self.stop_strings
@@ -131,24 +131,24 @@ class Rollouter:
         """Hand the weights to the engine again before the next rollout, as after a checkpoint."""
         self._synced_iteration = None
 
-    def sample(self, request: RolloutRequest, stream: RolloutKey) -> Rollout:
+    def sample(self, request: RolloutRequest, key: RolloutKey) -> Rollout:
         """Generate the tokens of a rollout, with fewer rows at once after out-of-memory errors.
 
         The completions do not change: no row depends on the rows beside it. Episodes start again.
         """
         engine = self.engine
         # Sharded weights (FSDP) are gathered for the whole rollout: rows end at different tokens,
-        # so ranks cannot meet for collectives within it. Engines with their own copy need none.
-        has_own_copy = type(engine).sync_weights is not RolloutEngine.sync_weights
+        # so ranks cannot meet for collectives within it. Engines with own weights need none.
+        weights = nullcontext() if engine.has_own_weights else gathered(self.policy)
         rows_in_use = request.num_rows
 
-        def attempt(max_rows: int | None) -> Rollout:
+        def generate_rows(max_rows: int | None) -> Rollout:
             nonlocal rows_in_use
             limits = (request.num_rows, engine.max_rows, max_rows)
             rows_in_use = min(rows for rows in limits if rows is not None)
             limited = replace(request, max_rows=max_rows)
             if self.episodes is not None:  # stop sequences end turns, not episodes
-                return self.episodes.play(engine, limited, stream)
+                return self.episodes.play(engine, limited, key)
             rollout = engine.generate(limited)
             if request.stops is not None:
                 shapes = engine.static_shapes
@@ -157,9 +157,9 @@ class Rollouter:
                 )
             return rollout
 
-        with nullcontext() if has_own_copy else gathered(self.policy), self.policy.autocast():
-            return retry_smaller(
-                attempt, self.row_limit, lambda: rows_in_use, least=request.group_size
+        with weights, self.policy.autocast():
+            return retry_with_fewer_rows(
+                generate_rows, self.row_limit, lambda: rows_in_use, least=request.group_size
             )
 
     def _decode(self, rollout: Rollout) -> list[str]:

@@ -139,7 +139,7 @@ class Sampling:
 
     @property
     def policy_temperature(self) -> float:
-        """Temperature of the policy's log-probabilities; 1 for greedy completions."""
+        """Temperature of the log-probabilities in the loss: that of sampling, 1 if greedy."""
         return 1.0 if self.greedy else self.temperature
 
 

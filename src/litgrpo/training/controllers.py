@@ -126,10 +126,10 @@ class Controllers:
 
 
 class FixedCoefficients:
-    """The objective with the coefficients of the config.
+    """Holds the objective, with the coefficients of the config.
 
     Args:
-        objective: of the run.
+        objective: of the run; `AdaptiveCoefficients` replaces it during training.
     """
 
     moves_reference = False

@@ -395,16 +395,30 @@ class GRPO(LightningModule):
 
         The calls of an iteration, with the default classes::
 
-            Rollouter.generate            prompts -> N = B * G completions, sampled token by token
-              LocalEngine.generate          CausalPolicy.prefill, then .step per token
-            Scorer.start                  sends reward functions to worker processes
-            PendingRewards.wait           -> [B, G] weighted sum of the reward components
-            Learner.build_batch           -> advantages and loss weights per token
-            Learner.update                for each optimizer step:
-              Learner.losses                for each micro-batch: CausalPolicy.logprobs,
-                                            Objective.loss, TrainerStepper.backward
-              TrainerStepper.step           optimizer.step(), in which Lightning calls
-                                            on_before_optimizer_step to clip the gradient
+            rollout/rollouter.py         Rollouter.generate, prompts -> N = B * G completions
+            rollout/engines/local.py       LocalEngine.generate
+            models/causal.py                 CausalPolicy.prefill, then decode_step for each token
+            rewards/scorer.py            Scorer.start, worker processes compute rewards meanwhile
+            training/learner.py          Learner.old_and_reference_logprobs, if needed (*)
+            rewards/scorer.py            PendingRewards.wait -> [B, G] weighted sum of components
+            training/learner.py          Learner.build_batch
+            algorithms/losses.py           Objective.loss_weights -> one weight per token
+            algorithms/losses.py           Objective.token_advantages -> one advantage per token
+            algorithms/advantages.py         Normalized.estimate, (r - group mean) / group std
+            training/learner.py          Learner.update
+            training/learner.py            Learner.take_optimizer_step, for each mini-batch
+            training/learner.py              Learner._accumulate_gradients
+            training/learner.py                Learner.losses, for each micro-batch
+            models/policy.py                     Policy.logprobs
+            algorithms/losses.py                 Objective.loss
+            training/steppers.py               TrainerStepper.backward
+            training/steppers.py             TrainerStepper.step, Lightning's optimizer.step()
+            training/grpo.py                   GRPO.on_before_optimizer_step
+            training/steppers.py                 TrainerStepper.clip_before_step
+            training/learner.py                    Learner._clip_gradients
+
+        (*) With dynamic sampling after `DynamicSampling.replace_zero_variance_groups`
+        (rollout/dynamic_sampling.py), which follows `PendingRewards.wait`.
 
         Args:
             prompts: B prompts.
@@ -417,8 +431,8 @@ class GRPO(LightningModule):
         iteration = self.iteration
         rollout = self.rollouter.generate(prompts, "train", iteration)
 
-        # Workers compute rewards while this process computes the log-probabilities that the loss
-        # needs: before the update (several steps per rollout), of the reference (KL term).
+        # Workers compute rewards. Meanwhile compute the old log-probabilities (if there are several
+        # steps per rollout) and the reference's (if there is a KL term).
         with self.clock.phase("time/reward_s"):
             pending = self.scorer.start(rollout, iteration)
         if self.dynamic_sampling is None:

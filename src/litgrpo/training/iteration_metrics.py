@@ -15,11 +15,11 @@ SMALLEST, LARGEST = ("_min", "/min"), ("_max", "/max")
 WITH_EXTREMES = {"policy/clip_low_frac", "policy/clip_high_frac"}
 
 
-class Totals:
+class SumsAndCounts:
     """Sums and counts from micro-batches; sum / count is the exact average over all of them.
 
     Example:
-        >>> totals = Totals()
+        >>> totals = SumsAndCounts()
         >>> totals.add({"policy/kl": torch.tensor([2.0, 1.0])})  # sum 2 over one token
         >>> totals.add({"policy/kl": torch.tensor([10.0, 3.0])})
         >>> totals.sums["policy/kl"].tolist()  # average 12 / 4, not the mean of 2 and 10 / 3
@@ -61,7 +61,7 @@ class StepSums:
     """Loss and statistics of one optimizer step, summed over its micro-batches."""
 
     def __init__(self) -> None:
-        self.totals = Totals()
+        self.totals = SumsAndCounts()
         self.losses: list[Tensor] = []
 
     def add(self, output: LossOutput) -> None:
@@ -95,7 +95,7 @@ def average_over_ranks(
         comm: collectives of the ranks.
         device: where the numbers are stacked.
     """
-    totals = Totals()
+    totals = SumsAndCounts()
     for name, value in seen.items():
         if value.dim():
             totals.add({name: value})
@@ -127,7 +127,7 @@ def _collect_extremes(seen: Stats, reports: list[StepReport], device: torch.devi
             fraction = total / count.clamp(min=1)
             found.setdefault(f"{name}_min", []).append(-fraction)
             found.setdefault(f"{name}_max", []).append(fraction)
-    # float64, as in Totals.
+    # float64, as in SumsAndCounts.
     on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
     return {name: torch.stack(values).max().float() for name, values in on_device.items()}
 

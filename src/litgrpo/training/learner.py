@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from litgrpo.algorithms.advantages import check_centered
 from litgrpo.algorithms.losses import EntropyTotals, Objective
 from litgrpo.algorithms.turn_credit import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
-from litgrpo.distributed.memory import Attempt, RowLimit, repeat_on_all_ranks, retry_smaller
+from litgrpo.distributed.memory import Attempt, RowLimit, repeat_on_all_ranks, retry_with_fewer_rows
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.tensors import whole
+from litgrpo.tensors import full_tensor
 from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.iteration_metrics import StepSums, completion_advantages
 from litgrpo.training.micro_batches import (
@@ -28,7 +29,6 @@ from litgrpo.training.micro_batches import (
     MicroBatch,
     MicroBatching,
     RaggedBatches,
-    check_centered,
     mini_batches,
     rows_with_gradient,
 )
@@ -53,7 +53,7 @@ MISMATCH = "policy/sampler_mismatch"
 def learning_row_limit() -> RowLimit:
     """Return the limit on rows of a micro-batch, lowered after out-of-memory errors."""
     remedy = "shorten completions, or set model.precision.gradient_checkpointing"
-    return RowLimit("update.micro_batch_size", remedy)
+    return RowLimit("model.update.micro_batch_size", remedy)
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Learner:
 
     Args:
         policy: is trained.
-        coefficients: the objective, whose coefficients may change during training.
+        coefficients: hold the objective, and may replace it by one with other coefficients during
+            training.
         config: how the optimizer uses one rollout.
         sampling: how the completions were sampled.
         group_size: completions per prompt, G.
@@ -111,8 +112,9 @@ class Learner:
     def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
         """Compute the log-probabilities that the objective compares with.
 
-        With one optimizer step per rollout `old` is None: the policy has not moved since sampling,
-        so its ratio is 1. Without a KL term `ref` is None.
+        With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
+        1). A stale or inexact sampler is handled by `importance_correction`. Without a KL term
+        `ref` is None.
 
         Args:
             rollout: N completions.
@@ -124,7 +126,7 @@ class Learner:
                 self.reference_logprobs(rollout.tokens, max_rows),
             )
 
-        return self._retry_smaller(compute, rollout.tokens)
+        return self._retry_with_fewer_rows(compute, rollout.tokens)
 
     def _old_logprobs(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
         if self.config.num_steps == 1:
@@ -132,7 +134,7 @@ class Learner:
         # Greedy decoding has log-probabilities at temperature 1, not the policy's.
         if self.reuse_sampler_logprobs and not self.sampling.greedy:
             return rollout.sampler_logprobs
-        limits = self._limits(max_rows, self.policy.shares_prompts)
+        limits = self._limits(max_rows, self.policy.computes_prompts_once)
         return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs
 
     def reference_logprobs(self, tokens: TokenRows, max_rows: int | None = None) -> Tensor | None:
@@ -155,7 +157,7 @@ class Learner:
             with self.policy.autocast():
                 return reference.logprobs(rows, temperature=temperature)
 
-        limits = self._limits(max_rows, reference.shares_prompts)
+        limits = self._limits(max_rows, reference.computes_prompts_once)
         return self.micro_batching.compute_logprobs(tokens, compute, limits).logprobs
 
     @time_phase("time/learn_s")
@@ -164,11 +166,14 @@ class Learner:
     ) -> TrainingBatch:
         """Build the training batch of an iteration: per-token advantages and loss weights.
 
+        Before, an entropy target sets the entropy coefficient of the objective from this rollout.
+
         Args:
             rollout: N completions.
             rewards: [B, G] of these completions.
             logprobs: of these completions, before the update and under the reference.
         """
+        # `update_coefficients` would be too late: this bonus follows this rollout's own entropy.
         self.coefficients.update_entropy_coef(rollout, self.comm)
         mask = rollout.loss_mask
         # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
@@ -176,14 +181,16 @@ class Learner:
         # depend on micro-batches.
         loss_weights = torch.zeros_like(rollout.sampler_logprobs)
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
-            loss_weights[rows] = self.objective.token_weights(
+            loss_weights[rows] = self.objective.loss_weights(
                 mask[rows], rollout.truncated[rows], self.max_completion_length, self.comm
             )
         # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
-        # of completion n (DeepSeekMath, section 4.1.2), or per turn with a TurnAdvantages.
+        # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
+        # TurnAdvantages.
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
-        check_centered(completion_advantages(advantages).view_as(rewards.total), self.objective)
+        by_completion = completion_advantages(advantages).view_as(rewards.total)
+        check_centered(by_completion, self.objective.advantages, self.objective.gamma)
         tokens = rollout.tokens
         return TrainingBatch(
             prompt_ids=tokens.prompt_ids,
@@ -218,30 +225,34 @@ class Learner:
         reports: list[StepReport] = []
         for _ in range(self.config.epochs_per_rollout):
             for rows in mini_batch_rows:
-                report = self.step(self.micro_batching.select_step(batch, rows), stepper)
+                mini_batch = self.micro_batching.select_mini_batch(batch, rows)
+                report = self.take_optimizer_step(mini_batch, stepper)
                 if report.skipped:  # its row numbers are those of the mini-batch
                     numbers = {int(rows[row]): why for row, why in report.skipped.items()}
                     report = replace(report, skipped=numbers)
-                if reports:  # after a step the policy is no longer the one that sampled
+                if reports:  # later steps would show the update, not the sampler
                     report.sums.pop(MISMATCH, None)
                 reports.append(report)
         return reports
 
-    def step(self, batch: TrainingBatch, stepper: Stepper) -> StepReport:
+    def take_optimizer_step(self, batch: TrainingBatch, stepper: Stepper) -> StepReport:
         """Take one optimizer step with the exact gradient of these rows.
 
         If a loss or gradient on any rank is not finite, the gradient is dropped on all ranks: the
         weights stay as they are, and the schedule moves on.
 
         Args:
-            batch: M rows.
+            batch: M rows of a mini-batch.
             stepper: backward passes and optimizer steps.
         """
-        sums = self._retry_smaller(
+        # {name: [2] sum over rows or tokens, and the count to divide it by}, and the losses.
+        sums = self._retry_with_fewer_rows(
             partial(self._accumulate_gradients, batch, stepper), batch.tokens
         )
         lr = stepper.lr  # before the schedule moves
-        # Clipping runs inside of optimizer.step(), when gradients are reduced and unscaled.
+        # Clipping runs inside of optimizer.step(), when gradients are reduced and unscaled:
+        # TrainerStepper.step -> Lightning -> GRPO.on_before_optimizer_step
+        # -> TrainerStepper.clip_before_step -> _clip_gradients, whose result `step` returns.
         stats = stepper.step(partial(self._clip_gradients, batch, sums))
         if stats is None:
             return StepReport(lr, skipped=self._find_non_finite(batch))
@@ -252,7 +263,7 @@ class Learner:
     ) -> StepSums:
         stepper.zero_grad()
         sums = self.micro_batching.sums()
-        limits = self._limits(max_rows, self.policy.shares_prompts)
+        limits = self._limits(max_rows, self.policy.computes_prompts_once)
         for output, micro in self.losses(batch, limits):
             # Gradients are averaged over ranks, while the weights count the rows of all ranks.
             stepper.backward(output.loss * self.comm.world_size, last=micro.is_last)
@@ -266,7 +277,7 @@ class Learner:
         """Yield the loss of each micro-batch; their sum is the loss of the optimizer step.
 
         Args:
-            batch: M rows that share the step.
+            batch: M rows of a mini-batch.
             limits: of a micro-batch.
         """
         totals = self.entropy_totals(batch)
@@ -288,7 +299,7 @@ class Learner:
         """
         max_norm = self.config.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(trained, torch.inf if max_norm is None else max_norm)
-        stats, loss, norm = sums.read(whole(norm))
+        stats, loss, norm = sums.read(full_tensor(norm))
         inputs = batch.sampler_logprobs.isfinite() & batch.advantages.isfinite()
         finite = inputs.all() & loss.isfinite() & norm.isfinite()
         if self.comm.sum((~finite).float()) != 0:
@@ -364,13 +375,13 @@ class Learner:
     @property
     def limits(self) -> BatchLimits:
         """Limits of a micro-batch of the policy."""
-        return self._limits(self.row_limit.max_rows, self.policy.shares_prompts)
+        return self._limits(self.row_limit.max_rows, self.policy.computes_prompts_once)
 
     def _limits(self, max_rows: int | None, shared: bool) -> BatchLimits:
         given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
         return BatchLimits(min(given, default=None), self.config.max_tokens, shared)
 
-    def _retry_smaller(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
+    def _retry_with_fewer_rows(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
         """Return the result of an attempt, in smaller micro-batches after out-of-memory errors."""
         if self.comm.world_size > 1:
             repeatable = type(self.micro_batching) is RaggedBatches
@@ -379,7 +390,7 @@ class Learner:
         def largest_micro_batch() -> int:
             return max(map(len, self.micro_batching.buckets(tokens, self.limits)))
 
-        return retry_smaller(attempt, self.row_limit, largest_micro_batch)
+        return retry_with_fewer_rows(attempt, self.row_limit, largest_micro_batch)
 
 
 def _sampler_mismatch(new: TokenLogprobs, batch: TrainingBatch) -> Tensor:

@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.advantages import GDPO, Normalized
-from litgrpo.algorithms.losses import EntropyTotals, Objective
+from litgrpo.algorithms.losses import EntropyTotals
 from litgrpo.distributed.collectives import Comm
 from litgrpo.distributed.fsdp.units import is_gathered
 from litgrpo.models.packing import bucket_by_parent
@@ -50,10 +49,11 @@ class MicroBatch(Generic[Rows]):
     """Rows that go through the model together.
 
     Args:
-        rows: m rows on the device.
+        rows: M rows on the device.
         is_last: True for the last one of its optimizer step on this rank; gradients are averaged
             over ranks with its backward pass.
-        is_filler: True if it repeats a row with zero weight, so that all ranks have equally many.
+        is_filler: True if it repeats a row with zero weight, so that all ranks compute equally many
+            micro-batches (FSDP); it is left out of losses and metrics.
     """
 
     rows: Rows
@@ -65,7 +65,7 @@ class MicroBatching(ABC):
     """Splits the rows of an optimizer step into micro-batches on the device."""
 
     @abstractmethod
-    def select_step(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+    def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """Select the rows [m] of one optimizer step."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class MicroBatching(ABC):
 class RaggedBatches(MicroBatching):
     """Micro-batches without unused columns, on the rollout's device: for CPU and CUDA."""
 
-    def select_step(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+    def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """Select rows, without columns that none of them uses."""
         return batch.select(rows)
 
@@ -197,23 +197,24 @@ def _without_weight(rows: Rows) -> Rows:
     return replace(rows, loss_weights=weights, advantages=advantages)
 
 
-def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]:
+def mini_batches(num_rows: int, group_size: int, num_mini_batches: int) -> list[Tensor]:
     """Return the rows of each optimizer step: whole groups in order, the same in every epoch.
 
     Args:
         num_rows: N.
         group_size: G.
-        num_steps: optimizer steps of one pass over the rollout.
+        num_mini_batches: optimizer steps of one pass over the rollout (`UpdateConfig`); all passes
+            together take `UpdateConfig.num_steps`.
 
     Returns:
         Row numbers of each step; together every row once.
 
     Example:
-        >>> [rows.tolist() for rows in mini_batches(6, group_size=2, num_steps=2)]
+        >>> [rows.tolist() for rows in mini_batches(6, group_size=2, num_mini_batches=2)]
         [[0, 1, 2, 3], [4, 5]]
     """
     groups = torch.arange(num_rows).view(-1, group_size)
-    return [part.flatten() for part in groups.tensor_split(num_steps) if part.numel()]
+    return [part.flatten() for part in groups.tensor_split(num_mini_batches) if part.numel()]
 
 
 def rows_with_gradient(batch: TrainingBatch) -> Tensor:
@@ -232,28 +233,3 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     contributes = ((batch.advantages != 0) & (batch.loss_weights != 0)).any(1)
     contributes[0] |= ~contributes.any()
     return contributes.nonzero().squeeze(1)
-
-
-def check_centered(advantages: Tensor, objective: Objective, tolerance: float = 1e-4) -> None:
-    """Check that advantages with a group baseline sum to zero in every group.
-
-    Args:
-        advantages: [B, G] of each completion.
-        objective: of the run; without a group baseline, or with a discount or a filter,
-            advantages need not be centered.
-        tolerance: largest mean of a group, in units of its largest advantage or 1.
-
-    Raises:
-        RuntimeError: a group's advantages do not sum to zero.
-    """
-    kind = objective.advantages
-    by_group = isinstance(kind, Normalized | GDPO)
-    if not (by_group and kind.needs_group and objective.gamma == 1):
-        return
-    off = advantages.mean(1).abs() / advantages.abs().amax(1).clamp(min=1)
-    if bool((off > tolerance).any()):
-        worst = int(off.argmax())
-        raise RuntimeError(
-            f"The advantages of prompt {worst} of this batch average {float(off[worst]):.3g} "
-            f"instead of 0: {advantages[worst].tolist()}. Rewards and completions are misaligned."
-        )

@@ -189,8 +189,8 @@ def with_importance_correction(
     if update.staleness:
         reason = "update.staleness is 1, so rollouts are off-policy"
     rank_zero_info(
-        f"{reason}: objective.importance_correction is on, and log-probabilities before the update "
-        "are recomputed."
+        f"{reason}: objective.importance_correction is on. Log-probabilities before the update are "
+        "recomputed if there are several optimizer steps per rollout."
     )
     return replace(objective, importance_correction=ImportanceCorrection())
 

@@ -18,7 +18,7 @@ from litgrpo.data.modules import validation_set_names
 from litgrpo.distributed.device import backend
 from litgrpo.models.loading import LoRA, Precision, save_in_memory_model
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
-from litgrpo.tensors import head_chunk, token_logprobs, whole
+from litgrpo.tensors import full_tensor, head_chunk, token_logprobs
 from litgrpo.training import hyper_parameters, kernel_choice
 from litgrpo.training.lightning_compat import ignore_harmless_warnings
 from litgrpo.training.optim import DefaultAdamW
@@ -235,7 +235,7 @@ class SFT(LightningModule):
         """Clip here: gradients are unscaled and reduced over processes by now."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        grad_norm = whole(torch.nn.utils.clip_grad_norm_(trained, limit))
+        grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained, limit))
         self.log("optim/grad_norm", grad_norm)
         # All processes see the same gradient, so they skip the same steps.
         skipped = None if bool(grad_norm.isfinite()) else dict[int, str]()

@@ -66,7 +66,7 @@ class StaticBatches(MicroBatching):
 
     device: Backend
 
-    def select_step(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+    def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """Select rows with all of their columns."""
         return select_whole_rows(batch, rows)
 

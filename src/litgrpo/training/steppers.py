@@ -131,7 +131,9 @@ class TrainerStepper:
     def step(self, clip_gradients: ClipGradients) -> Stats | None:
         """Take an optimizer step and one of the schedule."""
         # With fp16 and FSDP gradients are unscaled and reduced inside of Lightning's `step`, which
-        # then calls the module's hook `on_before_optimizer_step`: only there can they be clipped.
+        # then calls the module's hook: only there can they be clipped. The call chain is
+        # optimizer.step -> GRPO.on_before_optimizer_step -> clip_before_step -> clip_gradients
+        # (Learner._clip_gradients). Hooks return nothing, so the result is left in `self.stats`.
         self.clip_gradients = clip_gradients
         self.optimizer.step()
         self.clip_gradients = None

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from litgrpo.distributed.fsdp.units import divide, gathered, is_gathered, is_sharded
 from litgrpo.models.sharded_weights import ENTRIES, find_fsdp_units
-from litgrpo.tensors import whole
+from litgrpo.tensors import full_tensor
 from tests.support.gloo import run_by
 from tests.support.models import prompt_batch, tiny_policy
 
@@ -36,7 +36,7 @@ def shard_and_gather(processes):
     for parameter, other in zip(policy.parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
         assert parameter.to_local().numel() < other.numel()
-        assert torch.equal(whole(parameter), other)
+        assert torch.equal(full_tensor(parameter), other)
     expected = plain.dense_logits(*asked)
     assert torch.equal(policy.dense_logits(*asked), expected)
     with gathered(policy), gathered(policy):
@@ -56,7 +56,7 @@ def shard_and_gather(processes):
     # Gradients of shards, averaged over processes, are those of the whole.
     policy.dense_logits(*asked).square().mean().backward()
     for parameter, gradient in zip(policy.parameters(), right, strict=True):
-        assert torch.allclose(whole(parameter.grad), gradient, atol=1e-6)
+        assert torch.allclose(full_tensor(parameter.grad), gradient, atol=1e-6)
     dist.destroy_process_group()
 
 

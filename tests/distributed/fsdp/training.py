@@ -19,7 +19,7 @@ from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.episodes import EpisodeSettings
-from litgrpo.tensors import whole
+from litgrpo.tensors import full_tensor
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 from litgrpo.training.update_config import UpdateConfig
@@ -150,7 +150,9 @@ class Gradients(GRPO):
             moved = 0.3 * torch.sin(1.7 * training_batch.completion_ids)
             old = training_batch.sampler_logprobs + moved
             self.name = name
-            self.learner.step(replace(training_batch, old_logprobs=old), self.stepper)
+            self.learner.take_optimizer_step(
+                replace(training_batch, old_logprobs=old), self.stepper
+            )
         if self.global_rank == 0:
             torch.save(self.found, self.file)
         self.iteration += 1
@@ -158,7 +160,7 @@ class Gradients(GRPO):
 
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
-        gradients = [whole(p.grad).double().flatten() for p in self.policy.parameters()]
+        gradients = [full_tensor(p.grad).double().flatten() for p in self.policy.parameters()]
         self.found[self.name] = torch.cat(gradients).clone()
 
 

@@ -84,7 +84,7 @@ def test_weights_that_a_processor_cannot_pack_stay_plain(monkeypatch, fused):
         policy.set_linear_kernels(kernels)
         with policy.decoding(rows=8, dtype=torch.bfloat16, fused=fused):
             _, state = policy.prefill(ids, torch.ones_like(ids, dtype=torch.bool), 2, capacity=3)
-            return policy.step(torch.arange(3, 5), state)
+            return policy.decode_step(torch.arange(3, 5), state)
 
     policy, ids = tiny_policy("qwen2"), torch.arange(3, 9)[None]
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", pack)
@@ -238,7 +238,7 @@ def test_log_probabilities_are_equal_with_every_kernel(architecture):
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
         with torch.no_grad(), policy.decoding(rows=8):
             first, state = policy.prefill(ids, mask, 2, capacity=3)
-            logits.append(torch.cat([first, policy.step(torch.arange(3, 11), state)]))
+            logits.append(torch.cat([first, policy.decode_step(torch.arange(3, 11), state)]))
     assert distance(grads[1], grads[0]) < 1e-5
     assert distance(logits[1], logits[0]) < 1e-5
 

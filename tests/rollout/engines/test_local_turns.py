@@ -82,7 +82,7 @@ def test_a_row_alone_says_the_same_as_in_company():
 @contextmanager
 def tokens_read(policy, monkeypatch):
     """[how many tokens] a model reads after its prompts."""
-    read, step, back = [0], policy.step, RowOffloader.restore
+    read, step, back = [0], policy.decode_step, RowOffloader.restore
 
     def count_step(tokens, state):
         read[0] += len(tokens)
@@ -93,7 +93,7 @@ def tokens_read(policy, monkeypatch):
         return back(self, numbers, ids)
 
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "step", count_step)
+        patch.setattr(policy, "decode_step", count_step)
         patch.setattr(RowOffloader, "restore", came_back)
         yield read
 

@@ -155,9 +155,9 @@ def test_no_more_steps_are_taken_once_all_rows_have_ended():
     steps = []
 
     class Counted(policy.static_decoder_class):
-        def step(self, tokens, state):
+        def decode_step(self, tokens, state):
             steps.append(1)
-            return super().step(tokens, state)
+            return super().decode_step(tokens, state)
 
     policy.static_decoder_class = Counted
     lengths = said(policy, StaticEngine(sync_every_tokens=3)).lengths

@@ -107,6 +107,7 @@ def is_gathered(module: nn.Module) -> bool:
 def gathered(*modules: nn.Module | None) -> Iterator[None]:
     """Gather the weights of all sharded modules among these and their submodules.
 
+    The counterpart of FSDP1's `summon_full_params`, for FSDP2.
     All ranks must enter and exit together. Inside, gradients are not reduced, and changes of the
     weights are lost.
     """

@@ -51,7 +51,8 @@ class RolloutRequest:
         policy: model to sample from, in eval mode; a remote engine reads its token ids only.
         prompts: B prompts.
         group_size: completions per prompt, G.
-        uniforms: [N, C] one random number in [0, 1) per token; C is the maximal completion length.
+        uniforms: [N, C] one random number in [0, 1) per token, from which `sampling.sample` draws
+            the token by inverting the cumulative distribution; C is the maximal completion length.
         sampling: temperature and filters.
         max_rows: decode at most this many rows at once, after an out-of-memory error; None: no
             limit.
@@ -99,7 +100,8 @@ class RolloutEngine(ABC):
     def exact_logprobs(self) -> bool:
         """True if sampler log-probs equal the policy's up to rounding and uniforms are used.
 
-        If not, the learner computes log-probs before the update and corrects for the mismatch.
+        If not, an importance correction is added to the objective, and the learner computes
+        log-probs before the update if there are several optimizer steps per rollout.
         """
         return True
 
@@ -107,6 +109,11 @@ class RolloutEngine(ABC):
     def samples_elsewhere(self) -> bool:
         """True if `generate` reads no weight of the policy, so training may update it meanwhile."""
         return False
+
+    @property
+    def has_own_weights(self) -> bool:
+        """True if the engine has a copy of the weights, which `sync_weights` receives."""
+        return type(self).sync_weights is not RolloutEngine.sync_weights
 
     @property
     def static_shapes(self) -> bool:

@@ -29,7 +29,7 @@ MAX_FED_OBSERVATION = 32
 # Rows rejoin the batch together every few steps: one pass for several rows costs less.
 REJOIN_EVERY = 4
 # [n] positions in [N * C], [n] rows that had not ended before, and the tokens drawn for them.
-Step = tuple[Tensor, Tensor, Drawn]
+DecodeStep = tuple[Tensor, Tensor, Drawn]
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,11 @@ class LocalEngine(RolloutEngine):
             if request.listener is not None:
                 return TurnDecoder(sampler, request.listener, slots).rollout()
             buffer = CompletionBuffer.empty(request.uniforms.shape, policy.pad_id, device)
-            buffer.write_steps(self._steps(sampler, slots), sampler.is_end)
+            steps = list(self._decode_steps(sampler, slots))  # runs the decoding loop
+            buffer.write_steps(steps, sampler.is_end)
         return buffer.rollout(prompts, request.group_size)
 
-    def _steps(self, sampler: Sampler, slots: int) -> Iterator[Step]:
+    def _decode_steps(self, sampler: Sampler, slots: int) -> Iterator[DecodeStep]:
         """Sample and feed tokens until every row of every group has ended or is full."""
         request = sampler.request
         group_size, length = request.group_size, request.uniforms.shape[1]
@@ -125,7 +126,7 @@ class LocalEngine(RolloutEngine):
                 if ended >= self.compaction_frac * len(tokens) or (waiting and ended >= group_size):
                     kept = compact_rows(batch.active, active)
                     batch, tokens = batch.select(kept), tokens[kept]
-            batch = replace(batch, logits=request.policy.step(tokens, batch.state))
+            batch = replace(batch, logits=request.policy.decode_step(tokens, batch.state))
 
 
 @dataclass(frozen=True)
@@ -332,13 +333,14 @@ class TurnDecoder:
         """Decode all rows."""
         request, rows = self.request, self.rows
         buffer = CompletionBuffer.empty(rows.ids.shape, self.policy.pad_id, rows.ids.device)
-        buffer.write_steps(self._steps(), self.sampler.is_end)
+        steps = list(self._decode_steps())  # runs the decoding loop
+        buffer.write_steps(steps, self.sampler.is_end)
         buffer.ids, buffer.mask, buffer.ended = rows.ids, rows.mask, ~rows.truncated
         rollout = buffer.rollout(request.prompts, request.group_size)
         turns = rows.turns[:, : rollout.completion_ids.shape[1]]
         return replace(rollout, loss_mask=turns >= 0, turns=turns)
 
-    def _steps(self) -> Iterator[Step]:
+    def _decode_steps(self) -> Iterator[DecodeStep]:
         """Sample and feed tokens until every episode is over."""
         batch = self._start_groups(None)
         while batch is not None:
@@ -347,7 +349,7 @@ class TurnDecoder:
             self.step += 1
             batch, tokens = self._finish_turns(batch, drawn.tokens)
             if len(tokens):
-                batch = replace(batch, logits=self.policy.step(tokens, batch.state))
+                batch = replace(batch, logits=self.policy.decode_step(tokens, batch.state))
             batch = self._rejoin(batch)
             while self.offloaded and not len(batch):  # all rows wait for observations
                 self._take_observations({}, batch, wait=True)

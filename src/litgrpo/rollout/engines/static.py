@@ -261,7 +261,7 @@ def _decode_step(
     policy: Policy, output: DecodeBuffer, state: StaticState, sampler: TokenSampler
 ) -> tuple[DecodeBuffer, StaticState]:
     """Feed the last token of each row and draw the next one."""
-    logits, state = policy.static_decoder.step(output.tokens, state)
+    logits, state = policy.static_decoder.decode_step(output.tokens, state)
     drawn = sampler.draw(logits, output.column)
     return output.append(drawn, policy.pad_id, sampler.is_end), state
 

@@ -84,7 +84,7 @@ def audit_environment(
         closing(ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)) as runner,
         closing(pool),
     ):
-        patient = Scorer(scorer.parts, scorer.reward_format, runner)
+        patient = Scorer(scorer.components, scorer.reward_format, runner)
         turns = episode.max_turns
         environment = module.environment
         return audit_episodes(pool, environment, patient, starts, rewards, groups, max_turns=turns)

@@ -114,7 +114,7 @@ def audit_open_text(
     """
     require(len(problems) > 0, "there are no prompts to audit with")
     runner = runner or ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
-    patient = Scorer(scorer.parts, scorer.reward_format, runner)
+    patient = Scorer(scorer.components, scorer.reward_format, runner)
     lexicon = find_lexicon(scorer)
     with no_warnings(), closing(runner):
         real = score_cases(patient, [_cases(texts) for texts in samples], problems).total
@@ -195,7 +195,7 @@ def find_lexicon(scorer: Scorer) -> list[str]:
     """
     found: dict[str, float] = {}
     for name, function in scorer.functions.items():
-        for value in _values_held_by(function, scorer.parts[name].kwargs):
+        for value in _values_held_by(function, scorer.components[name].kwargs):
             for word, worth in _find_words(value).items():
                 found[word] = max(worth, found.get(word, worth))
     return sorted(found, key=lambda word: -found[word])

@@ -63,8 +63,8 @@ def audit_rewards(
     Returns:
         The report; `passed` is True if it has no fault.
     """
-    success = success or next(iter(scorer.parts))
-    one_of("success_reward", success, scorer.parts)
+    success = success or next(iter(scorer.components))
+    one_of("success_reward", success, scorer.components)
     require(len(problems) > 0, "there are no problems to audit with")
     answer_format = answer_format or find_answer_format(scorer)
     answers = _ScoredCases(
@@ -72,14 +72,14 @@ def audit_rewards(
     )
     # max_failed_frac=1: the audit counts failures, so none may stop it.
     runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
-    patient = Scorer(scorer.parts, scorer.reward_format, runner)
+    patient = Scorer(scorer.components, scorer.reward_format, runner)
     with no_warnings(), closing(runner):
         for start in range(0, len(problems), PROBLEMS_AT_ONCE):
             answers.add(patient, problems[start : start + PROBLEMS_AT_ONCE])
         known = problems[0].columns
         times = {
             name: measure_slowest(part, scorer.reward_format, known)
-            for name, part in scorer.parts.items()
+            for name, part in scorer.components.items()
         }
     failed = patient.failures
     lines = [answers.line(kind) for kind in answers.kinds()]
@@ -113,7 +113,7 @@ def no_warnings() -> Iterator[None]:
 
 def find_answer_format(scorer: Scorer) -> AnswerFormat:
     """Return the format with the tags that the rewards' kwargs name."""
-    kwargs = {k: v for part in scorer.parts.values() for k, v in part.kwargs.items()}
+    kwargs = {k: v for part in scorer.components.values() for k, v in part.kwargs.items()}
     reasoning = kwargs.get("reasoning_tag", "reasoning")
     answer = kwargs.get("answer_tag", "answer")
     return AnswerFormat(
