@@ -61,7 +61,7 @@ def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
 
 
 def apply_gate(
-    values: Tensor, gate: Tensor, threshold: float, how: Normalize, eps: float
+    values: Tensor, gate: Tensor, threshold: float, how: Normalize, precision: float
 ) -> Tensor:
     """The values where the gate is open, 0 where it is closed.
 
@@ -72,13 +72,13 @@ def apply_gate(
         gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
         threshold: the gate is open from here on.
         how: as in `normalize`.
-        eps: machine epsilon, as `precision` of `normalize`.
+        precision: as in `normalize`.
 
     Returns:
         [B, G].
     """
     is_open = gate >= threshold
-    compared = normalize(values.where(is_open, torch.nan), how, eps)
+    compared = normalize(values.where(is_open, torch.nan), how, precision)
     return compared.where(is_open, 0.0).where(~gate.isnan(), torch.nan)
 
 
@@ -103,7 +103,7 @@ def schedule_factor(schedule: Mapping[int, float], iteration: int) -> float:
 def normalize_and_gate(
     name: str, values: Mapping[str, Tensor], rewards: Mapping[str, Reward], precision: float
 ) -> Tensor:
-    """Return a component [B, G] as it is weighted: compared with others, and 0 behind its gate.
+    """Return a component [B, G] after normalization, and 0 where its gate is closed.
 
     Args:
         name: of the component.
