@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from litgrpo.training.grpo import GRPO
     from litgrpo.training.optim import WarmupCosine, WarmupLinear
     from litgrpo.training.sft import SFT
+    from litgrpo.training.steppers import PlainStepper
     from litgrpo.training.update_config import UpdateConfig
+    from litgrpo.types import PromptBatch
 
 __version__ = "0.1.0"
 # {module: its public names}
@@ -61,7 +63,9 @@ _PUBLIC_BY_MODULE = {
     "training.grpo": ("GRPO",),
     "training.optim": ("WarmupCosine", "WarmupLinear"),
     "training.sft": ("SFT",),
+    "training.steppers": ("PlainStepper",),
     "training.update_config": ("UpdateConfig",),
+    "types": ("PromptBatch",),
 }
 PUBLIC = {
     name: f"litgrpo.{module}" for module, names in _PUBLIC_BY_MODULE.items() for name in names
@@ -86,7 +90,9 @@ __all__ = [
     "Normalized",
     "Objective",
     "PairData",
+    "PlainStepper",
     "Precision",
+    "PromptBatch",
     "PromptData",
     "ReferenceSync",
     "Reward",

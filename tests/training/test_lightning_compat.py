@@ -8,15 +8,18 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from litgrpo.training import lightning_compat
 from litgrpo.training.lightning_compat import (
     find_pending_metrics,
     find_trainer,
+    find_training_loader,
     is_compiled,
     log_numbers,
     private,
     remove_stock_progress_bar,
+    set_data_parallel_size,
     validate_now,
     validation_is_due,
 )
@@ -25,6 +28,23 @@ from tests.support.raises import raises_for
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+class FindsLoader(Callback):
+    def setup(self, trainer, pl_module, stage):
+        self.loader = find_training_loader(trainer)
+
+
+def test_the_training_loader_is_known_before_the_trainer_sets_it_up(tmp_path):
+    finds = FindsLoader()
+    fit(tmp_path, finds, module=StandIn(1))
+    assert len(list(finds.loader)) > 0
+
+
+def test_the_number_of_ranks_of_a_sharded_strategy_is_set():
+    strategy = ModelParallelStrategy()
+    set_data_parallel_size(strategy, 4)
+    assert strategy._data_parallel_size == 4
 
 
 class Asks(Callback):

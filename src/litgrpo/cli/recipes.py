@@ -68,7 +68,9 @@ def read_recipe(word: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         # YAML silently takes the last of two equal keys.
-        for first, second in find_repeated_keys(yaml.compose(text)):
+        repeated = next(iter(find_repeated_keys(yaml.compose(text))), None)
+        if repeated is not None:
+            first, second = repeated
             raise ValueError(
                 f"{word}, line {second.start_mark.line + 1}: the key {second.value!r} appears "
                 f"twice, first in line {first.start_mark.line + 1}. Keep one of them."

@@ -18,6 +18,8 @@ from litgrpo.arguments import at_least, require
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.tool_calls import after_thoughts
 
+__all__ = ["NumberGame", "Search", "calculate"]
+
 MAX_EXPRESSION_CHARS = 200  # exact fractions can grow with the length
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,

@@ -221,7 +221,8 @@ class Evaluator:
                 f"rewards cannot be named {', '.join(taken)}: an evaluation has a metric of that "
                 "name. Rename them in model.rewards."
             )
-        # Set by the module; None if the initial policy has to be loaded later: see `complete`.
+        # Set by the module; None if the initial policy has to be loaded later, by the module's
+        # `complete_evaluation`.
         self.initial_logprobs: InitialLogprobs | None = None
         self.metrics: dict[str, SetMetrics] = {}  # of each set of prompts, "" if only one
         # Of the last report: {set: {name: one number per prompt}}.

@@ -42,6 +42,10 @@ class Criterion:
     Args:
         text: the instruction for the judge; default: the criterion's name.
         weight: how much it counts, relative to the others.
+
+    Example:
+        >>> Criterion("Is every step of the reasoning correct?", weight=2.0).weight
+        2.0
     """
 
     text: str | None = None
@@ -61,6 +65,13 @@ class Rubric(Judge):
             coroutine function (all criteria are then asked together), or an object with such a
             `__call__`. It gets the columns that its signature names.
         max_score: the best mark; the reward is the mean divided by it.
+
+    Example:
+        >>> def count_words(prompts, completions, criterion):
+        ...     return [float(len(text.split())) for text in completions]
+        >>> rubric = Rubric({"detail": Criterion()}, judge=count_words, max_score=10.0)
+        >>> rubric(["Why?"], ["Because it rained all night."])
+        [0.5]
     """
 
     def __init__(
@@ -237,6 +248,16 @@ class LLMJudge(Rubric):
             keeps none. It can be shared by runs.
         api_key_env: environment variable that holds the key; null for a server without keys. The
             key itself is read when it is sent, and is in no file, log or checkpoint.
+
+    Example:
+        >>> judge = LLMJudge(
+        ...     "http://127.0.0.1:8000/v1",
+        ...     "Qwen/Qwen2.5-7B-Instruct",
+        ...     {"correct": Criterion("Is the result correct?"), "brief": Criterion(weight=0.5)},
+        ...     api_key_env=None,
+        ... )
+        >>> list(judge.criteria)
+        ['correct', 'brief']
     """
 
     in_process = True

@@ -116,6 +116,11 @@ class RewardModel(Judge):
             every new shape is compiled, since batches differ in length).
         allow_policy_as_reward: accept a language model without a trained score, such as the policy
             itself; its scores are those of random weights, for trying things out only.
+
+    Example:
+        >>> model = RewardModel("Skywork/Skywork-Reward-V2-Qwen3-0.6B", max_length=2048)
+        >>> model.max_length  # the weights are loaded when training starts
+        2048
     """
 
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)

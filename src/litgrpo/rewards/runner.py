@@ -89,9 +89,6 @@ def _row(call: Call, row: int) -> str:
     return f"row {row} ({call.places[row]})" if call.places else f"row {row}"
 
 
-log = logging.getLogger(__name__)
-
-
 class StartedCalls(ABC):
     """The calls of one iteration, whose worker processes are running; `wait` for the scores.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from lightning import Callback, LightningModule
@@ -211,7 +212,14 @@ class GRPO(LightningModule):
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
 
-    load_from_checkpoint: Any = classmethod(hyper_parameters.load_from_checkpoint)
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
+    ) -> Self:
+        """Load a module and its weights; see `hyper_parameters.load_from_checkpoint`."""
+        return hyper_parameters.load_from_checkpoint(
+            cls, checkpoint_path, map_location, **arguments
+        )
 
     # --- setup ---
 

@@ -49,6 +49,16 @@ def private(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
+def set_data_parallel_size(strategy: Any, size: int) -> None:
+    """Set the number of ranks of a `ModelParallelStrategy`.
+
+    With "auto", Lightning takes the number of nodes. The number of ranks is not known yet when the
+    strategy is made, so it cannot be passed as the argument `data_parallel_size`.
+    """
+    private(strategy, "_data_parallel_size")
+    strategy._data_parallel_size = size
+
+
 def find_trainer(module: LightningModule) -> Trainer | None:
     """Return the trainer that a module is attached to, if any.
 

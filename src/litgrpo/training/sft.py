@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from lightning import Callback, LightningModule
@@ -56,7 +57,7 @@ class SFT(LightningModule):
         >>> module = SFT("Qwen/Qwen2.5-0.5B", max_iterations=200)  # doctest: +SKIP
     """
 
-    max_generated_tokens: int | None = None  # `length_of` asks; nothing is generated here
+    max_generated_tokens: int | None = None  # read by `resolve_run_length`; SFT generates nothing
 
     def __init__(
         self,
@@ -99,7 +100,14 @@ class SFT(LightningModule):
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
 
-    load_from_checkpoint: Any = classmethod(hyper_parameters.load_from_checkpoint)
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
+    ) -> Self:
+        """Load a module and its weights; see `hyper_parameters.load_from_checkpoint`."""
+        return hyper_parameters.load_from_checkpoint(
+            cls, checkpoint_path, map_location, **arguments
+        )
 
     def setup(self, stage: str) -> None:
         """Check the device.

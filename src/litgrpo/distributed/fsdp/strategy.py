@@ -18,7 +18,7 @@ from torch.distributed.tensor import empty as empty_shards
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.fsdp.units import divide, gathered
 from litgrpo.distributed.restarts import open_restart_store
-from litgrpo.training.lightning_compat import find_trainer
+from litgrpo.training.lightning_compat import find_trainer, set_data_parallel_size
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -59,7 +59,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         Raises:
             ValueError: `replicas` does not divide the number of ranks.
         """
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        set_data_parallel_size(self, self.num_nodes * self.num_processes)
         open_restart_store()
         super().setup_environment()
         each, rest = divmod(self.world_size, self.replicas)
@@ -94,7 +94,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def _cut(self) -> list[Any]:
-        return [Replicate()] * (self.replicas > 1) + [Shard(0)]
+        return [Replicate(), Shard(0)] if self.replicas > 1 else [Shard(0)]
 
     def _shard_like(self, parameter: Tensor | None, value: Any) -> Any:
         """Shard a full tensor like its parameter, as read from a single-process checkpoint."""

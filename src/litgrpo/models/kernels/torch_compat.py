@@ -1,4 +1,6 @@
-"""All uses of torch's private operators and attributes by `litgrpo.models`.
+"""Uses of torch's private operators and attributes by `litgrpo.models`, but for one.
+
+`selective_recompute` reads the version counter of tensors (`tensor._version`).
 
 They are CPU kernels that have no public name. Callers try them once on a small example
 (`linear.onednn_works`, `packed_attention.has_flash_kernel_for`) and use public operators if that

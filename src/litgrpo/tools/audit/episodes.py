@@ -126,12 +126,13 @@ class EpisodeReport:
     @property
     def remarks(self) -> list[str]:
         """Findings that may be intended, one sentence each."""
-        earned = [
-            f"'{line.policy}' is paid on {line.paid} of {line.count} rows"
-            + f", more than the mean sample on {line.above_mean}" * (line.above_mean > 0)
-            for line in self.lines
-            if line.paid and line.kind != KNOWS
-        ]
+        earned = []
+        for line in self.lines:
+            if line.paid and line.kind != KNOWS:
+                remark = f"'{line.policy}' is paid on {line.paid} of {line.count} rows"
+                if line.above_mean:
+                    remark += f", more than the mean sample on {line.above_mean}"
+                earned.append(remark)
         known = [
             f"giving the reference answer without playing is paid on {line.paid} of {line.count} "
             "rows: the environment's answers are not needed for the reward"
