@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.busy [--settings default,GOMP_SPINCOUNT=20000,...] [--turns 3]
 
-Each run is the quickstart's command in a process of its own. Busy: as many processes as `--busy`
+Each run is the command of the quickstart in a separate process. Busy: as many processes as `--busy`
 count without a pause meanwhile. Printed: the median of `time/step_s` after the warm-up, in seconds,
 as the median of the turns, and the busy one divided by the quiet one.
 """
@@ -41,7 +41,9 @@ def measure_step_s(setting: str, iterations: int) -> float:
         if finished.returncode:
             raise RuntimeError(f"{setting}: {finished.stderr[-2000:]}")
         with (run / "metrics.csv").open(encoding="utf-8") as file:
-            seconds = [float(row["time/step_s"]) for row in csv.DictReader(file) if row["time/step_s"]]
+            seconds = [
+                float(row["time/step_s"]) for row in csv.DictReader(file) if row["time/step_s"]
+            ]
     return median(seconds[WARMUP:])
 
 
