@@ -49,6 +49,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none.
+
+    Example:
+        >>> first_line(ValueError("no such file")), first_line(KeyError())
+        ('no such file', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def import_by_path(path: str) -> Any:
     """Import the object of a path such as `package.module.name`.
 

@@ -98,7 +98,7 @@ def test_a_chat_template_that_changes_earlier_turns_needs_train_on_turns_last():
     [
         ({"messages": TALK[:1]}, ("row 1", "assistant")),
         ({"messages": "hi"}, ("row 1", "messages", "hi")),
-        ({"messages": [{"role": "user"}]}, ("row 1", "messages")),
+        ({"messages": [{"role": "user"}]}, ("row 1", "message 1", "content")),
     ],
 )
 def test_rows_that_are_not_conversations_are_rejected(row, keys):

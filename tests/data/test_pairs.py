@@ -58,9 +58,9 @@ def test_what_was_heard_in_a_completion_is_read_and_not_learned():
     ("completion", "said"),
     [
         (SAID[:2], "the last message of the completion is of 'tool'"),
-        ([], "expected \\[{role: assistant"),
-        ([{"role": "assistant"}], "expected \\[{role: assistant"),
-        (["bc"], "expected \\[{role: assistant"),
+        ([], "row 1: the completion is empty"),
+        ([{"role": "assistant"}], "row 1, completion, message 1: has no content"),
+        (["bc"], "row 1, completion: messages are .*expected \\[{role: user"),
     ],
 )
 def test_a_completion_of_other_messages_is_refused(completion, said):

@@ -48,9 +48,10 @@ def test_the_chat_format_asks_for_an_answer():
 
 def test_a_prompt_can_be_a_list_of_messages():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages.append({"role": "user", "content": "c"})
     rows = [{"prompt": messages}]
-    assert texts(rows, chat=Chat()) == ["<bos>[user]a[assistant]b[assistant]"]
-    assert list(build_prompt_format(None, Chat()).plain_texts(read_rows(rows))) == ["a\nb"]
+    assert texts(rows, chat=Chat()) == ["<bos>[user]a[assistant]b[user]c[assistant]"]
+    assert list(build_prompt_format(None, Chat()).plain_texts(read_rows(rows))) == ["a\nb\nc"]
     with pytest.raises(ValueError, match=r"row 1, field 'prompt': .*needs `chat: true`"):
         texts(rows)
     with pytest.raises(ValueError, match="row 1: the prompt is empty"):
@@ -222,8 +223,12 @@ def encode_first_row(
 def test_what_an_environment_adds_stands_at_the_end_of_the_last_user_message():
     said, _, prompts = encode_first_row(["guess", "longer prompt"], " 1-15.")
     assert said == "<bos>[user]guess 1-15.[assistant]"
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert encode_first_row([{"prompt": asked}], "!")[0] == "<bos>[user]a![assistant]b[assistant]"
+    asked = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    assert encode_first_row([{"prompt": asked}], "!")[0] == "<bos>[user]a![system]b[assistant]"
+    asked[1] = {"role": "assistant", "content": "b"}
+    continued = Chat(continue_final_message=True)
+    found = encode_first_row([{"prompt": asked}], "!", chat=continued)[0]
+    assert found == "<bos>[user]a![assistant]b"
     assert prompts.columns["conversation"][0][-1]["content"] == "guess"  # is not changed
 
 

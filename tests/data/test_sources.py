@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from litgrpo.data.rendering import build_prompt_format
+from litgrpo.data.rows import RowReader
 from litgrpo.data.sources import Source, read_rows, source_weights
 
 
@@ -200,3 +202,33 @@ def test_settings_that_make_no_sense_are_refused():
         source_weights([Source("a.txt", weight=2), Source("b.txt")])
     with pytest.raises(ValueError, match="kwargs are for"):
         Source("a.txt", kwargs={"size": 1})
+
+
+def test_a_column_that_occurs_twice_in_a_csv_file_is_an_error(tmp_path):
+    path = written(tmp_path / "a.csv", "q,a,q\n1,2,3\n")
+    with pytest.raises(ValueError, match=r"a\.csv, line 1: the column 'q' occurs twice"):
+        read_rows(path)
+
+
+def test_empty_cells_are_named_when_the_data_are_read(tmp_path):
+    path = written(tmp_path / "a.csv", "prompt,gold,hint\na,1,\nb,,\nc, ,x\n")
+    reader = RowReader({"answer": "gold"}, {}, 0.0, "drop")
+    said = r"2 of 3 rows have an empty 'answer' \(the first: .*a\.csv, line 3\)"
+    with pytest.warns(UserWarning, match=said) as warned:
+        reader.read(path)
+    assert len(warned) == 1  # a column that no option names may be empty
+
+
+@pytest.mark.parametrize("template", [None, "Q: {{ prompt }}", "{{ prompt | upper }} {{ x }}"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_empty_prompt_is_an_error_with_and_without_a_template(tmp_path, template, chat):
+    path = written(tmp_path / "a.csv", "prompt,x\na,b\n  ,c\n")
+    texts = build_prompt_format(template, chat).plain_texts(read_rows(path))
+    with pytest.raises(ValueError, match=r"a\.csv, line 3: the prompt is empty"):
+        list(texts)
+
+
+def test_a_template_may_leave_an_empty_prompt_out(tmp_path):
+    path = written(tmp_path / "a.csv", "prompt,x\n,b\n")
+    texts = build_prompt_format("{{ x }}", False).plain_texts(read_rows(path))
+    assert list(texts) == ["b"]

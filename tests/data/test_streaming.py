@@ -181,3 +181,77 @@ def test_several_files_are_read_one_after_the_other(file, tmp_path):
     assert len(open_rows(replace(pattern, limit=99))) == 41
     data = set_up(PromptData(both, batch_size=2, shuffle=False))
     assert batches_of(data)[-1].prompts[-1] == "last"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": "a"}\n\n \t\r\n{"prompt": "b"}\r\n\r\n',
+        '\ufeff\n{"prompt": "a"}\n\x0b\n{"prompt": "b"}',
+        '\ufeff{"prompt": "a"}\n  {"prompt": "b"}  \n',
+        '{"prompt": "a\\u2028"}\n{"prompt": "b\u2028c"}\n',
+    ],
+)
+@pytest.mark.parametrize("chunk", [1 << 24, 4])
+def test_a_file_gives_the_same_rows_in_memory_and_streamed(tmp_path, monkeypatch, text, chunk):
+    monkeypatch.setattr("litgrpo.data.files.CHUNK_BYTES", chunk)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(text.encode())
+    rows = open_rows(Source(str(path), streaming=True))
+    found = [rows[number] for number in range(len(rows))]
+    assert found == [(row.values, row.place) for row in read_rows(str(path))]
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("a.jsonl", '{"prompt": "a", "prompt": "b"}'),
+        ("a.jsonl", '{"prompt": "a", "meta": {"x": 1, "x": 2}}'),
+        ("a.jsonl", '{"prompt": "a", "score": NaN}'),
+        ("a.jsonl", '{"prompt": "a", "score": -Infinity}'),
+        ("a.jsonl", '{"prompt": "a", "number": ' + "7" * 200_000 + "}"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100_000),
+        ("a.jsonl", '{"prompt": ' + "[" * 500 + "]" * 500 + "}"),
+        ("a.jsonl", '{"prompt": ' + '{"a":' * 150 + "1" + "}" * 151),
+        ("a.jsonl", '{"prompt": "a"}\0'),
+        ("a.txt", "w\0h\0y\0"),
+    ],
+)
+def test_what_is_no_json_is_one_sentence_with_the_line_in_memory_and_streamed(tmp_path, name, line):
+    path = tmp_path / name
+    first = '{"prompt": "x"}' if name.endswith("jsonl") else "x"
+    path.write_text(f"{first}\n{line}\n")
+    errors = []
+    with pytest.raises(ValueError, match=f"{name}, line 2: ") as found:
+        read_rows(str(path))
+    errors.append(str(found.value))
+    rows = open_rows(Source(str(path), streaming=True))
+    with pytest.raises(ValueError, match=f"{name}, line 2: ") as found:
+        rows[1]
+    errors.append(str(found.value))
+    assert all(len(error.splitlines()) == 1 and len(error) < 500 for error in errors)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_file_that_changes_during_a_streaming_run_is_named(tmp_path, name):
+    lines = [f'{{"prompt": "{n}"}}\n' for n in range(30)]
+    path = tmp_path / name
+    path.write_text("".join(lines))
+    rows = open_rows(Source(str(path), streaming=True))
+    assert rows[29][0]["prompt"].strip('{}"promt: \n') == "29"
+    damaged = {
+        "truncated": "".join(lines)[: len("".join(lines)) // 2],
+        "shifted": "x" + "".join(lines),
+        "one line": "x" * 2000,
+        "empty": "",
+    }
+    for text in damaged.values():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"{name}, line 29: the file changed during the run"):
+            rows[28]
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{name}, line 29: could not be read again: .*No such"):
+        rows[28]
+    path.write_text("".join(lines) + "more\n")  # a log that grows has the same lines
+    assert rows[28][1] == f"{path}, line 29"

@@ -6,18 +6,22 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from litgrpo.arguments import require
+from litgrpo.arguments import first_line, require
+from litgrpo.data.in_memory import read_object
 
 PlacedRow = tuple[dict[str, Any], str]  # the fields of a row, and where it was read
 # JSON may escape one half of a surrogate pair; tokenizers and files cannot encode it.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CHUNK_BYTES = 1 << 24  # bytes of a file that are searched for line ends at once
+MAX_DEPTH = 100  # of nested lists and objects; Python's recursion ends at about 1000 calls
+MARK = b"\xef\xbb\xbf"  # byte order mark, which spreadsheets write first
+SPACES = " \t\r\n\v\f"  # a line of these alone is no row, in memory and streamed
 
 
 def rows_from_list(rows: Iterable[Any], name: str) -> list[PlacedRow]:
@@ -47,19 +51,33 @@ def parse_text_line(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _decode_line(line: bytes, place: str) -> str:
+    line = line.removesuffix(b"\n")
     try:
-        return line.removesuffix(b"\n").decode()
+        text = line.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 (byte {error.start} of line)") from error
+    _reject_nul(line.find(b"\0"), place, "line")
+    return text
 
 
 def _decode_file(path: Path) -> str:
     data = path.read_bytes()
     try:
-        return data.decode("utf-8-sig")  # spreadsheets write a byte order mark first
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, line {line}: not UTF-8 (byte {error.start} of file)") from error
+    nul = data.find(b"\0")
+    line = data.count(b"\n", 0, max(nul, 0)) + 1
+    _reject_nul(nul, f"{path}, line {line}", "file")
+    return text
+
+
+def _reject_nul(byte: int, place: str, part: str) -> None:
+    # UTF-16 without a byte order mark decodes as UTF-8, with a NUL beside each letter.
+    require(
+        byte < 0, f"{place}: contains NUL (byte {byte} of {part}): save it as UTF-8, not UTF-16"
+    )
 
 
 def _read_jsonl(path: Path) -> list[PlacedRow]:
@@ -67,7 +85,7 @@ def _read_jsonl(path: Path) -> list[PlacedRow]:
     # Not splitlines(): JSON strings may contain other line separators, such as U+2028, unescaped.
     for number, line in enumerate(_decode_file(path).split("\n"), start=1):
         place = f"{path}, line {number}"
-        if line.strip():
+        if line.strip(SPACES):
             placed.append((require_object(_parse_json(line, place), place), place))
     return placed
 
@@ -81,12 +99,18 @@ def _read_json(path: Path) -> list[PlacedRow]:
 
 def _parse_json(text: str, place: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
     except json.JSONDecodeError as error:
         inside = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(
             f"{place}: not JSON: {error.msg} at {inside}column {error.colno}"
         ) from error
+    except ValueError as error:  # also a number of thousands of digits, which Python rejects
+        raise ValueError(f"{place}: not JSON: {first_line(error)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested more than {MAX_DEPTH} levels deep") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        require(_depth(value) <= MAX_DEPTH, f"{place}: nested more than {MAX_DEPTH} levels deep")
     # Only an escape can write a lone surrogate, so most texts need no search.
     lone = LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)) if "\\u" in text else None
     if lone:
@@ -96,16 +120,44 @@ def _parse_json(text: str, place: str) -> Any:
     return value
 
 
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # Python takes the last value, other parsers the first
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in an object")
+    return found
+
+
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON value; write null or a number")
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            one
+            for each in level
+            if isinstance(each, dict | list)
+            for one in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
+
+
 def require_object(row: Any, place: str) -> dict[str, Any]:
-    """Return the row.
+    """Return the row as a dictionary.
 
     Raises:
         ValueError: it is not an object.
     """
-    if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise ValueError(f"{place}: is a {kind}, expected an object {{field: value}}")
-    return row
+    if isinstance(row, Mapping):
+        return row if isinstance(row, dict) else dict(row)
+    if hasattr(row, "_asdict"):  # a named tuple
+        return dict(row._asdict())
+    kind = type(row).__name__
+    raise ValueError(f"{place}: is a {kind}, expected an object {{field: value}}")
 
 
 def _read_csv(path: Path) -> list[PlacedRow]:
@@ -113,6 +165,8 @@ def _read_csv(path: Path) -> list[PlacedRow]:
     placed = []
     try:
         header = next(lines, [])
+        twice = next((name for name in header if header.count(name) > 1), None)
+        require(twice is None, f"{path}, line 1: the column {twice!r} occurs twice")
         for cells in filter(None, lines):  # skips empty lines
             place = f"{path}, line {lines.line_num}"
             require(
@@ -130,9 +184,9 @@ def _read_parquet(path: Path) -> list[PlacedRow]:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not Parquet: {error}") from error
+        rows = read_object(pyarrow.parquet.read_table(path))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{path}: not Parquet: {first_line(error)}") from error
     return rows_from_list(rows, str(path))
 
 
@@ -141,7 +195,7 @@ def _read_text(path: Path) -> list[PlacedRow]:
     return [
         ({"prompt": line.removesuffix("\r")}, f"{path}, line {number}")
         for number, line in lines
-        if line.strip()
+        if line.strip(SPACES)
     ]
 
 
@@ -171,36 +225,64 @@ class LineFile:
 
     def __init__(self, path: Path, parse: Callable[[bytes, str], dict[str, Any]]) -> None:
         self.path, self.parse = path, parse
-        self.starts = line_starts(path)
-        lengths = np.diff(self.starts)
-        self.line_numbers = np.flatnonzero(lengths > len("\n"))
+        self.starts, self.line_numbers = index_lines(path)
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.line_numbers)
 
     def __getitem__(self, row: int) -> PlacedRow:
-        """Read a row."""
+        """Read a row.
+
+        Raises:
+            ValueError: it cannot be parsed, or the file has changed since it was opened.
+        """
         number = self.line_numbers[row]
-        start, end = self.starts[number : number + 2]
-        # Opened for each read: worker processes must not share a file position.
-        with self.path.open("rb") as file:
-            file.seek(start)
-            line = file.read(end - start)
-        if start == 0:
-            line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
+        start, end = map(int, self.starts[number : number + 2])
         place = f"{self.path}, line {number + 1}"
-        return self.parse(line, place), place
+        # Opened for each read: worker processes must not share a file position.
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(start - 1, 0))
+                data = file.read(end - max(start - 1, 0))
+        except OSError as error:
+            raise ValueError(f"{place}: could not be read again: {first_line(error)}") from error
+        before, line = (data[:1], data[1:]) if start else (b"\n", data)
+        is_last = number + 2 == len(self.starts)
+        same = before == b"\n" and (
+            line.endswith(b"\n") or (is_last and len(line) == end - start - 1)
+        )
+        require(
+            same,
+            f"{place}: the file changed during the run: no line is there any more. Restore it and "
+            "resume from the last checkpoint",
+        )
+        return self.parse(line.removeprefix(MARK) if start == 0 else line, place), place
 
 
-def line_starts(path: Path) -> np.ndarray:
-    """[lines + 1] int64 byte offsets: where each line begins, and where the last one ends."""
-    found, done = [np.zeros(1, np.int64)], 0
+def index_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each line of a file begins, and which lines are rows.
+
+    Returns:
+        [lines + 1] int64 byte offsets, the last one where the last line ends; and the [rows]
+        numbers of the lines that hold more than spaces.
+    """
+    is_space = np.zeros(256, bool)
+    is_space[[*SPACES.encode()]] = True
+    starts, filled, done = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
-            found.append(ends + (done + 1))
+            found = np.frombuffer(chunk, np.uint8)
+            starts.append(np.flatnonzero(found == ord("\n")) + (done + 1))
+            blank = is_space[found]
+            if done == 0 and chunk.startswith(MARK):
+                blank[: len(MARK)] = True
+            # The first character of each word is enough to find the lines with text.
+            begins = ~blank
+            begins[1:] &= blank[:-1]
+            filled.append(np.flatnonzero(begins) + done)
             done += len(chunk)
-    starts = np.concatenate(found)
-    # A last line without a line break counts as if it had one.
-    return starts if starts[-1] == done else np.append(starts, done + 1)
+    lines = np.concatenate(starts)
+    if lines[-1] != done:  # a last line without a line break counts as if it had one
+        lines = np.append(lines, done + 1)
+    return lines, np.unique(np.searchsorted(lines, np.concatenate(filled), side="right") - 1)

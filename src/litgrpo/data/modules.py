@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, runtime_checkable
 
 import torch
 from lightning import LightningDataModule, Trainer
 
 from litgrpo.arguments import at_least, one_of, require
+from litgrpo.data.in_memory import settle_source
 from litgrpo.data.loader import (
     Batch,
     BatchLoader,
@@ -21,6 +23,7 @@ from litgrpo.data.loader import (
     mix_sources,
     shuffle_batches,
 )
+from litgrpo.data.messages import Messages
 from litgrpo.data.pairs import (
     PairBatch,
     PairFormat,
@@ -48,7 +51,7 @@ from litgrpo.data.sources import (
     open_rows,
     source_weights,
 )
-from litgrpo.data.tokenization import Messages, load_tokenizer, require_pad_and_eos
+from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.instantiate import instantiate_sources
 from litgrpo.types import PromptBatch
@@ -62,6 +65,14 @@ class HasEnvironment(Protocol):
     """Module whose environment has tools to show to the model: `shown_tools`, JSON schemas."""
 
     shown_tools: Messages
+
+
+@runtime_checkable
+class HasEncoder(Protocol):
+    """Module that knows whether its model reads prompts with an encoder, as T5 does."""
+
+    def uses_encoder(self) -> bool:
+        """Return True for an encoder-decoder model."""
 
 
 class SourceData(LightningDataModule, Generic[Batch]):
@@ -93,8 +104,14 @@ class SourceData(LightningDataModule, Generic[Batch]):
         at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
         twice = sources["val"] is not None and reader.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
-        self.weights = source_weights(sources["train"])
-        self.sources = {name: instantiate_sources(source) for name, source in sources.items()}
+        template = prompt_format.template
+        names = {"prompt", "messages", *reader.columns.values(), *template.variables}
+        settled = {
+            name: settle_source(source, names, is_train=name == "train")
+            for name, source in sources.items()
+        }
+        self.weights = source_weights(settled["train"])
+        self.sources = {name: instantiate_sources(source) for name, source in settled.items()}
         self.reader, self.prompt_format, self.limit = reader, prompt_format, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -125,6 +142,12 @@ class SourceData(LightningDataModule, Generic[Batch]):
         model: Any = self.trainer.lightning_module
         return require_pad_and_eos(model.fit_tokenizer(texts))
 
+    def format_for_model(self) -> PromptFormat:
+        """Return the prompt format for the kind of model that reads the prompts."""
+        model: Any = None if self.trainer is None else self.trainer.lightning_module
+        encoder = isinstance(model, HasEncoder) and model.uses_encoder()
+        return replace(self.prompt_format, encoder_decoder=encoder)
+
     def add_tools(self, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
         """Return the prompt format with the tools of the model's environment.
 
@@ -133,7 +156,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         """
         model: Any = None if self.trainer is None else self.trainer.lightning_module
         tools = model.shown_tools if isinstance(model, HasEnvironment) else []
-        prompt_format = self.prompt_format.with_tools(tools, tokenizer)
+        prompt_format = self.format_for_model().with_tools(tools, tokenizer)
         self.final_format = prompt_format, tokenizer
         return prompt_format
 
@@ -207,8 +230,9 @@ class PromptData(SourceData[PromptBatch]):
     (`openai/gsm8k:main:train`), a function (`python:package.module.function?size=500`), a list of
     texts or rows, `{path: ..., limit: ...}`, or a list of such sources, optionally with weights
     (`[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]`). In Python also a
-    `datasets.Dataset`. With `{path: ..., streaming: true}` training rows stay on disk until their
-    batch is built. The prompt is tokenized; every other column reaches the reward functions.
+    `pathlib.Path`, a DataFrame, a `datasets.Dataset`, {column: values} or a generator. With
+    `{path: ..., streaming: true}` training rows stay on disk until their batch is built. The
+    prompt is tokenized; every other column reaches the reward functions.
 
     Args:
         train: source of the training prompts.
@@ -217,7 +241,7 @@ class PromptData(SourceData[PromptBatch]):
             `val_fraction`.
         test: source of the test prompts, or several with names.
         predict: source of the prompts to answer.
-        prompts: the prompts to answer, as a list of texts, instead of `predict`.
+        prompts: the prompts to answer, a text or a list of texts, instead of `predict`.
         columns: names of columns, litgrpo's first: `{prompt: question, answer: answer}`.
         extract: regular expression with one group per column, to keep that group only:
             `{answer: '####\s*(.+)'}`.
@@ -260,7 +284,7 @@ class PromptData(SourceData[PromptBatch]):
         val: SetsLike | None = None,
         test: SetsLike | None = None,
         predict: SourceLike | None = None,
-        prompts: list[str] | None = None,
+        prompts: list[str] | str | None = None,
         columns: dict[str, str] | None = None,
         extract: dict[str, str] | None = None,
         template: str | None = None,
@@ -280,7 +304,8 @@ class PromptData(SourceData[PromptBatch]):
         tokenizer: str | None = None,
     ) -> None:
         if prompts is not None:  # never paths, even if a prompt looks like one
-            predict = [{"prompt": text} for text in prompts]
+            texts = [prompts] if isinstance(prompts, str) else prompts
+            predict = [{"prompt": text} for text in texts]
         super().__init__(
             {"train": train, "val": val, "test": test, "predict": predict},
             RowReader(columns or {}, extract or {}, val_fraction, train_val_overlap, split_by),
@@ -509,7 +534,6 @@ class PairData(SourceData[PairBatch]):
         one_of("train_on_turns", train_on_turns, get_args(TrainOnTurns))
         completion = TextTemplate("completion", completion_template)
         self.pair_format = PairFormat(self.prompt_format, completion, train_on_turns)
-        self.train = train
         self.batch_size, self.max_tokens_per_batch = batch_size, max_tokens_per_batch
         self.group_by_length, self.seed = group_by_length, seed
 
@@ -525,17 +549,19 @@ class PairData(SourceData[PairBatch]):
         require(known, f"PairData is for fit and validate, not {stage}; use PromptData")
         required = self.prompt_format.template.required | self.pair_format.completion.required
         train, val = self.reader.read_train_and_val(
-            self.train, self.sources["val"], required | self.reader.required
+            self.sources["train"], self.sources["val"], required | self.reader.required
         )
         if stage == "validate":
             self.require_validation(val)
         tokenizer = self.find_tokenizer([*self.pair_format.plain_texts(train)])
         rows = {"train": train, "val": val}
+        pair_format = replace(self.pair_format, prompt=self.format_for_model())
+        self.final_format = pair_format.prompt, tokenizer
         self.sets = {
             name: tokenize_pairs(
                 part,
                 name,
-                pair_format=self.pair_format,
+                pair_format=pair_format,
                 limit=self.limit,
                 tokenizer=tokenizer,
                 pad_to_multiple_of=self.pad_to_multiple_of,

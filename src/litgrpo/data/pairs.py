@@ -14,6 +14,14 @@ from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
 from litgrpo.data.loader import compute_padded_length
+from litgrpo.data.messages import (
+    ASSISTANT,
+    EXPECTED,
+    Messages,
+    looks_like_messages,
+    read_messages,
+    with_system,
+)
 from litgrpo.data.rendering import (
     Chat,
     ChatPromptFormat,
@@ -21,9 +29,11 @@ from litgrpo.data.rendering import (
     PromptFormat,
     TextTemplate,
     apply_chat_template,
+    system_remarks,
 )
 from litgrpo.data.sources import SourceRow
-from litgrpo.data.tokenization import special_token_texts, tokenize
+from litgrpo.data.tokenization import encode_pieces, special_token_texts, tokenize
+from litgrpo.distributed.messages import rank_zero_info
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -156,7 +166,7 @@ class PairFormat:
     completion: TextTemplate
     train_on_turns: TrainOnTurns = "all"
 
-    def conversation(self, row: SourceRow) -> list[dict[str, str]] | None:
+    def conversation(self, row: SourceRow) -> Messages | None:
         """Return the messages of a row that is a conversation in chat format; else None.
 
         A template of the completion takes precedence over messages.
@@ -172,9 +182,17 @@ class PairFormat:
         and excludes tool output between them.
         """
         completion = row.values.get("completion")
-        if self.completion.source is not None or not isinstance(completion, list):
+        is_text = not isinstance(completion, list | tuple) and not looks_like_messages(completion)
+        if self.completion.source is not None or is_text:
             return [(self.completion.render(row), True)]
         return message_spans(row, completion)
+
+    def remarks(self, rows: list[SourceRow]) -> list[str]:
+        """Return how many conversations have a system message that replaces `chat.system`."""
+        if not isinstance(self.prompt, ChatPromptFormat) or self.prompt.chat.system is None:
+            return []
+        conversations = [self.conversation(row) or self.prompt.messages(row) for row in rows]
+        return system_remarks(conversations)
 
     def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield prompts and completions without any chat format, to train a tokenizer on."""
@@ -184,47 +202,64 @@ class PairFormat:
         yield from (text for row in pairs for text, _ in self.completion_spans(row))
         yield from (each["content"] for talk in conversations for each in talk or [])
 
+    def spans(
+        self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[TextSpan]]:
+        """Return the texts of each row, in parts with and without loss; the prompt is first."""
+        spans = []
+        for row in rows:
+            messages = self.conversation(row)
+            if messages is None:
+                (prompt,) = self.prompt.texts([row], tokenizer)
+                spans.append([(prompt, False), *self.completion_spans(row)])
+            else:
+                assert isinstance(self.prompt, ChatPromptFormat)
+                chat, turns = self.prompt.chat, self.train_on_turns
+                spans.append(conversation_spans(row, messages, turns, chat, tokenizer))
+        return spans
+
     def encode(
-        self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
+        self,
+        rows: list[SourceRow],
+        spans: list[list[TextSpan]],
+        tokenizer: PreTrainedTokenizerBase,
     ) -> list[list[IdSpan]]:
-        """Return the token ids of each row, in parts with and without loss."""
-        conversations = [self.conversation(row) for row in rows]
-        pairs = [row for row, talk in zip(rows, conversations, strict=True) if talk is None]
-        encoded_pairs = iter(self._encode_pairs(pairs, tokenizer))
+        """Return the token ids of each row's texts.
+
+        A completion starts after the tokens of the prompt, as in generation, and tool output after
+        those of a turn: no token spans a boundary.
+
+        Args:
+            rows: the rows.
+            spans: their texts, see `spans`.
+            tokenizer: tokenizer of the model.
+        """
+        pieces = [[text for text, _ in row] for row in spans]
+        if self.prompt.encoder_decoder:  # the decoder does not see the prompt before its text
+            encoded = [tokenize(tokenizer, row, add_special_tokens=False) for row in pieces]
+        else:
+            encoded = encode_pieces(pieces, tokenizer)
+        special = tuple(special_token_texts(tokenizer))
+        pairs = [n for n, row in enumerate(rows) if self.conversation(row) is None]
+        prompts = self.prompt.encode(
+            [pieces[n][0] for n in pairs], tokenizer, [rows[n] for n in pairs]
+        )
+        for n, prompt in zip(pairs, prompts, strict=True):
+            encoded[n][0] = prompt
+        is_pair = set(pairs)
+        for n, (texts, ids) in enumerate(zip(pieces, encoded, strict=True)):
+            # If the template writes no special token at the end of a turn, the end token ends it.
+            ended = (
+                ids[-1][-1:] == [tokenizer.eos_token_id]
+                if n in is_pair
+                else texts[-1].endswith(special)
+            )
+            if not ended:
+                ids[-1] = [*ids[-1], tokenizer.eos_token_id]
         return [
-            next(encoded_pairs) if talk is None else self._encode_conversation(row, talk, tokenizer)
-            for row, talk in zip(rows, conversations, strict=True)
+            [(ids, in_loss) for ids, (_, in_loss) in zip(row, texts, strict=True)]
+            for row, texts in zip(encoded, spans, strict=True)
         ]
-
-    def _encode_pairs(
-        self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
-    ) -> list[list[IdSpan]]:
-        if not rows:
-            return []
-        prompts = self.prompt.encode(self.prompt.texts(rows, tokenizer), tokenizer, rows)
-        # Prompt and turns are encoded separately, as in generation: a completion starts after the
-        # tokens of the prompt, and tool output after those of a turn. No token spans a boundary.
-        spans = list(map(self.completion_spans, rows))
-        flat = [text for row in spans for text, _ in row]
-        ids = iter(tokenize(tokenizer, flat, add_special_tokens=False))
-        encoded = [[(next(ids), in_loss) for _, in_loss in row] for row in spans]
-        for row in encoded:
-            last, in_loss = row[-1]
-            if last[-1:] != [tokenizer.eos_token_id]:
-                row[-1] = ([*last, tokenizer.eos_token_id], in_loss)
-        return [[(p, False), *row] for p, row in zip(prompts, encoded, strict=True)]
-
-    def _encode_conversation(
-        self, row: SourceRow, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
-    ) -> list[IdSpan]:
-        assert isinstance(self.prompt, ChatPromptFormat)
-        spans = conversation_spans(row, messages, self.train_on_turns, self.prompt.chat, tokenizer)
-        texts = [text for text, _ in spans]
-        ids = tokenize(tokenizer, texts, add_special_tokens=False)
-        # If the template writes no special token at the end of a turn, the end token ends it.
-        if not texts[-1].endswith(tuple(special_token_texts(tokenizer))):
-            ids[-1] = [*ids[-1], tokenizer.eos_token_id]
-        return [(part, in_loss) for part, (_, in_loss) in zip(ids, spans, strict=True)]
 
 
 def tokenize_pairs(
@@ -249,10 +284,20 @@ def tokenize_pairs(
     Raises:
         ValueError: a truncated pair has no token to predict.
     """
-    encoded = pair_format.encode(rows, tokenizer)
+    spans, most = pair_format.spans(rows, tokenizer), limit.max_chars(tokenizer)
+    too_long = [sum(len(text) for text, _ in row) > most for row in spans]
+    clipped = [
+        clip_spans(row, most) if long else row for row, long in zip(spans, too_long, strict=True)
+    ]
+    encoded = pair_format.encode(rows, clipped, tokenizer)
+    for line in pair_format.remarks(rows):
+        rank_zero_info(f"{role}: {line}")
     pairs = [[token for ids, _ in spans for token in ids] for spans in encoded]
     targets = list(map(loss_spans, encoded))
-    kept = limit.select(list(map(len, pairs)), rows, role)
+    lengths = [
+        max(len(ids), limit.tokens + long) for ids, long in zip(pairs, too_long, strict=True)
+    ]
+    kept = limit.select(lengths, rows, role)
     for number in kept:
         length = targets[number][0][0]
         require(
@@ -269,9 +314,21 @@ def tokenize_pairs(
     )
 
 
-def read_conversation(
-    row: SourceRow, prompt_format: ChatPromptFormat
-) -> list[dict[str, str]] | None:
+def clip_spans(spans: list[TextSpan], most: int) -> list[TextSpan]:
+    """Return the first `most` characters of a row's texts.
+
+    Example:
+        >>> clip_spans([("abc", False), ("de", True)], 4)
+        [('abc', False), ('d', True)]
+    """
+    starts = accumulate((len(text) for text, _ in spans), initial=0)
+    return [
+        (text[: max(0, most - start)], in_loss)
+        for (text, in_loss), start in zip(spans, starts, strict=False)
+    ]
+
+
+def read_conversation(row: SourceRow, prompt_format: ChatPromptFormat) -> Messages | None:
     """Return all messages of a row that is a conversation; None for prompt and completion texts.
 
     A row has `messages`, or a `prompt` and a `completion` that is a list of messages.
@@ -280,23 +337,14 @@ def read_conversation(
         ValueError: the messages are malformed.
     """
     messages, completion = row.values.get("messages"), row.values.get("completion")
-    if messages is None and not isinstance(completion, list):
+    if messages is not None:
+        return read_messages(messages, row.place)
+    if not isinstance(completion, list | tuple) and not looks_like_messages(completion):
         return None
-    if messages is None:
-        messages = [*prompt_format.messages(row), *(completion or [])]
-    require(
-        isinstance(messages, list) and all(map(_is_message, messages)),
-        f"{row.place}: messages are {messages!r:.60}; "
-        "expected [{role: user, content: text}, ...]",
-    )
-    return messages
+    return [*prompt_format.messages(row), *read_messages(completion, row.place)]
 
 
-def _is_message(each: Any) -> bool:
-    return isinstance(each, dict) and {"role", "content"} <= each.keys()
-
-
-def message_spans(row: SourceRow, messages: list[Any]) -> list[TextSpan]:
+def message_spans(row: SourceRow, messages: Any) -> list[TextSpan]:
     """Return the texts of a completion of several messages without chat format.
 
     Args:
@@ -313,20 +361,16 @@ def message_spans(row: SourceRow, messages: list[Any]) -> list[TextSpan]:
         >>> message_spans(row, [call, result, {"role": "assistant", "content": "."}])
         [('<call>3*4</call>', True), ('12', False), ('.', True)]
     """
-    texts = all(_is_message(each) and isinstance(each["content"], str) for each in messages)
-    require(
-        texts and bool(messages),
-        f"{row.place}: completion is {messages!r:.60}; "
-        "expected [{role: assistant, content: text}, ...]",
-    )
-    last = messages[-1]["role"]
-    require(last == "assistant", f"{row.place}: the last message of the completion is of {last!r}")
-    return [(each["content"], each["role"] == "assistant") for each in messages]
+    require(bool(messages), f"{row.place}: the completion is empty; {EXPECTED}")
+    found = read_messages(messages, f"{row.place}, completion")
+    last = found[-1]["role"]
+    require(last == ASSISTANT, f"{row.place}: the last message of the completion is of {last!r}")
+    return [(each["content"], each["role"] == ASSISTANT) for each in found]
 
 
 def conversation_spans(
     row: SourceRow,
-    messages: list[dict[str, str]],
+    messages: Messages,
     train_on_turns: TrainOnTurns,
     chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
@@ -348,9 +392,8 @@ def conversation_spans(
         ValueError: there is no answer, or the template renders a turn differently if other turns
             follow.
     """
-    if chat.system is not None:
-        messages = [{"role": "system", "content": chat.system}, *messages]
-    answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+    messages = with_system(messages, chat.system)
+    answers = [number for number, each in enumerate(messages) if each["role"] == ASSISTANT]
     require(
         bool(answers), f"{row.place}: no message has the role assistant; there is nothing to learn"
     )

@@ -14,9 +14,14 @@ from torch.utils.data import Dataset
 from litgrpo.arguments import require
 from litgrpo.data.loader import compute_padded_length
 from litgrpo.data.rendering import LengthLimit, PromptFormat
-from litgrpo.data.rows import RowReader, columns_of, identity
+from litgrpo.data.rows import RowReader, columns_of, identity, warn_of_empty_texts
 from litgrpo.data.sources import RowsOnDisk, SourceRow
-from litgrpo.data.tokenization import keep_end, report_special_tokens, report_unknown_tokens
+from litgrpo.data.tokenization import (
+    keep_end,
+    report_special_tokens,
+    report_unknown_tokens,
+)
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
@@ -134,13 +139,22 @@ def tokenize_prompts(
         ValueError: a prompt has no tokens.
     """
     texts = prompt_format.texts(rows, tokenizer)
-    encoded = prompt_format.encode(texts, tokenizer, rows)
+    encoded, lengths = encode_prompts(
+        texts,
+        rows,
+        limit.max_chars(tokenizer),
+        prompt_format=prompt_format,
+        limit=limit,
+        tokenizer=tokenizer,
+    )
+    for line in prompt_format.remarks(rows):
+        rank_zero_info(f"{role}: {line}")
     for ids, row in zip(encoded, rows, strict=True):
         require(bool(ids), f"{row.place}: the prompt has no tokens")
     split = prompt_format.split_special_tokens
     report_special_tokens(role, map(prompt_format.texts_of_data, rows), tokenizer, split=split)
     report_unknown_tokens(role, encoded, tokenizer)
-    kept = limit.select(list(map(len, encoded)), rows, role)
+    kept = limit.select(lengths, rows, role)
     rows = [rows[number] for number in kept]
     return PromptSet(
         ids=[keep_end(encoded[number], limit.tokens, tokenizer) for number in kept],
@@ -151,6 +165,44 @@ def tokenize_prompts(
         pad_id=tokenizer.pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
     )
+
+
+def encode_prompts(
+    texts: list[str],
+    rows: list[SourceRow],
+    max_chars: int,
+    *,
+    prompt_format: PromptFormat,
+    limit: LengthLimit,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[list[int]], list[int]]:
+    """Return token ids and number of tokens of each prompt.
+
+    Of a text with more than `max_chars` only the end is tokenized, and its number of tokens is a
+    lower bound.
+
+    Args:
+        texts: see `PromptFormat.texts`.
+        rows: their rows.
+        max_chars: see `LengthLimit.max_chars`.
+        prompt_format: format of the data.
+        limit: limit of a prompt's tokens.
+        tokenizer: tokenizer of the model.
+    """
+    fitting = [n for n, text in enumerate(texts) if len(text) <= max_chars]
+    found = prompt_format.encode([texts[n] for n in fitting], tokenizer, [rows[n] for n in fitting])
+    encoded = dict(zip(fitting, found, strict=True))
+    lengths = {n: len(ids) for n, ids in encoded.items()}
+    begin = str(tokenizer.bos_token or "")
+    for n, text in enumerate(texts):
+        if n not in encoded:
+            end = text[-max_chars:]
+            (encoded[n],) = prompt_format.encode(
+                [begin + end if begin and text.startswith(begin) else end], tokenizer
+            )
+            least = len(text) * (limit.tokens + 1) // max_chars
+            lengths[n] = max(len(encoded[n]), least)
+    return [encoded[n] for n in range(len(texts))], [lengths[n] for n in range(len(texts))]
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
@@ -215,8 +267,10 @@ class StreamedPrompts(Dataset[PromptBatch]):
         self.source_rows, self.held_out = source_rows, held_out
         self.required, self.reader = required, reader
         self.prompt_format, self.limit, self.tokenizer = prompt_format, limit, tokenizer
+        self.max_chars = limit.max_chars(tokenizer)
         count = min(len(self), NUM_PREVIEWED)
         self.preview_rows = [self.row(place * len(self) // count) for place in range(count)]
+        warn_of_empty_texts(self.preview_rows, reader.compared)
         self.preview = tokenize_prompts(
             self.preview_rows,
             f"train (first look: {count} rows)",
@@ -272,9 +326,16 @@ class StreamedPrompts(Dataset[PromptBatch]):
                 )
                 continue
             (text,) = self.prompt_format.texts([row], self.tokenizer)
-            (ids,) = self.prompt_format.encode([text], self.tokenizer, [row])
+            (ids,), (length,) = encode_prompts(
+                [text],
+                [row],
+                self.max_chars,
+                prompt_format=self.prompt_format,
+                limit=self.limit,
+                tokenizer=self.tokenizer,
+            )
             require(bool(ids), f"{row.place}: the prompt has no tokens")
-            if self.limit.admits(len(ids), row):
+            if self.limit.admits(length, row):
                 ids = keep_end(ids, self.limit.tokens, self.tokenizer)
                 return replace(row, index=number), text, ids
         raise ValueError(

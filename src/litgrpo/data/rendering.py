@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import jinja2
+import jinja2.meta
 
-from litgrpo.arguments import at_least, one_of, require
+from litgrpo.arguments import at_least, first_line, one_of, require
+from litgrpo.data.messages import (
+    Messages,
+    ends_with_assistant,
+    has_system,
+    looks_like_messages,
+    read_messages,
+    with_system,
+)
 from litgrpo.data.sources import SourceRow
 from litgrpo.data.tokenization import (
-    Messages,
+    closing_ids,
     encode_as_plain_text,
     encode_with_placeholders,
     insert_placeholders,
     keep_end,
+    longest_token,
     placeholders_for,
     special_token_texts,
     tokenize,
@@ -27,6 +37,8 @@ from litgrpo.types import PromptBatch
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
 
+# Chat templates are third-party code: these are what they raise for messages that they reject.
+TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
 LongRows = Literal["drop", "truncate", "error"]
 
 
@@ -35,11 +47,13 @@ class Chat:
     """Render prompts with the tokenizer's chat template, as a user message.
 
     Args:
-        system: text of a system message at the start; null for none.
+        system: text of a system message at the start of prompts that have none; null for none.
         template_kwargs: more arguments for the tokenizer's chat template, such as
             `enable_thinking: false`.
         tools: JSON schemas of tools that the template shows to the model; those of
             `model.environment` are added automatically.
+        continue_final_message: let the policy continue a last message of the assistant, such as
+            "The answer is"; without it such a prompt, which may contain the answer, is an error.
 
     Example:
         >>> Chat(system="Be brief.", template_kwargs={"enable_thinking": False}).system
@@ -49,6 +63,7 @@ class Chat:
     system: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: Messages = field(default_factory=list)
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,9 +117,18 @@ class TextTemplate:
         require(bool(value.strip()), f"{row.place}: the {self.field} is empty")
         return value
 
+    @cached_property
+    def variables(self) -> set[str]:
+        """Fields that the template reads."""
+        parsed = self._jinja.environment.parse(self.source or "")
+        return jinja2.meta.find_undeclared_variables(parsed)
+
     def _value(self, row: SourceRow) -> Any:
         if self.source is None:
             return row.values[self.field]
+        given = row.values.get(self.field)
+        blank = isinstance(given, str) and not given.strip() and self.field in self.variables
+        require(not blank, f"{row.place}: the {self.field} is empty")
         try:
             return self._jinja.render(row.values)
         except jinja2.UndefinedError as error:
@@ -119,10 +143,13 @@ class PromptFormat:
     Args:
         template: makes the text of a row.
         split_special_tokens: encode special tokens that the data write as plain text.
+        encoder_decoder: prompts are for an encoder, which reads the end token that the tokenizer
+            appends; otherwise it is removed, because a policy continues its prompt.
     """
 
     template: TextTemplate
     split_special_tokens: bool = False
+    encoder_decoder: bool = False
 
     def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield the prompts without any chat format, to train a tokenizer on."""
@@ -142,10 +169,16 @@ class PromptFormat:
         """Return {name: values} of columns for rewards in addition to the fields of the rows."""
         return {}
 
+    def remarks(self, rows: list[SourceRow]) -> list[str]:
+        """Return what to log once about the prompts of a set."""
+        return []
+
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
         """Return token ids of each prompt, with one begin token if the tokenizer adds one.
+
+        Tokens that the tokenizer appends (`add_eos_token`) are kept for an encoder only.
 
         Args:
             texts: see `texts`.
@@ -154,6 +187,9 @@ class PromptFormat:
         """
         split = self.split_special_tokens
         ids = tokenize(tokenizer, texts, add_special_tokens=True, split_special_tokens=split)
+        if not self.encoder_decoder:
+            closing = len(closing_ids(tokenizer))
+            ids = [row[: len(row) - closing] for row in ids]
         return self._remove_second_begin(ids, tokenizer)
 
     def encode_opening(
@@ -181,9 +217,9 @@ class PromptFormat:
         require(plain, f"the environment begins with messages ({added!r:.60}), {hint}")
         if not (split_added and placeholders_for(added, tokenizer)):
             return self.encode([f"{text}{added}"], tokenizer)[0]
-        ids, closing = self.encode([text], tokenizer)[0], tokenize(tokenizer, [""], True)[0]
+        ids = self.encode([text], tokenizer)[0]
         # T5's tokenizer appends an end token to every prompt; it has to stay last.
-        last = ids[-1:] if ids[-1:] == closing[-1:] == [tokenizer.eos_token_id] else []
+        last = closing_ids(tokenizer) if self.encoder_decoder else []
         return [
             *ids[: len(ids) - len(last)],
             *encode_as_plain_text(str(added), tokenizer),
@@ -227,17 +263,35 @@ class ChatPromptFormat(PromptFormat):
         """Return the contents of the row's messages."""
         return [message["content"] for message in self.messages(row)]
 
-    def messages(self, row: SourceRow) -> list[dict[str, str]]:
-        """Return the messages of a row without the system message.
+    def messages(self, row: SourceRow) -> Messages:
+        """Return the messages of a row without `chat.system`.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or one of them is malformed.
         """
         given = row.values.get(self.template.field)
-        if self.template.source is not None or not isinstance(given, list):
+        is_text = not isinstance(given, list | tuple | Mapping) and not looks_like_messages(given)
+        if self.template.source is not None or is_text:
             return [{"role": "user", "content": self.template.render(row)}]
-        require(bool(given), f"{row.place}: the {self.template.field} is empty")
-        return given
+        messages = read_messages(given, row.place)
+        written = any(each["content"].strip() or "tool_calls" in each for each in messages)
+        require(written, f"{row.place}: the {self.template.field} is empty")
+        return messages
+
+    def conversation(self, row: SourceRow) -> Messages:
+        """Return the messages of a row, with the system message.
+
+        Raises:
+            ValueError: the last one is the assistant's, and is not to be continued.
+        """
+        messages = with_system(self.messages(row), self.chat.system)
+        if ends_with_assistant(messages) and not self.chat.continue_final_message:
+            raise ValueError(
+                f"{row.place}: the prompt ends with a message of the assistant "
+                f"({messages[-1]['content']!r:.40}), which may be the answer: leave that message "
+                "out, or let the policy continue it with `chat: {continue_final_message: true}`"
+            )
+        return messages
 
     def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield the contents of the messages, one per line."""
@@ -246,18 +300,39 @@ class ChatPromptFormat(PromptFormat):
 
     def texts(self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the prompt of each row, in the chat format."""
-        conversations = self.conversations(rows)
-        return [apply_chat_template(messages, self.chat, tokenizer) for messages in conversations]
+        found = []
+        for row in rows:
+            messages = self.conversation(row)
+            try:
+                found.append(self._render(messages, tokenizer))
+            except TemplateFailure as error:
+                raise ValueError(f"{row.place}: {error}") from error
+        return found
+
+    def _render(self, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Render a prompt up to where the policy's answer begins, or is continued."""
+        continued = self.chat.continue_final_message and ends_with_assistant(messages)
+        return apply_chat_template(
+            messages,
+            self.chat,
+            tokenizer,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+        )
 
     def reward_columns(self, rows: list[SourceRow]) -> dict[str, list[Any]]:
         """Return the messages without the chat format."""
         return {"conversation": self.conversations(rows)}
 
-    def conversations(self, rows: list[SourceRow]) -> list[list[dict[str, str]]]:
+    def conversations(self, rows: list[SourceRow]) -> list[Messages]:
         """Return the messages of each row, with the system message."""
-        system = self.chat.system
-        first = [] if system is None else [{"role": "system", "content": system}]
-        return [first + self.messages(row) for row in rows]
+        return [self.conversation(row) for row in rows]
+
+    def remarks(self, rows: list[SourceRow]) -> list[str]:
+        """Return how many prompts have a system message that replaces `chat.system`."""
+        if self.chat.system is None:
+            return []
+        return system_remarks([self.messages(row) for row in rows])
 
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
@@ -287,7 +362,7 @@ class ChatPromptFormat(PromptFormat):
         # Chat templates must not see texts that look like special tokens or placeholders.
         placeholders = placeholders_for(added, tokenizer) if split_added else {}
         messages = append_opening(columns["conversation"], insert_placeholders(added, placeholders))
-        rendered = apply_chat_template(messages, self.chat, tokenizer)
+        rendered = self._render(messages, tokenizer)
         if not placeholders:
             return self.encode([rendered], tokenizer)[0]
         ids = encode_with_placeholders(rendered, placeholders, tokenizer)
@@ -317,7 +392,7 @@ class ChatPromptFormat(PromptFormat):
             each | {"content": placeholder}
             for each, placeholder in zip(messages, placeholders, strict=True)
         ]
-        text = apply_chat_template(replaced, self.chat, tokenizer)
+        text = self._render(replaced, tokenizer)
         return encode_with_placeholders(text, placeholders, tokenizer)
 
 
@@ -332,7 +407,8 @@ def build_prompt_format(
     text_template = TextTemplate("prompt", template)
     if chat is False:
         return PromptFormat(text_template, split_special_tokens)
-    return ChatPromptFormat(text_template, split_special_tokens, Chat() if chat is True else chat)
+    settings = Chat() if chat is True else chat
+    return ChatPromptFormat(text_template, split_special_tokens, chat=settings)
 
 
 def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
@@ -342,6 +418,13 @@ def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
             f"{why}: the prompt does not list the tools ({names}); `list_tools_in_prompt: true` of "
             "litgrpo.environments.Tools writes them into the prompt"
         )
+
+
+def system_remarks(conversations: Sequence[Messages]) -> list[str]:
+    """Return how many conversations have a system message that replaces `chat.system`."""
+    number = sum(map(has_system, conversations))
+    how = "have a system message, which replaces chat.system"
+    return [f"{number} of {len(conversations)} rows {how}"] if number else []
 
 
 def append_opening(messages: Messages, added: str | Messages) -> Messages:
@@ -422,6 +505,7 @@ def apply_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> str:
     """Render messages in the tokenizer's chat format.
 
@@ -430,9 +514,11 @@ def apply_chat_template(
         chat: settings of the chat format.
         tokenizer: tokenizer with a chat template.
         add_generation_prompt: append the tokens that begin an answer of the model.
+        continue_final_message: end with the text of the last message, for the model to continue.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or its template rejects the messages.
+        ValueError: the tokenizer has no chat template.
+        TemplateFailure: its template rejects the messages.
     """
     known, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
     require(known, "chat: the tokenizer has no chat template; use `template` instead")
@@ -442,15 +528,20 @@ def apply_chat_template(
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             **chat.template_kwargs,
         )
-    except jinja2.TemplateError as error:  # Gemma's template raises one on a system message
-        raise ValueError(
-            f"chat: the tokenizer's chat template raised: {error}; if the model has no system "
-            "messages, put that text into `template`"
+    except TEMPLATE_ERRORS as error:  # Gemma's template raises one on a system message
+        raise TemplateFailure(
+            f"chat: the tokenizer's chat template raised: {first_line(error):.200}; if the "
+            "model has no system messages, put that text into `template`"
         ) from error
     assert isinstance(text, str)
     return text
+
+
+class TemplateFailure(ValueError):
+    """A chat template rejected the messages of a row."""
 
 
 class PromptDropped(ValueError):
@@ -486,6 +577,13 @@ class LengthLimit:
     def remedy(self) -> str:
         """Advice for an error about a row that is too long."""
         return f"raise {self.name} or set `{self.option}: drop` or `truncate`"
+
+    def max_chars(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Number of characters above which a text has more tokens than the limit.
+
+        Tokenizing a text of many megabytes takes minutes and gigabytes, to find it too long.
+        """
+        return (self.tokens + 1) * longest_token(tokenizer)
 
     def admits(self, length: int, row: SourceRow) -> bool:
         """True if a row of this length is used, possibly truncated.

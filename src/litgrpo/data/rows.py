@@ -67,6 +67,11 @@ class RowReader:
         """Columns that a row to train on needs, in addition to those of the templates."""
         return {*self.columns, *self.extract}
 
+    @property
+    def compared(self) -> set[str]:
+        """Columns that rewards probably compare completions with."""
+        return {"answer", *self.columns, *self.extract} - {"prompt", "completion", "messages"}
+
     def read(self, source: SetsLike, required: Iterable[str] | None = None) -> list[SourceRow]:
         """Read all rows of a source and rename their columns.
 
@@ -80,6 +85,7 @@ class RowReader:
         needed = self.required if required is None else set(required)
         rows = [self.rename(row, needed) for row in read_rows(source)]
         reject_repeated_ids(rows)
+        warn_of_empty_texts(rows, self.compared)
         return rows
 
     def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
@@ -240,6 +246,21 @@ def reject_repeated_ids(rows: list[SourceRow]) -> None:
             f"{row.place}: field 'id' is {row.values['id']!r}, as in {first}; remove one of them, "
             "or set `columns: {number: id}` if it does not identify rows"
         )
+
+
+def warn_of_empty_texts(rows: list[SourceRow], names: Iterable[str]) -> None:
+    """Warn once for each column of which some rows are empty, as a .csv file writes missing values.
+
+    Empty prompts and completions are errors where they are rendered.
+    """
+    for name in sorted(names):
+        texts = [(row.values.get(name), row) for row in rows]
+        empty = [row for text, row in texts if isinstance(text, str) and not text.strip()]
+        if empty:
+            rank_zero_warn(
+                f"{len(empty)} of {len(rows)} rows have an empty {name!r} (the first: "
+                f"{empty[0].place}): rewards that compare with it fail there; leave these rows out"
+            )
 
 
 def report_duplicates(name: str, rows: list[SourceRow]) -> None:

@@ -17,7 +17,14 @@ from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
-from litgrpo.arguments import above, at_least, did_you_mean, import_by_path, require
+from litgrpo.arguments import (
+    above,
+    at_least,
+    did_you_mean,
+    first_line,
+    import_by_path,
+    require,
+)
 from litgrpo.data.files import (
     ENDINGS,
     LINE_PARSERS,
@@ -27,6 +34,7 @@ from litgrpo.data.files import (
     require_object,
     rows_from_list,
 )
+from litgrpo.data.in_memory import is_table, read_object, without_nulls_in_row
 from litgrpo.data.loader import allocate_rows
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.workers.sandbox.wire import dumps
@@ -72,6 +80,7 @@ class Source:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        object.__setattr__(self, "path", str(self.path))  # a `pathlib.Path` in Python
         at_least(f"limit of {self.path!r}", self.limit, 1)
         used = not self.kwargs or self.path.startswith(PYTHON)
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
@@ -349,8 +358,11 @@ def split_sources(source: SourceLike) -> list[Any]:
     """
     if not isinstance(source, list):
         return [source]
-    named = [isinstance(each, Source | GeneratedSource) or names_source(each) for each in source]
-    with_objects = any(isinstance(each, Source | GeneratedSource) for each in source)
+    objects = [isinstance(each, Source | GeneratedSource) or is_table(each) for each in source]
+    named = [
+        is_object or names_source(each) for is_object, each in zip(objects, source, strict=True)
+    ]
+    with_objects = any(objects)
     if not any(named):
         return [source]
     text = next((each for each, is_named in zip(source, named, strict=True) if not is_named), "")
@@ -393,12 +405,10 @@ def _read_one(source: Any) -> list[PlacedRow]:
     """Read one source, up to its limit."""
     if isinstance(source, GeneratedSource):
         return rows_from_list(source.rows(), source.name)
-    if isinstance(source, str):
-        source = Source(source)
+    if isinstance(source, str | Path):
+        source = Source(str(source))
     if not isinstance(source, Source):
-        rows = _rows_in_memory(source)
-        require(bool(rows), f"{GIVEN} holds no rows")
-        return rows
+        return _rows_in_memory(source)
     require(
         not source.streaming,
         f"{source.path}: `streaming: true` is only for `train` of PromptData; leave it out here",
@@ -425,13 +435,11 @@ def choose_rows(count: int, limit: int) -> Sequence[int]:
 
 
 def _rows_in_memory(rows: Any) -> list[PlacedRow]:
-    """Return rows that exist in Python: a list, or a `datasets.Dataset`."""
-    kind = type(rows).__name__
-    require(
-        isinstance(rows, Iterable),
-        f"{rows!r:.60} (a {kind}) is not a source: give a path, a list of rows or a Dataset",
-    )
-    return rows_from_list(rows, GIVEN if isinstance(rows, list) else f"the given {kind}")
+    """Return rows that exist in Python."""
+    name = GIVEN if isinstance(rows, list) else f"the given {type(rows).__name__}"
+    found = rows_from_list(read_object(rows), name)
+    require(bool(found), f"{name} holds no rows")
+    return found
 
 
 def _read_path(source: Source) -> list[PlacedRow]:
@@ -440,7 +448,7 @@ def _read_path(source: Source) -> list[PlacedRow]:
         return _call_function(path, source.kwargs)
     if suffix in READERS:
         return [row for file in find_files(path) for row in READERS[suffix](file)]
-    return rows_from_list(load_hf_dataset(path), path)
+    return rows_from_list(read_object(load_hf_dataset(path)), path)
 
 
 def load_hf_dataset(path: str) -> Any:
@@ -483,7 +491,7 @@ def _call_function(path: str, kwargs: dict[str, Any]) -> list[PlacedRow]:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"{path}: {error}; signature: {inspect.signature(function)}") from error
-    return rows_from_list(function(**arguments), path)
+    return rows_from_list(read_object(function(**arguments)), path)
 
 
 def _parse_literal(text: str) -> Any:
@@ -499,8 +507,8 @@ def _load_from_disk(path: str, folder: str, words: list[str]) -> Any:
 
     try:
         saved = load_from_disk(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: could not be loaded from disk ({error})") from error
+    except Exception as error:  # of the library, of many types
+        raise ValueError(f"{path}: could not be loaded from disk ({first_line(error)})") from error
     sets = saved if isinstance(saved, DatasetDict) else {"train": saved}
     split = (words or ["train"])[-1]
     require(split in sets, f"{path}: has no split {split!r}; it has: {', '.join(sets)}")
@@ -513,9 +521,11 @@ def _load_from_hub(path: str) -> Any:
     name, config, split = (*path.split(":"), "", "")[:3]
     try:
         return load_dataset(name, config or None, split=split or "train")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the library, also for a script, which it does not run
         hint = f"a data set of the Hub is name:config:split, a local file must exist; {ENDINGS}"
-        raise ValueError(f"{path}: could not be loaded from the Hub ({error}); {hint}") from error
+        raise ValueError(
+            f"{path}: could not be loaded from the Hub ({first_line(error)}); {hint}"
+        ) from error
 
 
 # Rows that stay on disk (`streaming: true`)
@@ -549,7 +559,7 @@ class HFDatasetRows:
     def __getitem__(self, row: int) -> PlacedRow:
         """Read a row."""
         place = f"{self.name}, row {row + 1}"
-        return require_object(self.rows[int(row)], place), place
+        return require_object(without_nulls_in_row(self.rows[int(row)]), place), place
 
 
 class ConcatenatedRows:
@@ -629,7 +639,12 @@ def _open_source(source: Source) -> RowsOnDisk:
         from datasets import load_dataset  # slow to import
 
         files = [str(file) for file in find_files(path)]
-        parts = [HFDatasetRows(load_dataset("parquet", data_files=files, split="train"), path)]
+        try:
+            loaded = load_dataset("parquet", data_files=files, split="train")
+        except Exception as error:  # of the library, of many types
+            cause = error.__cause__ or error
+            raise ValueError(f"{path}: not Parquet: {first_line(cause)}") from error
+        parts = [HFDatasetRows(loaded, path)]
     else:
         parts = [HFDatasetRows(load_hf_dataset(path), path)]
     rows = ConcatenatedRows(parts)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import require
+from litgrpo.data.messages import Messages
 from litgrpo.distributed.messages import rank_zero_info
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
 # Placeholders are a number between characters of the private use area, which chat templates and
 # data do not contain. Texts of an environment are numbered from here, those of a prompt from 0.
 FIRST_ADDED = 100_000
@@ -27,7 +27,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"data tokenizer {name!r} could not be loaded: {error}") from error
 
@@ -62,6 +62,8 @@ def tokenize(
         add_special_tokens: prepend the begin token, if the tokenizer is configured to.
         split_special_tokens: encode special tokens that a text writes as plain text.
     """
+    if not texts:
+        return []
     split: dict[str, Any] = {"split_special_tokens": True} if split_special_tokens else {}
     encoded: dict[str, Any] = tokenizer(
         texts,
@@ -71,6 +73,73 @@ def tokenize(
         **split,
     )
     return list(encoded["input_ids"])
+
+
+# Texts before which a piece is encoded if a token would span the boundary before it.
+ANCHORS = (".", "\n", "0", "a", ")")
+
+
+def encode_pieces(
+    rows: list[list[str]], tokenizer: PreTrainedTokenizerBase
+) -> list[list[list[int]]]:
+    """Return the token ids of texts that follow each other, for each text its own.
+
+    A text that is encoded alone can get other tokens than within a longer text: tokenizers such as
+    Llama 2's write a space before every text. So the ids of a piece are those that it adds to the
+    text before it. If a token would span the boundary, the piece begins with its own token, as a
+    generated text does.
+
+    Args:
+        rows: for each row its pieces.
+        tokenizer: tokenizer of the model.
+
+    Returns:
+        For each row the ids of each piece: together those of the whole text, unless a token spans
+        a boundary.
+    """
+    special = special_token_texts(tokenizer)
+    pattern = re.compile("|".join(map(re.escape, special))) if special else None
+    windows = [window for row in rows for window in _windows(row, pattern)]
+    ids = iter(tokenize(tokenizer, [text for pair in windows for text in pair], False))
+    found = iter(list(zip(ids, ids, strict=True)))
+    return [[_continue_with(*next(found), piece, tokenizer) for piece in row] for row in rows]
+
+
+def _windows(pieces: list[str], special: re.Pattern[str] | None) -> Iterator[tuple[str, str]]:
+    """Yield each piece's text before it, from the last special token on, and both together.
+
+    Special tokens split a text: what is before one does not change the tokens after it.
+    """
+    before = ""
+    for piece in pieces:
+        matches = [*special.finditer(before)] if special else []
+        before = before[matches[-1].start() :] if matches else before
+        yield before, before + piece
+        before += piece
+
+
+def _continue_with(
+    before: list[int], both: list[int], piece: str, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    if both[: len(before)] == before:
+        return both[len(before) :]
+    for anchor in ANCHORS:
+        alone, together = tokenize(tokenizer, [anchor, anchor + piece], False)
+        if together[: len(alone)] == alone:
+            return together[len(alone) :]
+    return tokenize(tokenizer, [piece], False)[0]
+
+
+def closing_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the tokenizer appends to every text, such as an end token."""
+    alone, whole = tokenize(tokenizer, ["a"], False)[0], tokenize(tokenizer, ["a"], True)[0]
+    starts = (n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)
+    return whole[next(starts, 0) + len(alone) :]
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def keep_end(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:

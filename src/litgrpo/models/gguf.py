@@ -105,7 +105,7 @@ def _write_folder(file: Path, folder: Path) -> None:
     }
     try:
         model = _load_dequantized(source)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.save_pretrained(unfinished)
@@ -125,11 +125,15 @@ def _load_dequantized(source: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     with silence_transformers(), redirect_stderr(StringIO()):  # its progress bar has no setting
-        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, trust_remote_code=False
+        )
         config = type(loaded.config).from_dict(
             {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
         )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
         model.load_state_dict(loaded.state_dict())
         model.tie_weights()
     model.generation_config = loaded.generation_config

@@ -197,7 +197,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            resolve_pretrained(pretrained), padding_side="left"
+            resolve_pretrained(pretrained), padding_side="left", trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ValueError(_describe_failure("tokenizer", pretrained, error)) from error
@@ -282,7 +282,7 @@ def load_policy(
     folder = resolve_pretrained(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
-        whole_config = AutoConfig.from_pretrained(folder)
+        whole_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(_describe_failure("config", pretrained, error)) from error
     config = select_text_config(whole_config)
@@ -344,6 +344,20 @@ def build_policy(
         policy.autocast_dtype = getattr(torch, precision.autocast_dtype)
     policy.set_linear_kernels(linears.choose_kernels(model, precision.linear_kernels))
     return policy
+
+
+def reads_with_encoder(pretrained: str) -> bool:
+    """Return True for an encoder-decoder model, whose encoder reads the prompts.
+
+    A config that cannot be read gives False: `load_policy` raises the error.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_pretrained(pretrained), trust_remote_code=False)
+    except (OSError, ValueError):
+        return False
+    return bool(config.is_encoder_decoder)
 
 
 def load_reference(

@@ -154,7 +154,7 @@ class Scratch:
             config.decoder_start_token_id = ids["pad_token_id"]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return auto_class.from_config(config, dtype=torch.float32)
+            return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
     def _check_architecture(self) -> None:
         """Check names; transformers' configs accept any keyword, so a typo would be ignored."""
@@ -192,4 +192,4 @@ def deserialize_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
     with TemporaryDirectory() as folder:
         for name, text in files.items():
             Path(folder, name).write_text(text, encoding="utf-8")
-        return AutoTokenizer.from_pretrained(folder, padding_side="left")
+        return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)

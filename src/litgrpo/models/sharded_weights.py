@@ -250,7 +250,10 @@ def build_empty_model(
 
     with parameters_on_meta(), no_init_weights():
         model: PreTrainedModel = choose_auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=choose_attention(config)
+            config,
+            dtype=dtype,
+            attn_implementation=choose_attention(config),
+            trust_remote_code=False,
         )
         model.eval()
         model.tie_weights()

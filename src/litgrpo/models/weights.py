@@ -114,6 +114,7 @@ def load_weights(
                 attn_implementation=choose_attention(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                trust_remote_code=False,
                 **options,
             )
     except (SafetensorError, UnpicklingError) as error:

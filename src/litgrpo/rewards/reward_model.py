@@ -194,8 +194,10 @@ class RewardModel(Judge):
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(self.tokenizer_path)
-            config = AutoConfig.from_pretrained(self.pretrained)
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                self.tokenizer_path, trust_remote_code=False
+            )
+            config = AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
             scores = any("Classification" in name for name in config.architectures or [])
             if not scores and self.allow_policy_as_reward:
                 config.num_labels = 1
@@ -206,6 +208,7 @@ class RewardModel(Judge):
                     config=config,
                     dtype=self.dtype,
                     output_loading_info=True,
+                    trust_remote_code=False,
                 )
         except (OSError, ValueError) as error:
             first_line = str(error).strip().partition("\n")[0]

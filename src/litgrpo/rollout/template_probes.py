@@ -12,10 +12,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from litgrpo.arguments import require
-from litgrpo.data.rendering import ChatPromptFormat, Messages, PromptFormat
+from litgrpo.data.messages import Messages
+from litgrpo.data.rendering import TEMPLATE_ERRORS, ChatPromptFormat, PromptFormat
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.rollout.turn_format import (
-    TEMPLATE_ERRORS,
     ChatFormat,
     Roles,
     TemplateFormat,

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
-from litgrpo.arguments import require
-from litgrpo.data.rendering import Chat, Messages, apply_chat_template
+from litgrpo.arguments import first_line, require
+from litgrpo.data.messages import Messages
+from litgrpo.data.rendering import TEMPLATE_ERRORS, Chat, apply_chat_template
 from litgrpo.data.tokenization import (
     encode_as_plain_text,
     encode_with_placeholders,
@@ -96,8 +95,6 @@ UNEXPECTED_ROLES = (
 IMAGE_TEMPLATE = (
     "the chat template is made for images: it expects lists of content parts, not texts"
 )
-# Chat templates are third-party code: these are what they raise for messages that they reject.
-TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -325,7 +322,7 @@ def describe_template_error(error: BaseException) -> str:
     cause = error.__cause__
     if isinstance(error, ValueError) and cause is None:
         return str(error)
-    return f"the chat template raises: {str(cause or error).splitlines()[0]:.100}"
+    return f"the chat template raises: {first_line(cause or error):.100}"
 
 
 def _placeholder_replies(messages: Messages) -> Iterator[tuple[dict[str, Any], str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,7 +159,8 @@ class PromptOpener:
             return data.encode_opening(prompts, row, added, split_special)
         if not isinstance(added, str):
             raise ValueError("The environment begins with messages: use litgrpo.PromptData.")
-        style = build_prompt_format(None, False)
+        encoder = bool(self.policy.bare_model.config.is_encoder_decoder)
+        style = replace(build_prompt_format(None, False), encoder_decoder=encoder)
         return style.encode_opening(
             prompts.prompts[row], {}, added, self.policy.tokenizer, split_special
         )

@@ -32,6 +32,7 @@ from litgrpo.models.loading import (
     load_policy,
     load_reference,
     load_tokenizer,
+    reads_with_encoder,
     save_in_memory_model,
 )
 from litgrpo.models.policy import Policy
@@ -250,6 +251,12 @@ class GRPO(LightningModule):
             policy = self.policy
             self.tokenizer = policy.tokenizer if policy else load_tokenizer(self.pretrained)
         return self.tokenizer
+
+    def uses_encoder(self) -> bool:
+        """Return True for an encoder-decoder model."""
+        if self.policy is not None:
+            return bool(self.policy.bare_model.config.is_encoder_decoder)
+        return reads_with_encoder(self.pretrained)
 
     def configure_model(self) -> None:
         """Load the policy and the reference of the KL term, and build the parts of an iteration."""

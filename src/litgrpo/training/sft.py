@@ -17,7 +17,13 @@ from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.modules import validation_set_names
 from litgrpo.distributed.device import backend
-from litgrpo.models.loading import LoRA, Precision, save_in_memory_model
+from litgrpo.models.architectures import ENCODER_DECODER
+from litgrpo.models.loading import (
+    LoRA,
+    Precision,
+    reads_with_encoder,
+    save_in_memory_model,
+)
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from litgrpo.tensors import full_tensor, head_chunk, token_logprobs
 from litgrpo.training import hyper_parameters, kernel_choice
@@ -146,6 +152,12 @@ class SFT(LightningModule):
         elif self.tokenizer is None:
             self.tokenizer = load_tokenizer(str(self.pretrained))
         return self.tokenizer
+
+    def uses_encoder(self) -> bool:
+        """True for an encoder-decoder model."""
+        if self.scratch is not None:
+            return self.scratch.architecture["model_type"] in ENCODER_DECODER
+        return reads_with_encoder(str(self.pretrained))
 
     def take_tokenizer(self, checkpoint: dict[str, Any]) -> None:
         """With `scratch`, read with the tokenizer of a checkpoint instead of fitting one.

@@ -152,7 +152,10 @@ class MetaModel:
             )
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                self.config, dtype=self.dtype, attn_implementation="eager"
+                self.config,
+                dtype=self.dtype,
+                attn_implementation="eager",
+                trust_remote_code=False,
             )
 
     @cached_property

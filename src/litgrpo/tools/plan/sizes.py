@@ -289,7 +289,7 @@ def read_model_config(model: Namespace, model_config: str | None) -> Any:
         Path(model_config).exists(),
         f"model_config is {model_config!r}, but there is no such file or folder",
     )
-    return AutoConfig.from_pretrained(model_config)
+    return AutoConfig.from_pretrained(model_config, trust_remote_code=False)
 
 
 def read_reference(model: Namespace, config: Any, model_config: str | None) -> Any:
@@ -319,7 +319,9 @@ def load_config(pretrained: str) -> Any:
     if pretrained in table:
         return AutoConfig.for_model(**table[pretrained])
     try:
-        return AutoConfig.from_pretrained(resolve_pretrained(pretrained), local_files_only=True)
+        return AutoConfig.from_pretrained(
+            resolve_pretrained(pretrained), local_files_only=True, trust_remote_code=False
+        )
     except OSError as error:
         raise ValueError(
             f"the config of {pretrained!r} is not on this machine (known: {', '.join(table)}). "

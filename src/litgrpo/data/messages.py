@@ -1,0 +1,168 @@
+"""Read the messages of a row: OpenAI's and ShareGPT's fields, parts of text, calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from litgrpo.arguments import require
+
+Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
+EXPECTED = "expected [{role: user, content: text}, ...]"
+ASSISTANT = "assistant"
+# Names that ShareGPT, LangChain and Gemini use for the roles of chat templates.
+ROLES = {
+    **{role: role for role in ("system", "user", ASSISTANT, "tool")},
+    "human": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "ai": ASSISTANT,
+    "bot": ASSISTANT,
+    "model": ASSISTANT,
+    "function_call": ASSISTANT,
+    "observation": "tool",
+    "function_response": "tool",
+}
+TEXT_PARTS = {"text", "input_text", "output_text"}
+
+
+def read_messages(given: Any, place: str) -> Messages:
+    """Return the messages of a row as chat templates take them: a role, and a text as content.
+
+    Fields `from` and `value` (ShareGPT) become `role` and `content`, parts of text are joined, and
+    the content of a message that only calls tools becomes "". Fields that are null are left out.
+
+    Args:
+        given: the messages; or {field: one value per message}, as older `datasets` return them.
+        place: file and line, for errors.
+
+    Raises:
+        ValueError: a message has no role, no text, or parts that are not text.
+
+    Example:
+        >>> read_messages([{"from": "human", "value": "1+1?"}], "a.jsonl, line 1")
+        [{'role': 'user', 'content': '1+1?'}]
+        >>> parts = [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]
+        >>> read_messages([{"role": "user", "content": parts}], "a.jsonl, line 1")
+        [{'role': 'user', 'content': '1+1?'}]
+    """
+    rows = as_rows(given)
+    require(
+        isinstance(rows, list) and all(isinstance(each, Mapping) for each in rows),
+        f"{place}: messages are {given!r:.60}; {EXPECTED}",
+    )
+    return [_read_message(each, f"{place}, message {n}") for n, each in enumerate(rows, start=1)]
+
+
+def ends_with_assistant(messages: Messages) -> bool:
+    """True if the last message of a prompt is the assistant's, which may be its answer."""
+    return bool(messages) and messages[-1]["role"] == ASSISTANT
+
+
+def with_system(messages: Messages, system: str | None) -> Messages:
+    """Return messages with a system message at the start, unless they begin with one.
+
+    Example:
+        >>> with_system([{"role": "user", "content": "1+1?"}], "Be brief.")[0]["content"]
+        'Be brief.'
+    """
+    if system is None or has_system(messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def has_system(messages: Messages) -> bool:
+    """True if messages begin with a system message."""
+    return bool(messages) and messages[0]["role"] in ("system", "developer")
+
+
+def looks_like_messages(value: Any) -> bool:
+    """True for a list of messages, also as JSON, which is how a .csv file holds them."""
+    rows = as_rows(value)
+    return (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(isinstance(each, Mapping) and ("role" in each or "from" in each) for each in rows)
+    )
+
+
+def without_nulls(value: Any) -> Any:
+    """Return messages without fields that are null, at any depth; other values unchanged.
+
+    Columns of Parquet and Arrow give every message and every call the fields of all of them.
+
+    Example:
+        >>> call = {"name": "add", "arguments": {"a": 1, "b": None}}
+        >>> without_nulls([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        [{'role': 'assistant', 'tool_calls': [{'name': 'add', 'arguments': {'a': 1}}]}]
+        >>> without_nulls({"least": None})
+        {'least': None}
+    """
+    return _drop_nulls(value) if looks_like_messages(value) else value
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
+    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def as_rows(given: Any) -> Any:
+    """Return JSON, one message, and {field: one value per message} as lists of messages.
+
+    Other values are returned unchanged.
+    """
+    if isinstance(given, str) and given.lstrip()[:1] == "[":
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return given
+    if isinstance(given, Mapping) and given and all(isinstance(v, list) for v in given.values()):
+        lengths = set(map(len, given.values()))
+        if len(lengths) == 1:
+            return [dict(zip(given, one, strict=True)) for one in zip(*given.values(), strict=True)]
+    if isinstance(given, Mapping) and ("role" in given or "from" in given):
+        return [given]
+    return list(given) if isinstance(given, tuple) else given
+
+
+def _read_message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    message = {name: value for name, value in given.items() if value is not None}
+    for name, theirs in (("role", "from"), ("content", "value")):
+        if name not in message and theirs in message:
+            message = {name if key == theirs else key: value for key, value in message.items()}
+    role = message.get("role")
+    require(
+        isinstance(role, str) and bool(role.strip()),
+        f"{place}: has no role ({given!r:.60}); {EXPECTED}",
+    )
+    role = str(role).strip()
+    message["role"] = ROLES.get(role.lower(), role)
+    if "content" not in message:
+        calls = message.get("tool_calls") or message.get("function_call")
+        require(bool(calls), f"{place}: has no content ({given!r:.60}); {EXPECTED}")
+    content = _read_content(message.get("content", ""), place)
+    return {"role": message["role"], **message, "content": content}
+
+
+def _read_content(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = [content] if isinstance(content, Mapping) else content
+    kind = type(content).__name__
+    readable = isinstance(parts, Sequence) and all(isinstance(each, Mapping) for each in parts)
+    require(
+        readable and bool(parts), f"{place}: content is {content!r:.60} (a {kind}), expected a text"
+    )
+    texts = []
+    for part in parts:
+        kind = str(part.get("type") or "text")
+        text = part.get("text")
+        require(
+            kind in TEXT_PARTS and isinstance(text, str),
+            f"{place}: content has a part of type {kind!r} ({dict(part)!r:.60}); litgrpo reads "
+            "texts only",
+        )
+        texts.append(str(text))
+    return "".join(texts)
