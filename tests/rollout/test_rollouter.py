@@ -36,8 +36,11 @@ def rollouter(engine):
 
 def test_completions_are_decoded_and_of_the_version_that_sampled_them(rollouter):
     rollout = rollouter.generate(prompt_batch(*TEXTS), "train", 3)
-    decode = rollouter.policy.tokenizer.decode
-    expected = [decode(ids, skip_special_tokens=True) for ids in rollout.token_lists()]
+    policy = rollouter.policy
+    expected = [
+        policy.tokenizer.decode(ids[:-1] if ids[-1] in policy.eos_ids else ids)
+        for ids in rollout.token_lists()
+    ]
     assert rollout.completions == expected
     assert rollout.policy_version == 3
     assert len(rollout.completions) == len(TEXTS) * GROUP
@@ -109,3 +112,20 @@ def test_short_memory_halves_the_rows_and_changes_no_completion(rollouter, engin
 def test_a_batch_that_is_none_of_prompts_is_refused(rollouter, batch):
     with pytest.raises(ValueError, match="PromptData"):
         rollouter.generate(batch, "train")
+
+
+def test_texts_keep_special_tokens_that_the_policy_generated_but_not_its_end():
+    policy = tiny_policy("llama")
+    tokenizer = policy.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+    call, newline = len(tokenizer) - 1, tokenizer.convert_tokens_to_ids("Ċ")
+    word = tokenizer("ab", add_special_tokens=False).input_ids
+    assert policy.completion_texts([[*word, call, *word, 2], [1, *word, 0], [2], []]) == [
+        "ab<|call|>ab",
+        "<bos>ab<pad>",
+        "",
+        "",
+    ]
+    # A stop token is left out if it is special, and stays if it is text, as in vLLM.
+    rows = [[*word, call], [*word, newline], [call, *word]]
+    assert policy.completion_texts(rows, [call, newline]) == ["ab", "ab\n", "<|call|>ab"]

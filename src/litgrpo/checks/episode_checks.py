@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,7 +229,11 @@ def _one_row_per_turn(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -
 
 
 def count_rewards_of_other_text(
-    rollout: Rollout, inputs: dict[str, Any], policy: Policy, cut: Callable[[str], str]
+    rollout: Rollout,
+    inputs: dict[str, Any],
+    policy: Policy,
+    stop_token_ids: Sequence[int],
+    cut: Callable[[str], str],
 ) -> float:
     """Count rows whose reward function received other text than the last turn of the policy.
 
@@ -237,6 +241,7 @@ def count_rewards_of_other_text(
         rollout: N episodes.
         inputs: arguments of a reward function.
         policy: has the tokenizer.
+        stop_token_ids: of `sampling`.
         cut: cuts a text at its stop string.
     """
     assert rollout.turns is not None
@@ -244,7 +249,7 @@ def count_rewards_of_other_text(
     wrong = 0
     for row, mine in enumerate(last):
         ids = rollout.completion_ids[row][mine & rollout.loss_mask[row]].tolist()
-        text = cut(str(policy.tokenizer.decode(ids, skip_special_tokens=True)))
+        text = cut(*policy.completion_texts([ids], stop_token_ids))
         differs = inputs["completions"][row] != text or inputs["completion_ids"][row] != ids
         wrong += bool(differs)
     return float(wrong)

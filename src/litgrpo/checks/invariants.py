@@ -371,7 +371,11 @@ def episode_errors(dry: DryRun, rollout: Rollout) -> dict[Invariant, float]:
 
     errors = {
         Invariant.REWARD_INPUT: count_rewards_of_other_text(
-            rollout, dry.probe.inputs, learner.policy, cut
+            rollout,
+            dry.probe.inputs,
+            learner.policy,
+            dry.rollouter.sampling.stop_token_ids,
+            cut,
         )
     }
     # An encoder-decoder reads earlier turns in its decoder: they cannot be moved to the prompt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -74,6 +74,25 @@ class Policy(nn.Module, ABC):
         self.eos_ids = eos_ids
         self.original_dropout = original_dropout or {}
         self.pad_id = int(tokenizer.pad_token_id)
+
+    def completion_texts(
+        self, rows: Sequence[list[int]], stop_token_ids: Sequence[int] = ()
+    ) -> list[str]:
+        """Decode completions with the special tokens that the policy generated.
+
+        Only the token that ends a completion is left out: an end token, or a stop token that is
+        special.
+
+        Args:
+            rows: token ids of the completions.
+            stop_token_ids: further tokens that end a completion.
+        """
+        special = {*self.tokenizer.all_special_ids} & {*stop_token_ids}
+        ends = special | {*self.eos_ids}
+        texts: list[str] = self.tokenizer.batch_decode(
+            [ids[:-1] if ids and ids[-1] in ends else ids for ids in rows]
+        )
+        return texts
 
     @property
     def bare_model(self) -> PreTrainedModel:

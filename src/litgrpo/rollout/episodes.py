@@ -386,7 +386,8 @@ class EpisodeListener:
         self, episodes: Episodes, requests: RolloutRequest, rows: list[EpisodeRecord]
     ) -> None:
         self.episodes, self.rows = episodes, rows
-        self.tokenizer, stops = requests.policy.tokenizer, requests.stops
+        self.policy, self.tokenizer = requests.policy, requests.policy.tokenizer
+        self.stop_token_ids, stops = requests.sampling.stop_token_ids, requests.stops
         self.cut = _keep_text if stops is None else stops.cut
         self.include_stop = requests.sampling.include_stop_str_in_output
         self.end_ids, self.eos_ids = requests.end_ids, requests.policy.eos_ids
@@ -464,7 +465,7 @@ class EpisodeListener:
             rewards[row, : len(record.rewards)] = torch.tensor(record.rewards, dtype=torch.float64)
         full = torch.tensor([record.full for record in self.rows]).to(rollout.truncated.device)
         lasts = [record.last_ids for record in self.rows]
-        texts = self.tokenizer.batch_decode(lasts, skip_special_tokens=True)
+        texts = self.policy.completion_texts(lasts, self.stop_token_ids)
         texts = [self.cut(text, self.include_stop) for text in texts]
         return replace(
             rollout,

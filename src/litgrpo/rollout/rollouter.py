@@ -166,8 +166,8 @@ class Rollouter:
         if rollout.completions:  # episodes have texts already
             texts = list(rollout.completions)
         else:
-            decode = self.policy.tokenizer.batch_decode
-            texts = decode(rollout.token_lists(), skip_special_tokens=True)
+            stops = self.sampling.stop_token_ids
+            texts = self.policy.completion_texts(rollout.token_lists(), stops)
         if self.stop_strings is not None:
             keep = self.sampling.include_stop_str_in_output
             texts = self.stop_strings.cut_all(texts, rollout, keep)

@@ -75,6 +75,7 @@ from litgrpo.training.settings_checks import (
 )
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.steppers import TrainerComm, TrainerStepper, is_attached
+from litgrpo.training.turn_end import add_turn_end
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import PromptBatch, Stats, StepReport, TrainingBatch
 
@@ -261,6 +262,7 @@ class GRPO(LightningModule):
     def configure_model(self) -> None:
         """Load the policy and the reference of the KL term, and build the parts of an iteration."""
         policy = self._load_policy()
+        add_turn_end(self, policy)
         self._load_reference(policy)
         device, precision = policy.model.device, "32-true"
         if is_attached(self):

@@ -32,6 +32,7 @@ from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.run_setup import SFT_RATES, build_optimizer, make_sharding
 from litgrpo.training.settings_checks import check_data_fits_model
 from litgrpo.training.steppers import is_attached
+from litgrpo.training.turn_end import add_turn_end
 from litgrpo.types import StepReport
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class SFT(LightningModule):
         """
         if self.policy is None:
             self.policy = build_initial_policy(self)
+            add_turn_end(self, self.policy)
         sharding = make_sharding(self)
         if sharding is not None:
             sharding.shard(self.policy)
