@@ -21,8 +21,11 @@ def test_a_tool_runs_code_and_says_what_it_printed_or_why_it_ended():
     assert tool("1 / 0") == "ZeroDivisionError: division by zero"
     assert tool("raise SystemExit(3)") == "[exit code 3]"
     assert tool("while True: print('x' * 99)").endswith(
-        "[killed: exceeded the limit of output_chars]"
+        "[output cut off after 2,000 characters]\n[killed: exceeded the limit of seconds]"
     )
+    cut = "[output cut off after 2,000 characters]"
+    assert tool("print('x' * 10_000_000)") == "x" * 2_000 + "\n" + cut
+    assert tool("print('x' * 10_000_000)\n1 / 0") == "ZeroDivisionError: division by zero"
     assert "No such file" in tool("open('/etc/passwd')")
 
 

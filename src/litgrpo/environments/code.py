@@ -21,12 +21,15 @@ def run_python(code: str) -> str:
     """
     limits = sandbox.SandboxLimits(TIMEOUT_S, MEMORY_MIB, output_chars=MAX_CHARS)
     result = sandbox.run(code, limits)
+    output = result.output
+    if result.tail:
+        output += f"\n[output cut off after {MAX_CHARS:,} characters]"
     if result.exceeded:
-        return f"{result.output}\n[killed: exceeded the limit of {result.exceeded}]".strip()
+        return f"{output}\n[killed: exceeded the limit of {result.exceeded}]".strip()
     if result.code == 0:
-        return result.output.strip()
+        return output.strip()
     # The last line names the error; the lines before it differ between machines.
-    lines = result.output.strip().splitlines()
+    lines = (result.tail or output).strip().splitlines()
     return lines[-1] if lines else f"[exit code {result.code}]"
 
 

@@ -195,6 +195,35 @@ def test_code_that_takes_too_much_memory_fails_alone():
 
 
 @in_sandbox
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('x' * 10_000_000)\ndef f(x): return x * x",
+        "import os\nos.write(2, b'x' * 10_000_000)\ndef f(x): return x * x",
+        "def f(x):\n for _ in range(10_000): print('x' * 1_000)\n return x * x",
+    ],
+    ids=["at the import", "to stderr", "in a call"],
+)
+def test_correct_code_that_prints_ten_megabytes_passes(code):
+    assert share(code, timeout_s=8.0) == 1.0
+
+
+@in_sandbox
+def test_memory_of_the_processes_that_the_code_starts_is_limited():
+    code = """
+import os, time
+def f(x):
+    for _ in range(12):
+        if os.fork() == 0:
+            kept = bytearray(200 << 20)
+            time.sleep(60)
+    time.sleep(2)
+    return x * x
+"""
+    assert share(code, timeout_s=20.0, memory_mib=256) == 0.0
+
+
+@in_sandbox
 def test_the_reward_has_the_path_that_recipes_name_and_runs_in_a_worker():
     scorer = Scorer({"tests": Reward("litgrpo.rewards.builtin.code.unit_tests")})
     rows = {"tests": [SQUARES], "prompts": [""], "completions": ["def f(x): return x * x"]}
