@@ -230,6 +230,26 @@ def test_proc_shows_processes_of_the_sandbox_and_little_of_the_machine(run):
     assert processes == 2
 
 
+def test_the_first_process_which_has_no_limits_cannot_be_read_or_changed(run):
+    code = """
+    import glob, json
+    opened = []
+    for path in glob.glob("/proc/1/**", recursive=True) + ["/proc/1/mem", "/proc/1/task/1/mem", "/proc/1/root/tmp"]:
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+            opened.append(path)
+        except OSError:
+            pass
+    os.kill(os.getpid(), 0)
+    try:
+        os.kill(1, 9)
+    except OSError:
+        pass
+    print(json.dumps(opened))
+    """
+    assert probe(run, code) == ["/proc/1/"]  # an empty folder
+
+
 def test_devices_are_harmless(run):
     code = """
     import json

@@ -244,7 +244,9 @@ def _folders(limits: SandboxLimits, packages: Sequence[str]) -> list[str]:
 @cache
 def _hidden_proc() -> list[str]:
     """Return the mounts over what /proc tells about the kernel and the whole machine."""
-    words = []
+    # bubblewrap's first process is not held to the limits. An ordinary user's code could write into
+    # its memory, which belongs to the same user.
+    words = ["--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     for path in sorted(Path("/proc").iterdir()):
         if path.is_symlink() or path.name.isdigit() or path.name in READABLE_PROC:
             continue

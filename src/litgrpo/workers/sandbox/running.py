@@ -61,7 +61,9 @@ class SandboxLimits:
             "RLIMIT_NPROC": self.processes,  # fork bombs
             "RLIMIT_FSIZE": self.disk_mib * MIB,
             "RLIMIT_NOFILE": 64,
-            "RLIMIT_CORE": 0,  # a crash must not write a core file
+            # A crash must not write a core file. At 0, the kernel would still start the machine's
+            # crash handler; 1 prevents both (fs/coredump.c).
+            "RLIMIT_CORE": 1,
             # Kernel memory that neither RLIMIT_AS nor the check of total memory counts.
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
