@@ -18,7 +18,7 @@ MODULES = ("grpo", "sft", "run_setup", "initial_policy")
 # A file imports its own package and packages of a lower number, nothing else of litgrpo. A file
 # that is named here has a separate number, also for files of its package.
 LAYER = {
-    **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
+    **dict.fromkeys(("arguments", "types", "tensors", "text", "temporary"), 0),
     "training/lightning_compat": 0,
     **dict.fromkeys(("instantiate", "distributed", "workers"), 1),
     **dict.fromkeys(("xla", "algorithms", "models", "environments", "data"), 2),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +38,7 @@ from litgrpo.models.weights import (
     select_text_config,
     suggest_gguf,
 )
+from litgrpo.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -141,6 +139,9 @@ def resolve_pretrained(pretrained: str) -> str:
     return str(folder) if folder.is_dir() else pretrained
 
 
+_kept: list[TemporaryFolder] = []  # until the process exits
+
+
 def save_in_memory_model(pretrained: Any) -> str:
     """Save a model given as a Python object to a temporary folder; return names unchanged.
 
@@ -177,11 +178,11 @@ def save_in_memory_model(pretrained: Any) -> str:
             f"The tokenizer of pretrained is a {type(tokenizer).__name__}; expected a transformers "
             "tokenizer."
         )
-    folder = tempfile.mkdtemp(prefix="litgrpo-model-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    folder = TemporaryFolder("model")
+    _kept.append(folder)
+    model.save_pretrained(folder.path)
+    tokenizer.save_pretrained(folder.path)
+    return str(folder.path)
 
 
 # --- tokenizer ---

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from litgrpo.arguments import did_you_mean
 from litgrpo.models.architectures import ENCODER_DECODER
+from litgrpo.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -180,16 +180,16 @@ class Scratch:
 
 def serialize_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return a tokenizer's files as {file name: text}, for a checkpoint."""
-    with TemporaryDirectory() as folder:
+    with TemporaryFolder("tokenizer") as folder:
         tokenizer.save_pretrained(folder)
-        return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
+        return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
 def deserialize_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
     """Rebuild a tokenizer from `serialize_tokenizer`'s result."""
     from transformers import AutoTokenizer
 
-    with TemporaryDirectory() as folder:
+    with TemporaryFolder("tokenizer") as folder:
         for name, text in files.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
 )
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
-# Written down here once more: the filter must deny these calls of the kernel, whatever it lists.
+# Written down here once more, independent of the list in the filter.
 CALLS = {
     **{"unshare": (272, 97), "setns": (308, 268), "chroot": (161, 51), "pivot_root": (155, 41)},
     **{"mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428)},
@@ -50,7 +50,7 @@ def call(number, *given):
 
 
 @pytest.fixture(scope="module")
-def nobody():
+def other_user():
     with open_as_nobody() as run:
         yield run
 
@@ -63,7 +63,7 @@ def run(request):
         return run_as_this_user if is_root else pytest.skip("root: the tests run as another user")
     if not is_root:
         return run_as_this_user
-    found = request.getfixturevalue("nobody")
+    found = request.getfixturevalue("other_user")
     return pytest.skip(f"ordinary user: {found}") if isinstance(found, str) else found
 
 

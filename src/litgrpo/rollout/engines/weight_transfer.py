@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import tempfile
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from litgrpo.models.export import export
 from litgrpo.models.policy import Policy
 from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.rollout.engines.vllm_client import Server, ServerUnavailable
+from litgrpo.temporary import TemporaryFolder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -96,10 +95,9 @@ class FolderSender(WeightSender):
     def root(self) -> Path:
         """Folder of all versions; a temporary folder is removed together with this object."""
         if self.settings.path is None:
-            temporary = Path(tempfile.mkdtemp(prefix="litgrpo-weights-"))
-            temporary.chmod(0o755)
-            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
-            return temporary
+            self.temporary = TemporaryFolder("weights")
+            self.temporary.path.chmod(0o755)  # the server may run as another user
+            return self.temporary.path
         Path(self.settings.path).mkdir(parents=True, exist_ok=True)
         return Path(self.settings.path).resolve()
 

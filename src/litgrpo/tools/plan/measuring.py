@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -19,6 +18,7 @@ import yaml
 import litgrpo
 from litgrpo.arguments import require
 from litgrpo.callbacks.progress import Stopwatch, clock
+from litgrpo.temporary import TemporaryFolder
 from litgrpo.tools.plan.schedule import Schedule
 
 # The first iteration warms up, three are measured, the last ends the run.
@@ -80,8 +80,7 @@ def measure_recipe(config: dict[str, Any]) -> dict[str, MeasuredTimes]:
     Raises:
         ValueError: the run failed; the message has its last line.
     """
-    with TemporaryDirectory(prefix="litgrpo-plan-") as name:
-        folder = Path(name)
+    with TemporaryFolder("plan") as folder:
         recipe, log = folder / "recipe.yaml", folder / "log"
         recipe.write_text(yaml.safe_dump(shorten_recipe(config, folder)), encoding="utf-8")
         before = clock()

@@ -41,7 +41,7 @@ UNCOUNTED = (
     "the memory of a sandbox cannot be read from /proc: mount /proc without `hidepid`, and give"
     " root in a container the capability SYS_PTRACE"
 )
-# Files of /proc that code may read; the others tell about the kernel and the whole machine.
+# Files of /proc that code may read; the others describe the kernel and the whole machine.
 READABLE_PROC = ("cpuinfo", "meminfo", "stat")
 # RLIMIT_NPROC counts all processes of a user. Each sandbox that root starts gets another user id,
 # so that concurrent sandboxes do not use up each other's limit.
@@ -88,7 +88,7 @@ def _try_start() -> tuple[SandboxResult, bool]:
             time.sleep(0.002)
     finally:
         os.close(reading)
-        os.close(writing)  # the program goes on at the end of the pipe
+        os.close(writing)  # the program resumes at the end of the pipe
     return running.wait(), counted
 
 
@@ -243,7 +243,7 @@ def _folders(limits: SandboxLimits, packages: Sequence[str]) -> list[str]:
 
 @cache
 def _hidden_proc() -> list[str]:
-    """Return the mounts over what /proc tells about the kernel and the whole machine."""
+    """Return the mounts over the parts of /proc that describe the kernel and the whole machine."""
     # bubblewrap's first process is not held to the limits. An ordinary user's code could write into
     # its memory, which belongs to the same user.
     words = ["--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]

@@ -34,7 +34,7 @@ def memory_of(first: int) -> int | None:
 
     Args:
         first: process from `find_first`. The code cannot end it, and its /proc lists every process
-            of the sandbox, whoever their parents are.
+            of the sandbox, also orphans.
     """
     root = f"/proc/{first}/root"
     try:
