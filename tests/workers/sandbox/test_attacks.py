@@ -32,6 +32,7 @@ CALLS = {
     **{"add_key": (248, 217), "request_key": (249, 218), "kexec_load": (246, 104)},
     **{"init_module": (175, 105), "finit_module": (313, 273), "swapon": (167, 224)},
     **{"quotactl": (179, 60), "syslog": (103, 116), "personality": (135, 92)},
+    **{"landlock_create_ruleset": (444, 444), "seccomp": (317, 277)},
 }
 NEW = {
     **{"mount": 0x00020000, "cgroup": 0x02000000, "uts": 0x04000000, "ipc": 0x08000000},
@@ -250,6 +251,10 @@ def test_the_first_process_which_has_no_limits_cannot_be_read_or_changed(run):
     assert probe(run, code) == ["/proc/1/"]  # an empty folder
 
 
+def test_the_name_of_the_machine_is_hidden(run):
+    assert probe(run, "import json; print(json.dumps(os.uname().nodename))") == "sandbox"
+
+
 def test_devices_are_harmless(run):
     code = """
     import json
@@ -257,6 +262,65 @@ def test_devices_are_harmless(run):
     """
     shown = ["fd", "null", "random", "shm", "stderr", "stdin", "stdout", "urandom"]
     assert probe(run, code) == [shown, 4]
+
+
+# --- what correct code needs ---
+
+
+def test_processes_threads_queues_files_and_event_loops_of_the_standard_library_work(run):
+    code = """
+    import asyncio, concurrent.futures, json, multiprocessing, mmap, queue, shutil, signal, sqlite3
+    import subprocess, tempfile, threading, time
+    from multiprocessing import shared_memory
+    found = {}
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        found["threads"] = sum(threads.map(abs, range(4)))
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as processes:
+        found["processes"] = sum(processes.map(abs, range(4)))
+    with context.Manager() as manager:
+        found["manager"] = list(manager.list([1, 2]))
+    number, line = context.Value("i", 3), context.Queue()
+    child = context.Process(target=lambda: (line.put("put"), setattr(number, "value", 4)))
+    child.start()
+    found["queue"] = line.get(timeout=10)
+    child.join()
+    found["value"] = number.value
+    shared = shared_memory.SharedMemory(create=True, size=4096)
+    shared.buf[:2] = b"ab"
+    found["shared memory"] = bytes(shared.buf[:2]).decode()
+    shared.close()
+    shared.unlink()
+    found["program"] = subprocess.run(
+        [sys.executable, "-I", "-c", "print(6 * 7)"], capture_output=True, text=True
+    ).stdout
+
+    async def run():
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-c", "print(1)", stdout=asyncio.subprocess.PIPE
+        )
+        return (await child.communicate())[0].decode()
+
+    found["event loop"] = asyncio.run(run())
+    with tempfile.TemporaryDirectory() as folder:
+        open(folder + "/a", "wb").write(bytes(5000))
+        shutil.copy2(folder + "/a", folder + "/b")
+        with open(folder + "/b", "rb+") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            found["mapped"] = len(mapped)
+        with sqlite3.connect(folder + "/base") as base:
+            found["database"] = base.execute("select 1 + 1").fetchone()[0]
+    signal.signal(signal.SIGALRM, lambda *given: found.update(alarm=True))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    until = time.monotonic() + 10
+    while "alarm" not in found and time.monotonic() < until:
+        time.sleep(0.01)
+    print(json.dumps(found))
+    """
+    assert probe(run, code) == {
+        **{"threads": 6, "processes": 6, "manager": [1, 2], "queue": "put", "value": 4},
+        **{"shared memory": "ab", "program": "42\n", "event loop": "1\n", "mapped": 5000},
+        **{"database": 2, "alarm": True},
+    }
 
 
 # --- memory ---
@@ -352,6 +416,18 @@ EXHAUSTION = {
         while True:
             os.symlink("x" * 4000, f"/tmp/{n}")
             n += 1
+    """,
+    "extended attributes": """
+        try:
+            os.mknod("/tmp/0")
+            os.setxattr("/tmp/0", "user.0", b"x")
+        except OSError:  # a kernel before 6.6
+            kept = bytearray(200 << 20)
+        for n in range(3_000):
+            if n % 60 == 0:
+                open(f"/tmp/{n // 60}", "w").close()
+            os.setxattr(f"/tmp/{n // 60}", f"user.{n}", bytes(60_000))
+        time.sleep(60)
     """,
     "sockets": """
         import socket

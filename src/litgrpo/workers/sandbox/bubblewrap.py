@@ -194,6 +194,7 @@ def _rights(is_root: bool) -> list[str]:
     and SETGID.
     """
     namespaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    namespaces += ["--hostname", "sandbox"]
     user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if not is_root:
         user = ["--unshare-user", *(["--disable-userns"] if "--disable-userns" in _help() else [])]

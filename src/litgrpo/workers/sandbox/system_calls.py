@@ -28,6 +28,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "remap_file_pages": (216, 234)},
     **{"vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "io_setup": (206, 0)},
     **{"inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262)},
+    **{"landlock_create_ruleset": (444, 444), "seccomp": (317, 277)},
     # Placement of memory on NUMA nodes affects the whole machine.
     **{"mbind": (237, 235), "set_mempolicy": (238, 237), "set_mempolicy_home_node": (450, 450)},
     **{"migrate_pages": (256, 238), "move_pages": (279, 239)},
@@ -57,7 +58,7 @@ ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # ERROR + errno: the ca
 
 CLONE_NEW = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
-F_SETPIPE_SZ, AF_UNIX = 1031, 1
+F_SETPIPE_SZ, PR_SET_SECCOMP, AF_UNIX = 1031, 22, 1
 
 # (call, its numbers, errno, conditions): the call fails if each condition (index of an argument,
 # comparison, operand, expected result) holds.
@@ -74,6 +75,7 @@ ARGUMENTS: tuple[tuple[str, tuple[int, int], int, Sequence[Condition]], ...] = (
     ),
     ("mmap", (9, 222), EPERM, [(3, AND_IS_SET, MAP_HUGETLB, True)]),
     ("fcntl", (72, 25), EPERM, [(1, EQUAL, F_SETPIPE_SZ, True)]),
+    ("prctl", (157, 167), EPERM, [(0, EQUAL, PR_SET_SECCOMP, True)]),
     ("prlimit64", (302, 261), EPERM, [(0, EQUAL, 0, False)]),  # limits of other processes
     # asyncio and multiprocessing need AF_UNIX. It reaches only sockets of the same sandbox. Some
     # other families are not bound to a network namespace (AF_VSOCK).
