@@ -48,12 +48,12 @@ def run_as_this_user(
 @contextmanager
 def open_as_nobody() -> Iterator[Run | str]:
     """Give a function that runs code in a sandbox of an ordinary user, or why there is none."""
-    python = next(filter(_starts_as_nobody, (sys.executable, "/usr/bin/python3")), None)
+    python = find_python()
     if os.geteuid() != 0 or python is None:
         yield "needs root, setpriv and a Python that other users can start"
         return
     with subprocess.Popen(
-        [*_as_nobody(python), "-c", SERVER],
+        [*as_nobody(python), "-c", SERVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -74,7 +74,13 @@ def open_as_nobody() -> Iterator[Run | str]:
         requests.close()
 
 
-def _as_nobody(python: str) -> list[str]:
+def find_python() -> str | None:
+    """Return a Python that an ordinary user can start, such as the system's."""
+    return next(filter(_starts_as_nobody, (sys.executable, "/usr/bin/python3")), None)
+
+
+def as_nobody(python: str) -> list[str]:
+    """Return the start of a command that runs Python as an ordinary user."""
     user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
     path = os.environ.get("PATH", os.defpath)
     return [*user, "env", "-i", f"PATH={path}", f"PYTHONPATH={SOURCES}", python, "-B"]
@@ -84,7 +90,7 @@ def _starts_as_nobody(python: str) -> bool:
     if shutil.which("setpriv") is None:
         return False
     command = [
-        *_as_nobody(python),
+        *as_nobody(python),
         "-c",
         "import sys, litgrpo; sys.exit(sys.version_info < (3, 10))",
     ]

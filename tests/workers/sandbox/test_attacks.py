@@ -4,13 +4,16 @@
 import json
 import os
 import platform
+import subprocess
+import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from litgrpo.workers import sandbox
-from litgrpo.workers.sandbox import system_calls
-from tests.support.sandbox_users import open_as_nobody, run_as_this_user
+from litgrpo.workers.sandbox import bubblewrap, system_calls
+from tests.support.sandbox_users import as_nobody, find_python, open_as_nobody, run_as_this_user
 
 pytestmark = pytest.mark.skipif(
     not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
@@ -93,6 +96,27 @@ def test_clone_makes_no_namespace(run):
     flags["all"] = sum(NEW.values())
     found = probe(run, code, names={"clone": (56, 220)[COLUMN], "flags": flags})
     assert found == dict.fromkeys(flags, "EPERM")
+
+
+@pytest.mark.skipif("--disable-userns" not in bubblewrap._help(), reason="bubblewrap before 0.8")
+def test_without_the_filter_an_ordinary_user_still_makes_no_user_namespace():
+    python = find_python()
+    if os.geteuid() != 0 or python is None:
+        pytest.skip("ordinary user: needs root, setpriv and a Python that other users can start")
+    code = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.unshare(0x10000000), errno.errorcode[ctypes.get_errno()])
+"""
+    program = f"""
+import struct
+from litgrpo.workers.sandbox import bubblewrap
+bubblewrap.program = lambda machine: struct.pack("=HBBI", 6, 0, 0, 0x7FFF0000)  # allow all
+print(bubblewrap.run({code!r}).output)
+"""
+    command = [*as_nobody(python), "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    assert ran.stdout.strip() in ("-1 ENOSPC", "-1 EPERM")
 
 
 def test_clone3_seems_to_be_missing_so_that_libc_uses_clone(run):
@@ -209,6 +233,29 @@ def test_nothing_but_tmp_and_shm_can_be_written_at_any_mount(run):
     print(json.dumps(wrote))
     """
     assert probe(run, code) == ["/dev/shm", "/tmp"]
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_packages_below_the_folders_that_the_sandbox_replaces_can_be_imported(run, folder):
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        packages = Path(name, "venv", "lib", "site-packages")
+        packages.mkdir(parents=True)
+        os.chmod(name, 0o755)
+        (packages / "of_a_venv.py").write_text("answer = 42")
+        (Path(name) / "secret").write_text("x")
+        code = f"""
+import os, of_a_venv
+print(of_a_venv.answer, os.listdir({name!r}))
+for path in ({str(packages)!r}, '/tmp', '/dev/shm'):
+    try:
+        open(path + '/new', 'w').close()
+        print('wrote')
+    except OSError:
+        print('denied')
+"""
+        ran = run(code, {"packages": [str(packages)]})
+        assert ran.output == "42 ['venv']\ndenied\nwrote\nwrote\n"
+        assert not (packages / "new").exists()
 
 
 def test_proc_shows_processes_of_the_sandbox_and_little_of_the_machine(run):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -220,30 +219,6 @@ def test_a_machine_without_a_system_call_filter_has_no_sandbox(monkeypatch):
 def test_limits_too_small_for_python_are_rejected():
     with raises_for("memory_mib"):
         SandboxLimits(memory_mib=1)
-
-
-@in_sandbox
-@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
-def test_packages_below_the_folders_that_the_sandbox_replaces_can_be_imported(folder):
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        packages = Path(name, "venv", "lib", "site-packages")
-        packages.mkdir(parents=True)
-        os.chmod(name, 0o755)
-        (packages / "of_a_venv.py").write_text("answer = 42")
-        (Path(name) / "secret").write_text("x")
-        code = f"""
-import os, of_a_venv
-print(of_a_venv.answer, os.listdir({name!r}))
-for path in ({str(packages)!r}, '/tmp', '/dev/shm'):
-    try:
-        open(path + '/new', 'w').close()
-        print('wrote')
-    except OSError:
-        print('denied')
-"""
-        ran = sandbox.run(code, SandboxLimits(seconds=10.0), packages=[str(packages)])
-        assert ran.output == "42 ['venv']\ndenied\nwrote\nwrote\n"
-        assert not (packages / "new").exists()
 
 
 @in_sandbox
