@@ -247,3 +247,44 @@ def test_stock_jsonargparse_reads_a_file_in_place_of_its_name(tmp_path):
     parser.add_class_arguments(PromptData, "data", sub_configs=True)
     settings = parser.parse_args(["--data.train", str(tmp_path / "list.json")])
     assert settings.data.train == ["What is 1+1?"]
+
+
+JUDGE = """
+model:
+  init_args:
+    rewards:
+      correct: {function: litgrpo.rewards.correctness}
+      judge:
+        weight: 0.0
+        function:
+          class_path: litgrpo.rewards.LLMJudge
+          init_args:
+            base_url: http://127.0.0.1:9/v1
+            model: m
+            criteria: {clear: {text: Is it clear?}}
+            max_retries: 0
+            cache_dir: null
+            api_key_env: JUDGE_KEY
+            extra_body: {service_key: zyxw-5544332211, user: {Authorization: vuts-6655443322}}
+"""
+
+
+def test_keys_are_in_no_file_and_no_message_of_a_run(cli, monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", "rqpo-7766554433")
+    Path("judge.yaml").write_text(JUDGE)
+    words = ("fit", "-c", "quickstart", "-c", "judge.yaml", "--run_dir", "run")
+    shown = cli(*words, "--print_config")[1]
+    few = ("--model.max_iterations", "1", "--data.batch_size", "2", "--model.group_size", "2")
+    code, out, err = cli(*words, *few)
+    assert code == 0, err
+    written = [path.read_bytes() for path in Path("run").rglob("*") if path.is_file()]
+    assert yaml.safe_load(shown)["model"]["init_args"]["rewards"]["judge"]
+    assert len(written) > 10
+    for secret in ("zyxw-5544", "vuts-6655", "rqpo-7766"):
+        assert secret not in out + err + caplog.text + shown
+        assert not any(secret.encode() in content for content in written)
+    # The masked configuration cannot train by accident, and the checkpoint can still be exported.
+    code, _, err = cli("fit", "-c", "run/config.yaml", "--run_dir", "again")
+    assert code == 2
+    assert "extra_body.service_key" in err
+    assert cli("export", "run", "exported")[0] == 0

@@ -11,6 +11,8 @@ import pytest
 
 from litgrpo.rewards import Criterion, LLMJudge, Reward, RewardFailure, Scorer
 from litgrpo.rewards.llm_judge import SCORE
+from tests.support.hostile_server import RESPONSES, HostileServer
+from tests.support.hostile_server import reply as send_reply
 
 CRITERIA = {"clear": Criterion("Is it clear?", 3.0), "short": Criterion("Is it short?", 1.0)}
 KEY = "sk-very-secret"
@@ -147,7 +149,162 @@ def test_a_slow_server_costs_the_slow_rows_only(serve, tmp_path, caplog):
     assert asked(["p"] * 2, ["slow one", "a"]) == [None, 0.8]
     never.set()
     assert asked.counts["failed"] == 1
-    assert "ReadTimeout" in caplog.text
+    assert "no complete response within 1 s" in caplog.text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", RESPONSES)
+def test_a_completion_abstains_whatever_a_server_sends(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with HostileServer(RESPONSES[name]) as server:
+        server.address = server.url + "/v1"
+        asked = judge(server, tmp_path, timeout_s=0.5, max_retries=0, max_concurrent_requests=1)
+        asked.counts["answered"] = 1  # a rejected first request would be a mistake in the recipe
+        assert asked(["p"], ["a"]) == [None]
+    assert asked.counts["failed"] == asked.counts["calls"] == 1
+    assert KEY not in "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+
+
+CHAT = {"choices": [{"message": {"content": "Score: 8"}}], "usage": {"total_tokens": 11}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choices": None},
+        {"choices": []},
+        {"choices": {}},
+        {"choices": "Score: 8"},
+        {"choices": CHAT["choices"] * 2},
+        {"choices": [None]},
+        {"choices": ["Score: 8"]},
+        {"choices": [{}]},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": "Score: 8"}]},
+        {"choices": [{"message": {}}]},
+        {"choices": [{"message": {"content": None}}]},
+        {"choices": [{"message": {"content": ["Score: 8"]}}]},
+        {"choices": [{"message": {"content": 8}}]},
+        {"choices": [{"message": {"content": "Score: 8 \ud800 out of \ud800"}}]},
+        {"choices": [{"message": {"content": "Score" + ":" * 200_000 + "x"}}]},
+        {"choices": [{"message": {"content": "Score: " + "9" * 100_000}}]},
+        {"choices": [{"message": {"content": "Score: 1e999"}}]},
+    ],
+)
+def test_a_malformed_chat_completion_abstains(changes, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with HostileServer(lambda: send_reply(CHAT | changes)) as server:
+        server.address = server.url + "/v1"
+        asked = judge(server, tmp_path, timeout_s=20.0, max_retries=0)
+        assert asked(["p"], ["a"]) == [None]
+    caplog.text.encode()  # no half characters in the log
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [None, [], "11", {}, {"total_tokens": None}, {"total_tokens": "11"}, {"total_tokens": True}]
+    + [{"total_tokens": n} for n in (0, -1, -(10**12), 10**15, 10**300, 1.5, 1e300)],
+)
+def test_the_token_budget_does_not_depend_on_absurd_counts(usage, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with HostileServer(lambda: send_reply(CHAT | {"usage": usage})) as server:
+        server.address = server.url + "/v1"
+        asked = judge(server, tmp_path, timeout_s=20.0, max_retries=0, max_total_tokens=100_000)
+        assert asked(["p"], ["a"]) == [0.8]
+    assert 50 < asked.counts["tokens"] < 500  # estimated from the texts
+
+
+def test_malformed_replies_count_for_the_token_budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with HostileServer(
+        lambda: send_reply({"choices": [], "usage": {"total_tokens": 70}})
+    ) as server:
+        server.address = server.url + "/v1"
+        asked = judge(server, tmp_path, timeout_s=20.0, max_retries=2)
+        assert asked(["p"], ["a"]) == [None]
+    assert asked.counts["tokens"] == 210
+
+
+@pytest.mark.parametrize("half", ["\ud83d", "a\udc00b"])
+def test_half_a_character_costs_its_own_row(half, serve, tmp_path):
+    server = serve(grade)
+    asked = judge(server, tmp_path)
+    assert asked([half, "p", "q"], ["a", half, "b"]) == [None, None, 0.8]
+    assert (len(server.asked), asked.counts["failed"]) == (1, 2)
+
+
+ECHOES = {
+    "as it was sent": f"you sent Bearer {KEY}",
+    "in capital letters": f"key {KEY.upper()} is unknown",
+    "a part": f"no key begins with {KEY[:10]}",
+    "in a dict": json.dumps({"headers": {"authorization": f"Bearer {KEY}"}}),
+    "far behind": "x" * 195 + KEY,
+}
+
+
+@pytest.mark.parametrize("said", ECHOES)
+@pytest.mark.parametrize("status", [401, 500, 200])
+def test_a_key_that_a_server_repeats_is_masked(said, status, serve, tmp_path, caplog, capfd):
+    text = ECHOES[said]
+    first = reply(text + "\nScore: 8") if status == 200 else (status, text.encode(), {})
+    asked = judge(serve(lambda *_: first), tmp_path, max_retries=0)
+    problem = ""
+    try:
+        asked(["p"], ["a"])
+        asked(["p"], ["b"])
+    except ValueError as error:
+        problem = str(error)
+    files = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    shown = (problem + files + caplog.text + "".join(capfd.readouterr())).lower()
+    assert KEY[:9] not in shown
+    assert status == 500 or "<masked>" in shown or said == "far behind"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("sk-123", "gsk_SECRETabcdefghijk", "secret", "Key", "a" * 20, "AKIAIOSFODNN7EXAMPLE"),
+        *("ABCDEFGHIJKLMNOPQRSTUVWX", "A" * 41, "A1B2C3D4E5F6G7H8", "1KEY", "MINE ", "MINE\n", ""),
+    ],
+)
+def test_a_key_in_place_of_its_variable_is_rejected_without_showing_it(given, tmp_path):
+    with pytest.raises(ValueError, match="not the key itself") as caught:
+        LLMJudge("http://h/v1", "m", CRITERIA, cache_dir=None, api_key_env=given)
+    assert len(given) < 4 or given.strip() not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk secret", "sk-sch\u00fcssel", "\x1bsk-secret"])
+def test_a_key_that_no_header_can_carry_is_rejected_without_showing_it(key, monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ValueError, match="JUDGE_KEY holds characters") as caught:
+        LLMJudge("http://h/v1", "m", CRITERIA, cache_dir=None, api_key_env="JUDGE_KEY").load()
+    assert "sk" not in str(caught.value).replace("masked", "")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [({"seed": float("nan")}, "not JSON"), ({"a": {1, 2}}, "not JSON")],
+)
+def test_extra_fields_that_are_not_json_are_rejected_at_the_start(extra, message):
+    with pytest.raises(ValueError, match=message):
+        LLMJudge("http://h/v1", "m", CRITERIA, extra_body=extra, cache_dir=None)
+
+
+def test_a_masked_key_is_asked_for_again(tmp_path):
+    extra = {"auth": {"api_key": "<masked>"}}
+    made = LLMJudge("http://h/v1", "m", CRITERIA, extra_body=extra, api_key_env=None)
+    with pytest.raises(ValueError, match="masked"):
+        made.load()
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "null", '{"reply": 5}', "", '{"reply": NaN}'])
+def test_a_damaged_cache_file_is_asked_again(content, serve, tmp_path):
+    server = serve(grade)
+    judge(server, tmp_path)(["p"], ["a"])
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(content)
+    assert judge(server, tmp_path)(["p"], ["a"]) == [0.8]
+    assert len(server.asked) == 2
 
 
 def test_rubbish_abstains_and_is_counted_and_not_kept(serve, tmp_path):

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 
 from litgrpo import __version__
 from litgrpo.arguments import require
+from litgrpo.text.secrets import mask_known
 
 CONFIG = "config.yaml"
 HEADER = "# The whole configuration of this run, written by litgrpo.\n"
@@ -118,7 +119,7 @@ def command_comment() -> str:
     typed = sys.orig_argv
     if "fit" not in typed or sys.argv[1:2] != ["fit"]:
         return ""
-    words = shlex.join(typed[typed.index("fit") :]).replace("\n", " ")
+    words = mask_known(shlex.join(typed[typed.index("fit") :]).replace("\n", " "))
     program = "python cli.py" if sys.argv[0].endswith(".py") else "litgrpo"
     return f"{COMMAND}{program} {words}\n"
 

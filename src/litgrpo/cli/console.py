@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import logging
 import os
 import sys
 import warnings
 from typing import Any, TextIO
+
+from litgrpo.text.secrets import mask_text
+from litgrpo.text.visible import visible
 
 # Lines that Lightning prints in every run and that ask nothing of the user.
 ROUTINE_LINES: tuple[str, ...] = ("Tip:", "GPU available:", "TPU available:", "HPU available:")
@@ -30,8 +34,30 @@ HARMLESS_WARNINGS = (
 READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that was closed
 
 
+def one_line(message: str) -> str:
+    r"""Return a message as one line without keys, in which every character is visible.
+
+    Example:
+        >>> one_line("400: a\nerror: \x1b[2J")
+        '400: a error: [U+001B][2J'
+    """
+    return " ".join(visible(mask_text(message)).split("\n"))
+
+
+@functools.cache
+def show_visible_warnings() -> None:
+    """Print warnings so that texts of servers and models in them do not act on the terminal."""
+    plain = warnings.formatwarning
+
+    def format_visibly(*args: Any, **kwargs: Any) -> str:
+        return visible(mask_text(plain(*args, **kwargs)))
+
+    warnings.formatwarning = format_visibly
+
+
 def keep_quiet() -> None:
     """Hide what Lightning logs in every run, and warnings that need no action."""
+    show_visible_warnings()
     for name in ("pytorch", "fabric"):
         for module in ("rank_zero", "seed"):
             logging.getLogger(f"lightning.{name}.utilities.{module}").addFilter(is_informative)

@@ -45,6 +45,7 @@ from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.distributed.machine import check_machine
 from litgrpo.distributed.restarts import open_restart_store
+from litgrpo.text.secrets import mask_settings
 from litgrpo.training.sft import SFT
 
 # Summary prints the evaluation, with intervals; Predictions writes the completions.
@@ -243,8 +244,8 @@ class LitGRPOCLI(RecipeCLI):
 
     @cached_property
     def config_text(self) -> str:
-        """Resolved configuration as YAML, without options of one call."""
-        return yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
+        """Resolved configuration as YAML, without options of one call; keys are masked."""
+        return yaml.safe_dump(mask_settings(self.recipe), sort_keys=False, allow_unicode=True)
 
 
 def raising_class(error: BaseException) -> tuple[str, str]:

@@ -15,8 +15,10 @@ from typing import Any
 
 from litgrpo import __version__
 from litgrpo.arguments import add_folders
-from litgrpo.cli.console import keep_quiet, survive_closed_output
+from litgrpo.cli.console import keep_quiet, one_line, survive_closed_output
 from litgrpo.cli.recipes import recipe_file, split_words
+from litgrpo.text.secrets import mask_text
+from litgrpo.text.visible import visible
 
 WRONG_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT
@@ -203,6 +205,7 @@ def main() -> int:
         The exit code: 0; 2 for wrong input; 75 if servers are away; 130 or 143 if stopped.
     """
     survive_closed_output()
+    sys.excepthook = print_traceback
     words = sys.argv[1:]
     if not words or words[0] in HELP_FLAGS:
         print(help_page())
@@ -283,8 +286,14 @@ def user_error(error: BaseException) -> tuple[str, int]:
 
 def print_error(message: str, code: int = WRONG_INPUT) -> int:
     """Print one line and return the exit code."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {one_line(message)}", file=sys.stderr)
     return code
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print a traceback; texts of servers and models in it must not act on the terminal."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(visible(mask_text(text)), end="", file=sys.stderr)
 
 
 def help_page() -> str:

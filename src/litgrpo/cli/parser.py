@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import yaml
@@ -22,9 +23,11 @@ from litgrpo.callbacks.guards import NonFinite, Recompilation, Watchdog
 from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.summary import Summary
 from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.cli.console import one_line
 from litgrpo.cli.mistakes import find_mistake, last_line
 from litgrpo.cli.options import members, options_of
 from litgrpo.cli.recipes import CommandLine
+from litgrpo.text.secrets import find_masked, mask_known, mask_settings
 from litgrpo.tools.doctor.callback import Doctor
 
 # Callbacks with options: {name of the group: class}.
@@ -128,11 +131,21 @@ class OneLineParser(ArgumentParser):
         """Print the line and exit; inner parsers raise, for the outer one."""
         if not self.exit_on_error or "--debug" in sys.argv:
             super().error(message, ex)
-        self.exit(2, f"error: {self.explain() or last_line(message)}\n")
+        self.exit(2, f"error: {one_line(self.explain() or last_line(message))}\n")
 
 
 class RecipeParser(OneLineParser, LightningArgumentParser):
-    """The same for LightningCLI."""
+    """The same for LightningCLI; keys are masked where it prints the configuration."""
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """Return the configuration as YAML with masked keys."""
+        text = str(super().dump(*args, **kwargs))
+        # jsonargparse reads the texts of inner parsers again.
+        return mask_known(text) if self.exit_on_error else text
+
+    def dump_with_keys(self, config: Any) -> str:
+        """Return the configuration as YAML, to be read and not to be shown."""
+        return str(super().dump(config, skip_unset=False, skip_link_targets=False))
 
 
 class RecipeCLI(LightningCLI):
@@ -162,6 +175,7 @@ class RecipeCLI(LightningCLI):
         import_named_classes()
         self.command, self.extra, self.build = command, extra, build
         self.given = CommandLine.read(words)
+        check_keys(self.given.settings)
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -241,9 +255,8 @@ class RecipeCLI(LightningCLI):
     @property
     def recipe(self) -> dict[str, Any]:
         """The settings of `fit` as plain values, without options of one call."""
-        content = yaml.safe_load(
-            self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
-        )
+        parser: Any = self.parser
+        content = yaml.safe_load(parser.dump_with_keys(self.config))
         unwanted = CALL_OPTIONS | set(options_of(self.extra) if self.extra else ())
         return {name: each for name, each in content.items() if name not in unwanted}
 
@@ -257,6 +270,34 @@ class RecipeCLI(LightningCLI):
         """Build model, data and trainer, unless the settings alone are wanted."""
         if self.build:
             super().instantiate_classes()
+
+
+def check_keys(settings: dict[str, Any]) -> None:
+    """Remember keys and passwords, which are masked from now on.
+
+    Args:
+        settings: settings of a command line; values of options are YAML texts.
+
+    Raises:
+        ValueError: a value is already masked, as in the `config.yaml` of a run.
+    """
+
+    def parse(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: parse(each) for name, each in value.items()}
+        if isinstance(value, str) and value[:1] in ("{", "["):
+            with suppress(yaml.YAMLError):
+                return yaml.safe_load(value)
+        return value
+
+    plain = parse(settings)
+    mask_settings(plain)
+    masked = find_masked(plain)
+    require(
+        not masked,
+        f"{', '.join(masked)}: the value is masked, as keys are in every config.yaml; use the "
+        "original recipe, or write the value back",
+    )
 
 
 def bool_options(function: Callable[..., Any]) -> list[str]:

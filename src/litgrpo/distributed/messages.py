@@ -8,6 +8,9 @@ import warnings
 
 from torch import distributed
 
+from litgrpo.text.secrets import mask_text
+from litgrpo.text.visible import visible
+
 # Every launcher sets one of these. SLURM comes last: its variable may be set although another
 # launcher started the processes.
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
@@ -34,6 +37,14 @@ def rank_zero_warn(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
+class VisibleFormatter(logging.Formatter):
+    """Writes records without keys, and so that foreign texts do not act on the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        return visible(mask_text(super().format(record)))
+
+
 def _is_unhandled(record: logging.LogRecord) -> bool:
     """Return True if the root logger has no handler, which would write the record again."""
     return not logging.getLogger().handlers
@@ -43,6 +54,7 @@ def _show_lines() -> None:
     """Write lines to stderr without a prefix, in programs that have not configured logging."""
     console = logging.StreamHandler()
     console.addFilter(_is_unhandled)
+    console.setFormatter(VisibleFormatter())
     log.addHandler(console)
     log.setLevel(logging.INFO)
 

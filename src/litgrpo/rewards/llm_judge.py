@@ -28,9 +28,21 @@ import torch
 from torch import distributed
 
 from litgrpo.arguments import above, at_least, require
+from litgrpo.http import (
+    MIB,
+    ConnectionLost,
+    MalformedReply,
+    Reply,
+    excerpt,
+    make_client,
+    parse_json,
+    read_field,
+    send,
+)
 from litgrpo.rewards.calls import run_coroutines
 from litgrpo.rewards.reward_model import Judge
 from litgrpo.text.answers import text_of
+from litgrpo.text.secrets import find_masked, mask_settings, mask_text, remember_secret
 
 Mark = float | None
 
@@ -179,13 +191,16 @@ Score: N
 where N is a number from 0 (not at all) to {max_score:g} (fully)."""
 # The last line of a reply, such as "Score: 7", "**Score: 7.5**" or "Score: 7/10".
 SCORE = re.compile(r"^\W*score\W*?[:=]\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?\W*$", re.I)
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 AGAIN = (408, 409, 425, 429)  # and 5xx: worth another try
 LONGEST_WAIT_S = 60.0
 JITTER = random.Random()  # separate, so that retries do not change the run's random numbers
 PROCESSES = "processes"  # among what a checkpoint holds of a budget
 CHARS_PER_TOKEN = 4  # where a server does not count
-MAX_TOLD = 200  # characters of what a server says in an error
+MAX_NAME = 40  # characters of a variable's name
+MAX_REPLY_BYTES = 4 * MIB
+MAX_SCORE_LINE = 200  # characters
+TEMPLATE_TOKENS = 4096  # tokens that a server adds to a request: its system prompt
+THOUGHTS = 8  # times max_tokens that a reply may have cost
 
 
 class RequestRejected(ValueError):
@@ -236,7 +251,7 @@ class LLMJudge(Rubric):
         temperature: of the judge.
         extra_body: further fields of each request, such as `{seed: 0}`.
         max_concurrent_requests: requests at the same time.
-        timeout_s: of one request.
+        timeout_s: of one request, from the connection to the last byte of its reply.
         max_retries: after a time-out, a lost connection, or status 429 or 5xx.
         backoff_s: wait before the first retry, doubled for each further one, up to 60 s, with
             jitter; what the server says in `Retry-After` goes before.
@@ -247,7 +262,7 @@ class LLMJudge(Rubric):
         cache_dir: folder in which replies are kept, by a hash of everything that was asked; null
             keeps none. It can be shared by runs.
         api_key_env: environment variable that holds the key; null for a server without keys. The
-            key itself is read when it is sent, and is in no file, log or checkpoint.
+            key itself is read when it is sent, and is masked in files, logs and checkpoints.
 
     Example:
         >>> judge = LLMJudge(
@@ -298,13 +313,18 @@ class LLMJudge(Rubric):
         above("judge: timeout_s", timeout_s, 0)
         above("judge: backoff_s", backoff_s, 0)
         require(
-            api_key_env is None or VARIABLE.fullmatch(api_key_env) is not None,
-            "judge: api_key_env must be the name of an environment variable, such as"
-            " OPENAI_API_KEY, not the key itself",
+            api_key_env is None or is_variable_name(api_key_env),
+            "judge: api_key_env must be the name of an environment variable in capital letters,"
+            " such as OPENAI_API_KEY, not the key itself; the value is not shown, it may be a key",
         )
         self.url = base_url.rstrip("/") + "/chat/completions"
         self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self.body |= extra_body or {}
+        mask_settings({"extra_body": extra_body})  # remembers its keys
+        try:
+            json.dumps(self.body, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"judge: extra_body is not JSON: {excerpt(str(error))}") from error
         self.template, self.max_concurrent_requests = template, max_concurrent_requests
         self.timeout_s, self.max_retries, self.backoff_s = timeout_s, max_retries, backoff_s
         self.max_requests, self.max_total_tokens = max_requests, max_total_tokens
@@ -320,9 +340,14 @@ class LLMJudge(Rubric):
         """See that there are a key and a folder for the replies; learn how many processes ask.
 
         Raises:
-            ValueError: the variable is empty, or the folder cannot be made.
+            ValueError: the variable is empty, the folder cannot be made, or a key was masked.
         """
         self._key()
+        require(
+            not find_masked(self.body),
+            "judge: a key in extra_body is masked, as keys are in every config.yaml; use the"
+            " original recipe, or write the value back",
+        )
         self.replies.prepare()
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.num_processes = distributed.get_rank(), distributed.get_world_size()
@@ -335,7 +360,7 @@ class LLMJudge(Rubric):
         """Resume with the budget of a checkpoint, which holds what one of its ranks spent."""
         before = state.get(PROCESSES, self.num_processes)
         spent = {name: -(-n * before // self.num_processes) for name, n in state.items()}
-        self.counts = Counter({name: n for name, n in spent.items() if name != PROCESSES})
+        self.counts = Counter({name: max(0, n) for name, n in spent.items() if name != PROCESSES})
 
     def __call__(
         self,
@@ -406,7 +431,7 @@ class LLMJudge(Rubric):
     ) -> list[Mark]:
         """The marks of N completions for one criterion."""
         used = [{name: columns[name][row] for name in self.columns} for row in range(len(prompts))]
-        async with httpx.AsyncClient(timeout=self.timeout_s) as client:
+        async with make_client() as client:
             asked = [
                 self.template.format(
                     prompt=text_of(prompt),
@@ -421,6 +446,11 @@ class LLMJudge(Rubric):
 
     async def _once(self, client: httpx.AsyncClient, text: str) -> Mark:
         """The mark of one text; equal ones wait for the same answer."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            self._count("failed", f"the prompt, completion or a column is not Unicode: {error}")
+            return None
         body = self.body | {"messages": [{"role": "user", "content": text}]}
         everything = json.dumps([self.url, body], sort_keys=True)
         key = hashlib.sha256(everything.encode()).hexdigest()
@@ -439,7 +469,7 @@ class LLMJudge(Rubric):
             return None
         mark = self._score(reply)
         if mark is None:
-            self._count("unparsed", f"no line 'Score: N' at the end of {reply[-MAX_TOLD:]!r}")
+            self._count("unparsed", f"no line 'Score: N' at the end of {excerpt(reply[-200:])!r}")
         else:
             self.replies.put(key, reply)
         return mark
@@ -477,40 +507,61 @@ class LLMJudge(Rubric):
         if self.lost_in_a_row >= self.max_concurrent_requests:
             raise GaveUp("failed", "the server is down")
         self.counts["calls"] += 1
+        headers = _headers(self._key())
+        limits: Any = {"timeout_s": self.timeout_s, "max_bytes": MAX_REPLY_BYTES}
         try:
-            response = await client.post(self.url, json=body, headers=_headers(self._key()))
-        except httpx.TransportError as error:  # time-outs among them
-            raise TryAgain(f"{type(error).__name__} {error}".strip()) from error
-        if not response.is_success:
-            problem = f"status {response.status_code}: {response.text[:MAX_TOLD]}"
-            self._refuse(response, problem)
-            raise TryAgain(problem, _retry_after(response))
+            reply = await send(client, "POST", self.url, body=body, headers=headers, **limits)
+        except (ConnectionLost, MalformedReply) as error:
+            raise TryAgain(str(error)) from error
+        if not reply.is_success:
+            self._refuse(reply)
+            raise TryAgain(reply.describe(), _retry_after(reply.headers))
         self.lost_in_a_row = 0
         try:
-            return self._content(response, body)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise TryAgain(f"the reply is not a chat completion ({cause})") from error
+            return self._content(reply, body)
+        except MalformedReply as error:
+            raise TryAgain(f"the reply is not a chat completion: {error}") from error
 
-    def _refuse(self, response: httpx.Response, problem: str) -> None:
+    def _refuse(self, reply: Reply) -> None:
         """End for a status that another try does not change."""
-        if response.is_server_error or response.status_code in AGAIN:
+        if reply.is_server_error or reply.status in AGAIN:
             return
         if not self.counts["answered"]:  # a mistake in the recipe
-            raise RequestRejected(f"judge: {self.url} rejected the first request: {problem}")
-        raise GaveUp("failed", problem)
+            raise RequestRejected(
+                f"judge: {self.url} rejected the first request: {reply.describe()}"
+            )
+        raise GaveUp("failed", reply.describe())
 
-    def _content(self, response: httpx.Response, body: dict[str, Any]) -> str:
-        """The text of a reply, after counting its tokens."""
-        content = response.json()
-        text = content["choices"][0]["message"]["content"]
-        if not isinstance(text, str):
-            raise TypeError(f"its content is {type(text).__name__}")
-        chars = len(text) + len(body["messages"][0]["content"])
-        used = (content.get("usage") or {}).get("total_tokens")
-        self.counts["tokens"] += used if isinstance(used, int) else chars // CHARS_PER_TOKEN
+    def _content(self, reply: Reply, body: dict[str, Any]) -> str:
+        """The text of a reply without keys, after counting its tokens.
+
+        Raises:
+            MalformedReply: it is not a chat completion.
+        """
+        asked = body["messages"][0]["content"]
+        most_written = self._max_tokens() or len(reply.content)
+        written = min(len(reply.content) // CHARS_PER_TOKEN, most_written)
+        estimate = len(asked) // CHARS_PER_TOKEN + written + 1
+        # A token has at least a byte. Some servers do not count thoughts against max_tokens.
+        most = len(asked.encode()) + THOUGHTS * most_written + TEMPLATE_TOKENS
+        used: object = None
+        try:
+            found = reply.json()
+            if isinstance(found, dict) and isinstance(found.get("usage"), dict):
+                used = found["usage"].get("total_tokens")
+            choices, expected = read_field(found, "choices", list), self.body.get("n", 1)
+            if len(choices) != expected:
+                raise MalformedReply(f"{len(choices)} choices; expected {expected}")
+            text: str = read_field(read_field(choices[0], "message", dict), "content", str)
+        finally:  # a malformed reply costs tokens, too
+            counts = type(used) is int and 0 < used <= most
+            self.counts["tokens"] += used if counts else estimate  # type: ignore[operator]
         self.counts["answered"] += 1
-        return text
+        return mask_text(text)
+
+    def _max_tokens(self) -> int:
+        limits = (self.body.get(name) for name in ("max_tokens", "max_completion_tokens"))
+        return max((each for each in limits if isinstance(each, int)), default=0)
 
     def _spent(self) -> bool:
         limits = {"calls": self.max_requests, "tokens": self.max_total_tokens}
@@ -520,8 +571,8 @@ class LLMJudge(Rubric):
 
     def _score(self, reply: str) -> Mark:
         """The number of the last line, or None if it holds no score within the scale."""
-        last = (reply.strip().splitlines() or [""])[-1]
-        found = SCORE.match(last.strip())
+        last = (reply.strip().splitlines() or [""])[-1].strip()
+        found = SCORE.match(last) if len(last) <= MAX_SCORE_LINE else None
         if found is None or (found[2] is not None and float(found[2]) != self.max_score):
             return None
         mark = float(found[1])
@@ -536,6 +587,12 @@ class LLMJudge(Rubric):
             f"judge: the environment variable {self.api_key_env} is not set; export the key there,"
             " or give api_key_env: null for a server without keys",
         )
+        require(
+            key.isascii() and key.isprintable() and " " not in key,
+            f"judge: the environment variable {self.api_key_env} holds characters that no key has,"
+            " such as a space or a line break",
+        )
+        remember_secret(key)
         return key
 
     def _count(self, what: str, why: str) -> None:
@@ -543,7 +600,8 @@ class LLMJudge(Rubric):
         self.counts[what] += 1
         told = self.counts[what] if what == "over_budget" else 1  # that one once
         if self.counts[what].bit_count() == told == 1:
-            log.warning("judge: %d %s so far, left out: %s", self.counts[what], what, why)
+            number = self.counts[what]
+            log.warning("judge: %d %s so far, left out: %s", number, what, excerpt(why, 400))
 
 
 def share(limit: int, rank: int, num_processes: int) -> int:
@@ -554,6 +612,20 @@ def share(limit: int, rank: int, num_processes: int) -> int:
         [2, 2, 1]
     """
     return (limit + num_processes - 1 - rank) // num_processes
+
+
+def is_variable_name(name: str) -> bool:
+    """Return True for the name of a variable; a key given in its place must not pass as a name.
+
+    Keys have lower case, or are long, or mix letters with digits.
+
+    Example:
+        >>> is_variable_name("OPENAI_API_KEY"), is_variable_name("AKIAIOSFODNN7EXAMPLE")
+        (True, False)
+    """
+    if len(name) > MAX_NAME or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        return False
+    return all(len(word) <= (16 if word.isalpha() else 8) for word in name.split("_"))
 
 
 def _headers(key: str | None) -> dict[str, str]:
@@ -569,6 +641,7 @@ class Replies:
 
     def __init__(self, folder: str | None) -> None:
         self.folder = None if folder is None else Path(folder).expanduser()
+        self.failed = False  # a reply could not be kept
 
     def prepare(self) -> None:
         """Make the folder.
@@ -587,20 +660,25 @@ class Replies:
         if self.folder is None:
             return None
         try:
-            kept = json.loads((self.folder / key[:2] / f"{key}.json").read_text())["reply"]
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or half a file
+            kept = parse_json((self.folder / key[:2] / f"{key}.json").read_bytes())
+            return str(read_field(kept, "reply", str))
+        except (OSError, MalformedReply):  # none yet, or half a file
             return None
-        return kept if isinstance(kept, str) else None
 
     def put(self, key: str, reply: str) -> None:
         """Keep a reply; a file gets its name when it is complete."""
         if self.folder is None:
             return
         path = self.folder / key[:2] / f"{key}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"reply": reply}))
-        unfinished.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps({"reply": reply}))
+            unfinished.replace(path)
+        except OSError as error:
+            if not self.failed:
+                log.warning("judge: cache_dir %s cannot be written: %s", self.folder, error)
+            self.failed = True
 
 
 def _fields(template: str) -> set[str]:
@@ -623,7 +701,7 @@ def _check_address(base_url: str) -> None:
     parts = urlsplit(base_url)
     require(
         parts.scheme in ("http", "https") and bool(parts.hostname),
-        f"judge: base_url {base_url!r:.100} is no address such as https://api.openai.com/v1",
+        f"judge: base_url {excerpt(base_url)!r:.100} is no address such as https://api.openai.com/v1",
     )
     require(
         "@" not in parts.netloc and not parts.query,
@@ -631,14 +709,14 @@ def _check_address(base_url: str) -> None:
     )
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(headers: httpx.Headers) -> float | None:
     """Seconds to wait, as the server says by a number or a date; None where it says nothing."""
-    said = response.headers.get("retry-after", "")
+    said = headers.get("retry-after", "")
     try:
         wait_s = float(said)
     except ValueError:
         try:
             wait_s = email.utils.parsedate_to_datetime(said).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, TypeError, OverflowError):
             return None
     return max(0.0, min(wait_s, LONGEST_WAIT_S))

@@ -19,6 +19,7 @@ import torch
 from lightning import LightningModule
 
 from litgrpo.arguments import import_by_path
+from litgrpo.text.secrets import mask_settings
 
 KEY = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 OBJECT, FUNCTION, PARTIAL = "class_path", "import_path", "partial"
@@ -38,7 +39,7 @@ class NotTrusted(ValueError):
 
 
 def describe_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the arguments of a constructor as plain values.
+    """Describe the arguments of a constructor as plain values; keys and passwords are masked.
 
     Arguments without a description (a lambda, a model in memory) are left out; pass them to
     `load_from_checkpoint`.
@@ -54,7 +55,7 @@ def describe_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
             described[name] = describe(value)
         except NotDescribable:
             continue
-    return described
+    return dict(mask_settings(described))
 
 
 def describe(value: Any) -> Any:

@@ -13,18 +13,22 @@ from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA, build_policy, load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.served import SampleRequest
 from litgrpo.rollout.engines.vllm import ColocatedEngine, ServerEngine
 from litgrpo.rollout.engines.vllm_client import (
     Server,
     ServerFailure,
     ServersUnavailable,
     ServerUnavailable,
+    StaleWeights,
 )
 from litgrpo.rollout.engines.weight_transfer import FolderTransfer, NcclTransfer
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.engines.two_processes import one_of_two
 from tests.support.engines import GROUP, TEXTS, assert_same, spread_lengths, uniforms_for
+from tests.support.hostile_server import NOT_JSON, RESPONSES, HostileServer
+from tests.support.hostile_server import reply as send_reply
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.playing import Echo
 from tests.support.raises import raises_for
@@ -173,6 +177,13 @@ def test_where_no_server_answers_the_run_stops_after_a_while_with_their_addresse
             call()
 
 
+def test_servers_that_only_drip_are_unavailable(quick):
+    with HostileServer(RESPONSES["slow body"]) as one, HostileServer(RESPONSES["silence"]) as two:
+        engine = engine_of(one, two, timeout_s=0.3, wait_s=0.3)
+        with pytest.raises(ServersUnavailable, match=one.url):
+            sync(engine, tiny_policy("qwen2"))
+
+
 def test_a_server_that_comes_back_is_waited_for(folder):
     policy = spread_lengths(tiny_policy("qwen2"))
     with StandIn(folder) as server:
@@ -220,19 +231,150 @@ def test_responses_that_do_not_match_the_request_are_rejected(server, alter, nam
         engine.generate(requests_for(policy))
 
 
+ENDS = (2,)
+REQUEST = SampleRequest(
+    0, 0, [5, 6], {"max_tokens": 4, "stop_token_ids": list(ENDS), "temperature": 1.0}, 100
+)
+
+
+def completion(ids=(7, 8, 2), logprobs=(-0.5, -0.25, -0.125), reason="stop", **changes):
+    """A response to `REQUEST`, with one difference from a valid one."""
+    content = [{"token_id": i, "logprob": x} for i, x in zip(ids, logprobs, strict=False)]
+    choice = {
+        "token_ids": list(ids),
+        "finish_reason": reason,
+        "weight_versions": [{"version": "v", "start": 0, "end": len(ids)}],
+        "logprobs": {"content": content},
+    }
+    found = {"choices": [choice | changes.pop("choice", {})], "usage": {"prompt_tokens": 2}}
+    return found | changes
+
+
+def complete(response, timeout_s=20.0):
+    answer = response if callable(response) else lambda: send_reply(response)
+    with HostileServer(answer) as server:
+        client = Server(server.url, timeout_s)
+        return client.complete(REQUEST, "v")
+
+
+def test_a_valid_response_gives_its_tokens_and_log_probabilities():
+    found = complete(completion())
+    assert (found.ids, found.logprobs) == ([7, 8, 2], [-0.5, -0.25, -0.125])
+    assert complete(completion((7, 8, 9, 10), (0.0, -1, -2.0, -9999.0), "length")).ids[-1] == 10
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", RESPONSES)
+def test_no_response_hangs_the_client_or_ends_in_an_error_of_python(name):
+    with pytest.raises((ServerFailure, ServerUnavailable)) as caught:
+        complete(RESPONSES[name], timeout_s=0.5)
+    assert isinstance(caught.value, ServerFailure) or name not in NOT_JSON
+    assert "\n" not in str(caught.value)
+
+
+LOGPROBS = {"logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]}}
+INVALID = {
+    "no choices": completion(choices=[]),
+    "two choices": completion(choices=completion()["choices"] * 2),
+    "choices are null": completion(choices=None),
+    "choices are an object": completion(choices=completion()["choices"][0]),
+    "a choice is null": completion(choices=[None]),
+    "a choice is a text": completion(choices=["7 8 2"]),
+    "an id beyond the vocabulary": completion((7, 100, 2)),
+    "an id that is huge": completion((7, 10**300, 2)),
+    "a negative id": completion((7, -5, 2)),
+    "a float": completion((7, 7.9, 2)),
+    "a whole float": completion((7.0, 8, 2)),
+    "a bool": completion((True, 8, 2)),
+    "a text": completion(("7", 8, 2)),
+    "a null": completion((None, 8, 2)),
+    "ids are null": completion(choice={"token_ids": None}),
+    "ids are a text": completion(choice={"token_ids": "7 8 2"}),
+    "no tokens": completion((), ()),
+    "a log-probability above 0": completion(logprobs=(-0.5, 5.0, -0.1)),
+    "a log-probability of 1e300": completion(logprobs=(-0.5, 1e300, -0.1)),
+    "a log-probability of -1e300": completion(logprobs=(-0.5, -1e300, -0.1)),
+    "a log-probability that is a huge int": completion(logprobs=(-0.5, -(10**400), -0.1)),
+    "a log-probability that is null": completion(logprobs=(-0.5, None, -0.1)),
+    "a log-probability that is a text": completion(logprobs=(-0.5, "-0.1", -0.1)),
+    "a log-probability that is a bool": completion(logprobs=(-0.5, False, -0.1)),
+    "a log-probability that is NaN": b'{"choices": [NaN]}',
+    "fewer log-probabilities": completion(logprobs=(-0.5, -0.1)),
+    "log-probabilities of other tokens": completion((7,), choice={"token_ids": [8]}),
+    "no log-probabilities": completion(choice={"logprobs": None}),
+    "log-probabilities are a list": completion(choice={"logprobs": [-0.5]}),
+    "more tokens than requested": completion(range(10, 26), [-1.0] * 16, "length"),
+    "fewer tokens than requested": completion((7, 8), (-1.0, -1.0), "length"),
+    "stop without an end token": completion((7, 8, 9)),
+    "tokens after an end token": completion((7, 2, 8, 9), [-1.0] * 4, "length"),
+    "a finish reason that is a list": completion(reason=["stop"]),
+    "no finish reason": completion(choices=[{"token_ids": [7]}]),
+    "versions are a text": completion(choice={"weight_versions": "v"}),
+    "a version is an object": completion(choice={"weight_versions": [{"version": {}}]}),
+    "a version has no name": completion(choice={"weight_versions": [{}]}),
+    "no usage": completion(usage=None),
+    "prompt tokens are a text": completion(usage={"prompt_tokens": "2"}),
+    "prompt tokens are a bool": completion(usage={"prompt_tokens": True}),
+    "another prompt": completion(usage={"prompt_tokens": 99}),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_what_a_server_says_is_checked_before_it_is_used(name):
+    with pytest.raises(ServerFailure):
+        complete(INVALID[name])
+
+
+@pytest.mark.parametrize(
+    ("found", "error"),
+    [
+        (completion(reason="abort"), ServerUnavailable),
+        (completion(reason=None), ServerUnavailable),
+        (completion(choice={"weight_versions": [{"version": "w"}]}), StaleWeights),
+        (completion(choice={"weight_versions": [{"version": n} for n in "vw"]}), StaleWeights),
+        (completion(choice={"weight_versions": None}), StaleWeights),
+    ],
+)
+def test_what_a_retry_may_mend_is_no_failure(found, error):
+    with pytest.raises(error):
+        complete(found)
+
+
+@pytest.mark.parametrize("found", [{}, {"weight_version": None}, {"weight_version": [1]}, [], "v"])
+def test_settings_of_a_server_are_checked(found):
+    with HostileServer(lambda: send_reply(found)) as server:
+        client = Server(server.url, 20.0)
+        with pytest.raises(ServerFailure):
+            _ = client.version
+        with pytest.raises(ServerFailure):
+            client.check_logprobs("raw_logprobs")
+
+
+def test_control_characters_of_a_server_are_shown_as_numbers():
+    said = b"\x1b[2J\nerror: \xe2\x80\xaeyour disk is full"
+    answer = HostileServer(lambda: send_reply(said, b"400 Bad Request"))
+    with answer as server, pytest.raises(ServerFailure) as caught:
+        Server(server.url, 20.0).post("/pause")
+    assert "[U+001B]" in str(caught.value)
+    assert not {"\x1b", "\n", "\u202e"}.intersection(str(caught.value))
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"urls": []}, "model.engine.urls"),
         ({"urls": ["localhost:8000"]}, "localhost:8000"),
         ({"urls": ["http://8.8.8.8:8000"]}, "model.engine.allow_public"),
+        ({"urls": ["http://me:secret@10.0.0.1:8000"]}, "model.engine.urls"),
+        ({"urls": ["http://10.0.0.1:8000/?key=secret"]}, "model.engine.urls"),
         ({"max_concurrent_requests": 0}, "engine.max_concurrent_requests"),
         ({"wait_s": -1}, "engine.wait_s"),
     ],
 )
 def test_invalid_settings_are_rejected(settings, named):
-    with raises_for(named):
+    with raises_for(named) as caught:
         ServerEngine(**({"urls": ["http://10.0.0.1:8000"]} | settings))
+    assert "secret" not in str(caught.value)
 
 
 def test_public_addresses_and_names_that_resolve_to_them_need_allow_public(monkeypatch):
@@ -366,7 +508,13 @@ class LLM:
             for each in choice["logprobs"]["content"]
         ]
         return SimpleNamespace(
-            outputs=[SimpleNamespace(token_ids=choice["token_ids"], logprobs=logprobs)]
+            outputs=[
+                SimpleNamespace(
+                    token_ids=choice["token_ids"],
+                    logprobs=logprobs,
+                    finish_reason=choice["finish_reason"],
+                )
+            ]
         )
 
     def collective_rpc(self, method, kwargs):

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
+from litgrpo.http import MalformedReply, repr_of
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.types import Rollout
 
 # Seconds between checks for sampler results while environments are also being waited for.
 POLL_S = 0.02
+# Rounding may give a certain token a log-probability slightly above 0; vLLM reports -9999 instead
+# of minus infinity.
+MAX_LOGPROB, MIN_LOGPROB = 1e-3, -1e4
 
 
 @dataclass(frozen=True)
@@ -31,29 +35,71 @@ class SampleRequest:
         prompt: number of the row's prompt; all rows of a group use the same server.
         ids: tokens of the row so far, including its prompt.
         params: vLLM's `SamplingParams` as plain values.
+        vocab_size: V of the policy.
 
     Example::
 
-        SampleRequest(row=9, prompt=1, ids=[1, 306, 29871], params={"max_tokens": 64, "seed": 7})
+        SampleRequest(9, prompt=1, ids=[1, 306], params={"max_tokens": 64}, vocab_size=32000)
     """
 
     row: int
     prompt: int
     ids: list[int]
     params: dict[str, Any]
+    vocab_size: int
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """Tokens generated for a request, at least one, and their log-probabilities.
+    """Tokens generated for a request, and their log-probabilities; see `check_result`.
+
+    Args:
+        ids: token ids, at least one.
+        logprobs: log-probability of each.
+        finish_reason: `stop` after an end token or a stop string, `length` after `max_tokens`.
 
     Example:
-        >>> SampleResult(ids=[29896, 2], logprobs=[-0.11, -0.02]).ids
+        >>> SampleResult(ids=[29896, 2], logprobs=[-0.11, -0.02], finish_reason="stop").ids
         [29896, 2]
     """
 
     ids: list[int]
     logprobs: list[float]
+    finish_reason: str
+
+
+def check_result(request: SampleRequest, result: SampleResult) -> None:
+    """Check everything that a sampler says about a turn, before any of it is used.
+
+    Raises:
+        MalformedReply: tokens, log-probabilities, lengths or the finish reason are impossible.
+    """
+
+    def check(holds: bool, problem: str) -> None:
+        if not holds:
+            raise MalformedReply(problem)
+
+    ids, logprobs, reason = result.ids, result.logprobs, result.finish_reason
+    most, ends = request.params["max_tokens"], set(request.params["stop_token_ids"])
+    check(bool(ids), "no tokens")
+    check(len(ids) <= most, f"{len(ids)} tokens; at most {most} were requested")
+    check(len(ids) == len(logprobs), f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
+    for token in ids:
+        valid = type(token) is int and 0 <= token < request.vocab_size
+        check(valid, f"token {repr_of(token)}; expected 0 to {request.vocab_size - 1}")
+    for value in logprobs:
+        valid = type(value) in (int, float) and MIN_LOGPROB <= value <= MAX_LOGPROB
+        check(valid, f"log-probability {repr_of(value)}; expected {MIN_LOGPROB:g} to 0")
+    check(not ends.intersection(ids[:-1]), "tokens after an end token")
+    check(reason in ("stop", "length"), f"finish_reason {repr_of(reason)}")
+    # Where a stop string ends is decided by litgrpo's tokenizer, see `ServedRows.add_turn`.
+    stopped = ids[-1] in ends or bool(request.params.get("stop"))
+    check(reason != "stop" or stopped, "finish_reason 'stop' without an end token")
+    check(
+        reason != "length" or len(ids) == most,
+        f"a row that ends after {len(request.ids) + len(ids)} tokens; start the server with "
+        f"--max-model-len {len(request.ids) + most} or more",
+    )
 
 
 class SampleChannel(ABC):
@@ -185,6 +231,7 @@ class ServedRows:
 
     def __init__(self, request: RolloutRequest, takes_uniforms: bool) -> None:
         self.request, self.takes_uniforms = request, takes_uniforms
+        self.vocab_size = request.policy.vocab_size
         prompts = request.prompts
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         prompt_ids = [ids[mask].tolist() for ids, mask in pairs]
@@ -225,7 +272,9 @@ class ServedRows:
             params["stop"] = list(request.stops.stops)
             params["include_stop_str_in_output"] = True
             params["skip_special_tokens"] = False  # stop strings may be special tokens
-        return SampleRequest(row, row // request.group_size, here.prompt + here.ids, params)
+        return SampleRequest(
+            row, row // request.group_size, here.prompt + here.ids, params, self.vocab_size
+        )
 
     def add_turn(self, row: int, result: SampleResult) -> None:
         """Append a generated turn, and pass it to the listener."""

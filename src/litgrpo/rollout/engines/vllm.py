@@ -11,6 +11,7 @@ from typing import Any
 
 from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.collectives import is_distributed
+from litgrpo.http import MalformedReply
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.served import (
@@ -18,9 +19,10 @@ from litgrpo.rollout.engines.served import (
     SampleRequest,
     SampleResult,
     ServedEngine,
+    check_result,
 )
 from litgrpo.rollout.engines.server_pool import ServerChannel, ServerPool
-from litgrpo.rollout.engines.vllm_client import Server, normalize_url
+from litgrpo.rollout.engines.vllm_client import Server, ServerFailure, normalize_url
 from litgrpo.rollout.engines.weight_transfer import FolderSender, FolderTransfer, WeightTransfer
 
 
@@ -39,7 +41,8 @@ class ServerEngine(ServedEngine):
             (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
             log-probabilities count as the policy's own, which holds in float32. By default each
             row gets a seed derived from its random numbers.
-        timeout_s: seconds that a response or a weight update may take.
+        timeout_s: seconds that a request or a weight update may take, to the last byte of the
+            response.
         wait_s: if no server responds, retry for this many seconds.
         retries: how often a server with stale weights gets them again, per row.
         max_concurrent_requests: maximal rows requested at the same time by this process; servers
@@ -230,12 +233,22 @@ class ColocatedChannel(SampleChannel):
         params = [SamplingParams(**request.params) for request in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         pairs = zip(requests, outputs, strict=True)
-        return [(request.row, to_sample_result(output)) for request, output in pairs]
+        return [(request.row, to_sample_result(request, output)) for request, output in pairs]
 
 
-def to_sample_result(output: Any) -> SampleResult:
-    """Convert vLLM's output for a request."""
+def to_sample_result(request: SampleRequest, output: Any) -> SampleResult:
+    """Convert vLLM's output for a request.
+
+    Raises:
+        ServerFailure: the output does not match the request.
+    """
     (choice,) = output.outputs
     ids = list(choice.token_ids)
     pairs = zip(ids, choice.logprobs, strict=True)
-    return SampleResult(ids, [found[token].logprob for token, found in pairs])
+    logprobs = [found[token].logprob for token, found in pairs]
+    result = SampleResult(ids, logprobs, choice.finish_reason)
+    try:
+        check_result(request, result)
+    except MalformedReply as error:
+        raise ServerFailure(f"vLLM returned {error}.") from error
+    return result

@@ -5,6 +5,7 @@ Source: vLLM 0.32, `vllm/entrypoints/rl/online` and `vllm/entrypoints/scale_out`
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 import weakref
@@ -17,8 +18,22 @@ from urllib.parse import urlsplit
 import httpx
 
 from litgrpo.arguments import require
-from litgrpo.rollout.engines.served import SampleRequest, SampleResult
+from litgrpo.http import (
+    MIB,
+    ConnectionLost,
+    MalformedReply,
+    Reply,
+    close_client,
+    excerpt,
+    make_client,
+    read_field,
+    send,
+    wait_for,
+)
+from litgrpo.rollout.engines.served import SampleRequest, SampleResult, check_result
 
+# Largest responses: of the routes for weights and settings, and for each generated token.
+MAX_BYTES, MAX_BYTES_PER_TOKEN = 16 * MIB, 4096
 GENERATE = "/inference/v1/generate"
 MISSING_ROUTE = (
     "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out; see "
@@ -65,7 +80,14 @@ def normalize_url(url: str, allow_public: bool) -> str:
     parts = urlsplit(url)
     require(
         parts.scheme in ("http", "https") and bool(parts.hostname),
-        f"model.engine.urls has {url!r:.100}; expected an address such as http://127.0.0.1:8000.",
+        f"model.engine.urls has {excerpt(url)!r:.100}; expected an address such as "
+        "http://127.0.0.1:8000.",
+    )
+    require(
+        "@" not in parts.netloc and not parts.query,
+        f"model.engine.urls has an address of {parts.hostname} with a user name, a password or a "
+        "query; these are written to files and logs. Use a server in a private network without a "
+        "password.",
     )
     try:
         is_public = ipaddress.ip_address(str(parts.hostname)).is_global
@@ -90,7 +112,7 @@ class Server:
 
     Args:
         url: address of the server.
-        timeout_s: seconds that a response may take.
+        timeout_s: seconds that a request may take, to the last byte of the response.
         allow_public: allow a public address.
 
     Example::
@@ -101,63 +123,111 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float = 600.0, allow_public: bool = False) -> None:
         self.url, self.timeout_s, self.allow_public = url, timeout_s, allow_public
+        self.known_public: bool | None = None  # not resolved yet
 
     @cached_property
-    def client(self) -> httpx.Client:
+    def client(self) -> httpx.AsyncClient:
         """HTTP client with persistent connections and without a proxy."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
-        client = httpx.Client(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
-        weakref.finalize(self, client.close)
+        client = make_client(base_url=self.url, trust_env=False)
+        weakref.finalize(self, close_client, client)
         return client
 
-    @cached_property
-    def is_private(self) -> bool:
-        """True if its host name resolves to no public address.
+    async def _is_public(self) -> bool:
+        """Return True if its host name resolves to a public address.
 
         Raises:
-            ServerUnavailable: the host name cannot be resolved.
+            ConnectionLost: the host name cannot be resolved in time.
         """
-        parts = urlsplit(self.url)
+        parts, loop = urlsplit(self.url), asyncio.get_running_loop()
         try:
-            found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise ServerUnavailable(f"{self.url} ({error})") from error
-        return not any(ipaddress.ip_address(each[4][0]).is_global for each in found)
+            async with asyncio.timeout(self.timeout_s):
+                found = await loop.getaddrinfo(
+                    parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+                )
+        except (OSError, ValueError) as error:  # includes timeouts and malformed names
+            raise ConnectionLost(str(error)) from error
+        return any(ipaddress.ip_address(each[4][0]).is_global for each in found)
 
-    def call(self, method: str, path: str, body: Any = None, **params: str) -> Any:
+    async def _send(self, method: str, path: str, max_bytes: int, **options: Any) -> Reply:
+        if not self.allow_public and self.known_public is None:
+            self.known_public = await self._is_public()
+        if self.known_public and not self.allow_public:
+            raise public_url_error(self.url)
+        return await send(
+            self.client, method, path, timeout_s=self.timeout_s, max_bytes=max_bytes, **options
+        )
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        params: dict[str, str] | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> Any:
         """Send a request and return the JSON of its response.
 
+        Args:
+            method: HTTP method.
+            path: route.
+            body: sent as JSON.
+            params: query.
+            max_bytes: largest response.
+
         Raises:
-            ServerUnavailable: the server cannot be reached, closes the connection, or reports an
-                internal error (5xx).
-            ServerFailure: the server rejects the request (4xx), or the response is not JSON.
+            ServerUnavailable: the server cannot be reached, closes the connection, takes longer
+                than `timeout_s`, or reports an internal error (5xx).
+            ServerFailure: the server rejects the request (4xx), redirects it, or the response is
+                too large or not JSON.
         """
-        if not self.allow_public and not self.is_private:
-            raise public_url_error(self.url)
         try:
-            response = self.client.request(method, path, json=body, params=params)
-            if response.is_server_error:
-                raise ServerUnavailable(f"{self.url}{path} ({_describe_error(response)})")
-            if response.is_client_error:
-                hint = f" {MISSING_ROUTE}" if response.status_code in (404, 405) else ""
+            reply = wait_for(self._send(method, path, max_bytes, body=body, params=params))
+            if reply.is_server_error:
+                raise ServerUnavailable(f"{self.url}{path} ({reply.describe()})")
+            if not reply.is_success:
+                hint = f" {MISSING_ROUTE}" if reply.status in (404, 405) else ""
                 raise ServerFailure(
-                    f"{self.url}{path} rejected the request ({_describe_error(response)}).{hint}"
+                    f"{self.url}{path} rejected the request ({reply.describe()}).{hint}"
                 )
-            return response.json() if response.content else {}
-        except httpx.TransportError as error:  # includes timeouts
-            raise ServerUnavailable(f"{self.url} ({type(error).__name__}: {error})") from error
-        except ValueError as error:
-            raise ServerFailure(f"{self.url}{path} did not return JSON: {error}") from error
+            return reply.json() if reply.content else {}
+        except ConnectionLost as error:
+            raise ServerUnavailable(f"{self.url} ({error})") from error
+        except MalformedReply as error:
+            raise ServerFailure(
+                f"{self.url}{path} returned an invalid response: {error}"
+            ) from error
+
+    def read(self, method: str, path: str, *names: str, kind: type, **params: str) -> Any:
+        """Send a request and return a field of its response.
+
+        Args:
+            method: HTTP method.
+            path: route.
+            names: of the objects around the field, and of the field.
+            kind: type of the field.
+            params: query.
+
+        Raises:
+            ServerUnavailable, ServerFailure: see `call`; the field is missing or of another type.
+        """
+        found = self.call(method, path, params=params)
+        try:
+            for name in names[:-1]:
+                found = read_field(found, name, dict)
+            return read_field(found, names[-1], kind)
+        except MalformedReply as error:
+            raise ServerFailure(
+                f"{self.url}{path} returned an invalid response: {error}"
+            ) from error
 
     def post(self, path: str, body: Any = None, **params: str) -> Any:
         """Send a POST request; see `call`."""
-        return self.call("POST", path, body, **params)
+        return self.call("POST", path, body, params)
 
     @property
     def version(self) -> str:
         """Version of its weights."""
-        return str(self.call("GET", "/weight_info")["weight_version"])
+        return str(self.read("GET", "/weight_info", "weight_version", kind=str))
 
     def check_logprobs(self, mode: str) -> None:
         """Raise if the server returns log-probabilities of another distribution than it samples.
@@ -168,12 +238,12 @@ class Server:
         Raises:
             ServerFailure: the server was started with another mode.
         """
-        config = self.call("GET", "/server_info", config_format="json")["vllm_config"]
-        found = config["model_config"]["logprobs_mode"]
+        names = ("vllm_config", "model_config", "logprobs_mode")
+        found = self.read("GET", "/server_info", *names, kind=str, config_format="json")
         if found != mode:
             raise ServerFailure(
-                f"{self.url} runs with --logprobs-mode {found}; start it with --logprobs-mode "
-                f"{mode}."
+                f"{self.url} runs with --logprobs-mode {excerpt(found)}; start it with "
+                f"--logprobs-mode {mode}."
             )
 
     @contextmanager
@@ -204,29 +274,58 @@ class Server:
             ServerFailure: the response does not match the request.
         """
         body = {"token_ids": request.ids, "sampling_params": request.params}
-        response = self.post(GENERATE, body)
-        choice = response["choices"][0]
-        ids, spans = choice["token_ids"] or [], choice["weight_versions"] or []
-        finish_reason = choice["finish_reason"]
-        if finish_reason not in ("stop", "length"):
-            raise ServerUnavailable(f"{self.url} (finish_reason {finish_reason!r})")
-        # A weight update during the request would give several versions.
-        versions = {span["version"] for span in spans} or {None}
-        if versions != {version}:
-            raise StaleWeights(" and ".join(map(str, sorted(versions, key=str))))
-        entries = choice["logprobs"]["content"]
-        same_prompt = response["usage"]["prompt_tokens"] == len(request.ids)
-        if not (same_prompt and ids and [each["token_id"] for each in entries] == ids):
-            raise ServerFailure(
-                f"{self.url} returned tokens for another prompt, or no log-probabilities."
-            )
-        if finish_reason == "length" and len(ids) != request.params["max_tokens"]:
-            raise ServerFailure(
-                f"{self.url} ended a row after {len(request.ids) + len(ids)} tokens; start it with "
-                f"--max-model-len {len(request.ids) + request.params['max_tokens']} or more."
-            )
-        return SampleResult(ids, [each["logprob"] for each in entries])
+        num_tokens = len(request.ids) + request.params["max_tokens"]
+        max_bytes = MIB + MAX_BYTES_PER_TOKEN * num_tokens
+        response = self.call("POST", GENERATE, body, max_bytes=max_bytes)
+        try:
+            choice = read_choice(response)
+            if choice["finish_reason"] not in ("stop", "length"):
+                reason = excerpt(str(choice["finish_reason"]))
+                raise ServerUnavailable(f"{self.url} (finish_reason {reason!r})")
+            # A weight update during the request would give several versions.
+            versions = read_versions(choice)
+            if versions != {version}:
+                raise StaleWeights(excerpt(" and ".join(sorted(versions))))
+            result = read_result(response, choice, request)
+            check_result(request, result)
+        except MalformedReply as error:
+            raise ServerFailure(f"{self.url} returned {error}.") from error
+        return result
 
 
-def _describe_error(response: httpx.Response) -> str:
-    return f"status {response.status_code}: {' '.join(response.text.split())[:200]}"
+def read_choice(response: Any) -> dict[str, Any]:
+    """Return the only choice of a response, with its finish reason.
+
+    Raises:
+        MalformedReply: it has none or several, or no finish reason.
+    """
+    choices = read_field(response, "choices", list)
+    if len(choices) != 1:
+        raise MalformedReply(f"{len(choices)} choices; expected 1")
+    read_field(choices[0], "finish_reason", str, type(None))
+    return dict(choices[0])
+
+
+def read_versions(choice: dict[str, Any]) -> set[str]:
+    """Return the versions of the weights that sampled a choice; {"None"} if it names none."""
+    spans = read_field(choice, "weight_versions", list, type(None)) or []
+    return {str(read_field(span, "version", str, type(None))) for span in spans} or {"None"}
+
+
+def read_result(response: Any, choice: dict[str, Any], request: SampleRequest) -> SampleResult:
+    """Return tokens and log-probabilities of a response.
+
+    Raises:
+        MalformedReply: a field is missing or of another type, or the parts contradict each other.
+    """
+    ids = read_field(choice, "token_ids", list)
+    entries = read_field(read_field(choice, "logprobs", dict), "content", list)
+    named = [read_field(entry, "token_id", int) for entry in entries]
+    logprobs = [read_field(entry, "logprob", float, int) for entry in entries]
+    prompt_tokens = read_field(read_field(response, "usage", dict), "prompt_tokens", int)
+    if prompt_tokens != len(request.ids) or named != ids:
+        raise MalformedReply(
+            f"tokens for another prompt ({prompt_tokens} tokens instead of {len(request.ids)}), or "
+            "log-probabilities of other tokens"
+        )
+    return SampleResult(ids, logprobs, choice["finish_reason"])

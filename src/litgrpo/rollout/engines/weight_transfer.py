@@ -230,7 +230,7 @@ class NcclSender(WeightSender):
             NCCLTrainerWeightTransferEngine,
         )
 
-        workers = server.call("GET", "/get_world_size")["world_size"]
+        workers = server.read("GET", "/get_world_size", "world_size", kind=int)
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]

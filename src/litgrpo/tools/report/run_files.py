@@ -12,6 +12,7 @@ from typing import Any
 from litgrpo.arguments import require
 from litgrpo.callbacks.evaluation_files import FOLDER
 from litgrpo.callbacks.run_folder import COMMAND, CONFIG
+from litgrpo.text.secrets import mask_known, mask_settings
 from litgrpo.tools.doctor.run import RunConfig
 from litgrpo.tools.run_folder import (
     AUDIT,
@@ -111,7 +112,9 @@ def read_run_files(folder: str | Path) -> RunFiles:
         if rows:
             evaluations[iteration] = rows
     try:
-        values = read_yaml(given / CONFIG)
+        # Someone may have written keys into the file by hand; the page is to be shared.
+        values = mask_settings(read_yaml(given / CONFIG))
+        config_text = mask_known(config_text)
     except ValueError:
         values = {}
         notes.append(f"{CONFIG} is not valid YAML and was ignored.")

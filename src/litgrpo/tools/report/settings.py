@@ -11,6 +11,7 @@ import yaml
 
 from litgrpo.callbacks.loggers import flatten
 from litgrpo.cli.recipes import recipe_file
+from litgrpo.text.secrets import mask_settings
 from litgrpo.tools.report.run_files import RunFiles
 from litgrpo.tools.report.texts import visible
 
@@ -72,7 +73,8 @@ def list_settings(run: RunFiles) -> tuple[list[str], list[UsedSetting]]:
     recipe: dict[str, Any] = {}
     try:
         for name in names:
-            recipe |= dict(flatten(yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))))
+            content = yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))
+            recipe |= dict(flatten(mask_settings(content)))
     except (ValueError, OSError, yaml.YAMLError):
         return [], []
     used = dict(flatten(run.config.values))

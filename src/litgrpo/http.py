@@ -1,0 +1,234 @@
+"""HTTP requests with limits in time and size, for servers that may be slow, broken or hostile.
+
+The timeouts of httpx are those of single reads, so a server that sends a byte now and then is never
+timed out, and a response has any size. Here one limit holds for the whole request, and a response
+is read up to a number of bytes. Compressed responses are rejected: a few bytes may hold gigabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import httpx
+
+from litgrpo.text.secrets import mask_text
+from litgrpo.text.visible import visible
+
+MAX_EXCERPT = 200  # characters of a server's text in a message
+MIB = 2**20
+Result = TypeVar("Result")
+MAX_CONNECT_S = 10.0  # an address without a machine does not answer at all
+
+
+class ConnectionLost(ConnectionError):
+    """A server gave no complete response in time; a retry may help."""
+
+
+class MalformedReply(ValueError):
+    """A server's response is not what its interface defines."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Response of a server.
+
+    Args:
+        status: HTTP status.
+        headers: its headers.
+        content: its body.
+
+    Example:
+        >>> Reply(200, httpx.Headers(), b'{"a": 1}').json()
+        {'a': 1}
+    """
+
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """True for 2xx."""
+        return 200 <= self.status < 300  # noqa: PLR2004
+
+    @property
+    def is_server_error(self) -> bool:
+        """True for 5xx."""
+        return 500 <= self.status < 600  # noqa: PLR2004
+
+    def json(self) -> Any:
+        """Return the JSON of the body, which has no NaN or infinity.
+
+        Raises:
+            MalformedReply: it is not JSON, or too deep.
+        """
+        return parse_json(self.content)
+
+    def describe(self) -> str:
+        """Return status and beginning of the body, for a message."""
+        return f"status {self.status}: {excerpt(self.content.decode('utf-8', 'replace'))}"
+
+
+async def send(
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    params: dict[str, str] | None = None,
+    timeout_s: float,
+    max_bytes: int,
+) -> Reply:
+    """Send a request and read the response.
+
+    Redirects are not followed: a key would go to another server.
+
+    Args:
+        client: as `make_client` returns it.
+        method: HTTP method.
+        url: address.
+        body: sent as JSON, unless it is None.
+        headers: headers of the request.
+        params: query of the request.
+        timeout_s: seconds for the whole request, from the connection to the last byte.
+        max_bytes: largest body.
+
+    Raises:
+        ConnectionLost: no complete response within the limit.
+        MalformedReply: the body is compressed or too large.
+    """
+    sent = dict(headers or {}) | {"Accept-Encoding": "identity"}
+    content = None
+    if body is not None:
+        content = json.dumps(body).encode()
+        sent["Content-Type"] = "application/json"
+    try:
+        async with asyncio.timeout(timeout_s):
+            request = client.build_request(
+                method, url, content=content, headers=sent, params=params or None
+            )
+            response = await client.send(request, stream=True)
+            try:
+                encoding = response.headers.get("content-encoding", "identity")
+                if encoding.strip().lower() not in ("", "identity"):
+                    raise MalformedReply(f"the response is compressed ({excerpt(encoding)})")
+                found = bytearray()
+                async for chunk in response.aiter_raw():
+                    found += chunk
+                    if len(found) > max_bytes:
+                        raise MalformedReply(f"the response has more than {max_bytes:,} bytes")
+            finally:
+                await response.aclose()
+    except TimeoutError as error:
+        raise ConnectionLost(f"no complete response within {timeout_s:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
+        raise ConnectionLost(excerpt(f"{type(error).__name__}: {error}")) from error
+    return Reply(response.status_code, response.headers, bytes(found))
+
+
+def make_client(**options: Any) -> httpx.AsyncClient:
+    """Return a client for `send`: without a limit on the time of reads and on connections."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    timeout = httpx.Timeout(None, connect=MAX_CONNECT_S)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False, **options)
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of requests that threads wait for; it runs in a daemon thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="litgrpo-http").start()
+    return loop
+
+
+# A forked process inherits the loop but not its thread.
+os.register_at_fork(after_in_child=event_loop.cache_clear)
+
+
+def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine that runs in `event_loop`, from any other thread."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    try:
+        return future.result()
+    except BaseException:  # also an interrupt: the response is not needed
+        future.cancel()
+        raise
+
+
+def close_client(client: httpx.AsyncClient) -> None:
+    """Close the connections of a client that was used with `wait_for`."""
+    asyncio.run_coroutine_threadsafe(client.aclose(), event_loop())
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text without NaN and infinity.
+
+    Raises:
+        MalformedReply: it is not JSON, or too deep.
+
+    Example:
+        >>> parse_json('{"a": [1, null]}')
+        {'a': [1, None]}
+    """
+    try:
+        return json.loads(content, parse_constant=_reject_constant)
+    except RecursionError as error:
+        raise MalformedReply("the response is not JSON: it is nested too deeply") from error
+    except ValueError as error:
+        raise MalformedReply(f"the response is not JSON: {excerpt(str(error))}") from error
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def read_field(value: Any, name: str, *kinds: type) -> Any:
+    """Return a field of a JSON object.
+
+    Args:
+        value: value of a response.
+        name: of the field.
+        kinds: allowed types; bool is not an int.
+
+    Raises:
+        MalformedReply: `value` is not an object, or has no such field of these types.
+
+    Example:
+        >>> read_field({"id": 7}, "id", int)
+        7
+    """
+    if not isinstance(value, dict) or name not in value:
+        found = f"an object with {excerpt(str(list(value)))}" if isinstance(value, dict) else value
+        raise MalformedReply(f"expected an object with '{name}', got {excerpt(repr_of(found))}")
+    found = value[name]
+    if type(found) not in kinds:
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise MalformedReply(f"'{name}' is {excerpt(repr_of(found))}; expected {allowed}")
+    return found
+
+
+def repr_of(value: Any) -> str:
+    """Return the type of a JSON value, and the value of a plain one."""
+    if isinstance(value, str | int | float | None):
+        return excerpt(f"{value!r:.60}")
+    return type(value).__name__
+
+
+def excerpt(text: str, max_chars: int = MAX_EXCERPT) -> str:
+    r"""Return the beginning of a foreign text as one visible line without keys.
+
+    Example:
+        >>> excerpt("a\nb\x1b[2J")
+        'a b[U+001B][2J'
+    """
+    # Masked before it is cut: half a key is not recognized.
+    text = mask_text(text[: 100 * max_chars])
+    return visible(" ".join(text.split()))[:max_chars]

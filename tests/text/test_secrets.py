@@ -1,0 +1,83 @@
+"""Masks of keys in settings and texts."""
+
+import pytest
+
+from litgrpo.text.secrets import MASK, find_masked, mask_settings, mask_text, remember_secret
+
+SECRETS = {
+    "api_key": "aaaa-bbbb-1111",
+    "apiKey": "aaaa-bbbb-2222",
+    "X-Api-Key": "aaaa-bbbb-3333",
+    "Authorization": "Bearer aaaa-bbbb-4444",
+    "password": 12345678,
+    "auth_token": "aaaa-bbbb-5555",
+    "client_secret": ["aaaa-bbbb-6666"],
+    "credentials": {"user": "aaaa-bbbb-7777"},
+    "headers": {"cookie": "aaaa-bbbb-8888"},
+}
+PLAIN = {
+    "max_tokens": 5,
+    "budget_tokens": 512,
+    "stop_token_ids": [2],
+    "pad_token": "<pad>",
+    "answer_key": "answer",
+    "api_key_env": "OPENAI_API_KEY",
+    "tokenizer": "gpt2",
+    "key": "column",
+    "seed": None,
+    "stream": False,
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_keys_and_passwords_are_masked_at_any_depth(name):
+    found = str(mask_settings({"model": [{"init_args": {name: SECRETS[name]}}]}))
+    assert "aaaa" not in found
+    assert "12345678" not in found
+    assert MASK in found
+
+
+def test_other_settings_stay_as_they_are():
+    assert mask_settings(PLAIN) == PLAIN
+
+
+@pytest.mark.parametrize("name", ["key", "my_token", "keys", "tokens", "user_key", "Secret"])
+def test_fields_of_a_request_are_masked_by_any_name_like_a_key(name):
+    assert mask_settings({"extra_body": {name: "abc", "a": {name: "abc"}, "n": 1}}) == {
+        "extra_body": {name: MASK, "a": {name: MASK}, "n": 1}
+    }
+
+
+@pytest.mark.parametrize(
+    "value", ["sk-abcdef0123456789", "hf_AbCdEf0123456789", "gsk_0123456789abcdef"]
+)
+def test_values_that_look_like_keys_are_masked_under_any_name(value):
+    assert mask_settings({"url": f"http://h/{value}"}) == {"url": f"http://h/{MASK}"}
+
+
+def test_what_was_masked_once_is_masked_in_every_text():
+    mask_settings({"api_key": "qwertz-uiop-9988"})
+    assert mask_text("got 'qwertz-uiop-9988'; QWERTZ-UIOP") == f"got '{MASK}'; {MASK}"
+
+
+@pytest.mark.parametrize("value", ["none", "EMPTY", "abc", ""])
+def test_common_words_are_not_masked_in_texts(value):
+    remember_secret(value)
+    assert mask_text("NoneType: EMPTY abc") == "NoneType: EMPTY abc"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("Bearer abc123def", "abc123def"),
+        ('{"api_key": "zxcvbn-987"}', "zxcvbn-987"),
+        ("password=hunter22", "hunter22"),
+        ("Authorization: Basic dXNlcjpwYXNz0=", "dXNlcjpwYXNz0"),
+    ],
+)
+def test_texts_like_keys_are_masked_without_knowing_them(text, left):
+    assert left not in mask_text(text)
+
+
+def test_masked_values_are_found_by_name():
+    assert find_masked({"a": {"b": [1, {"c": MASK}]}, "d": "x"}) == ["a.b.c"]
