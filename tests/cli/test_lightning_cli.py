@@ -261,7 +261,7 @@ model:
           init_args:
             base_url: http://127.0.0.1:9/v1
             model: m
-            criteria: {clear: {text: Is it clear?}}
+            criteria: {clear: {text: clarity}}
             max_retries: 0
             cache_dir: null
             api_key_env: JUDGE_KEY

@@ -189,10 +189,14 @@ def check_observation(observation: object) -> Observation:
 
     Raises:
         TypeError: it is neither a text nor a list of messages.
+        UnicodeEncodeError: a text has half a surrogate pair, which no tokenizer accepts.
     """
     if isinstance(observation, str):
+        observation.encode()
         return observation
     if isinstance(observation, list) and all(type(each) is dict for each in observation):
+        for each in observation:
+            str(each.get("content")).encode()
         return observation
     kind = type(observation).__name__
     raise TypeError(f"the environment returned {kind}, expected a text or a list of messages")

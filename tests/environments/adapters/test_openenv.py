@@ -2,9 +2,12 @@
 
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import pytest
 
 from litgrpo.environments.adapters.openenv import OpenEnv
+from litgrpo.environments.base import EpisodeStart, FailedEpisode
+from litgrpo.environments.episode import EpisodePlayer, PlayRequest
 
 
 @dataclass
@@ -63,8 +66,67 @@ def test_all_fields_are_heard_as_json_and_said_as_json():
         ({"action_class": None}, "action_class is required with factory"),
         ({"observation_field": "nope"}, "no 'nope'; it has: text, done, reward"),
         ({"kwargs": {"nope": 1}}, "cannot be played: TypeError"),
+        (
+            {"url": "http://me:secret@localhost:1", "factory": None, "action_class": None},
+            "must not contain a user name",
+        ),
     ],
 )
 def test_what_cannot_be_heard_is_refused(settings, why):
     with pytest.raises(ValueError, match=why):
         echo(**settings)
+
+
+@dataclass
+class Answer:
+    """A server's response, as OpenEnv's client returns it."""
+
+    observation: object
+    reward: object = 0.5
+    done: object = False
+
+
+class Server(Echo):
+    """Answers the first step by `answer`."""
+
+    answer: object = None
+
+    def step(self, action):
+        return self.answer
+
+
+MALFORMED = {
+    "an observation that is null": Answer(None),
+    "an observation that is a list": Answer([1]),
+    "an observation that is a text": Answer("text"),
+    "an observation without the field": Answer({}),
+    "an observation with half a character": Answer({"text": "a\ud800"}),
+    "a reward that is a text": Answer({"text": "a"}, "1.0"),
+    "a reward that is NaN": Answer({"text": "a"}, float("nan")),
+    "a reward that is infinite": Answer({"text": "a"}, float("-inf")),
+    "a reward that is huge": Answer({"text": "a"}, 10**400),
+    "a reward that is a list": Answer({"text": "a"}, [1.0]),
+    "done as a text": Answer({"text": "a"}, 0.0, "false"),
+    "done as a number": Answer({"text": "a"}, 0.0, 7),
+    "done as a list": Answer({"text": "a"}, 0.0, []),
+    "null": None,
+    "a text": "text",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_answer_fails_its_episode(name, monkeypatch):
+    monkeypatch.setattr(Server, "answer", MALFORMED[name])
+    player = EpisodePlayer(echo(factory=Server))
+    start = EpisodeStart({}, 3, (0, 0, 0, 0))
+    assert player.play(PlayRequest(0, 0, start, ())) == "seed 3"
+    assert isinstance(player.play(PlayRequest(0, 0, None, ("hello",))), FailedEpisode)
+
+
+@pytest.mark.parametrize("reward", [None, 1, np.float32(0.5), True])
+def test_numbers_and_bools_of_numpy_are_valid(reward, monkeypatch):
+    monkeypatch.setattr(Server, "answer", Answer({"text": "a"}, reward, np.bool_(True)))
+    game = echo(factory=Server)
+    game.reset({}, 3)
+    found = game.step("hello")
+    assert (found.reward, found.done) == (float(reward or 0), True)

@@ -6,7 +6,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Real
 from typing import Any
+from urllib.parse import urlsplit
 
 from litgrpo.arguments import require
 from litgrpo.environments.adapters.external import (
@@ -61,6 +64,12 @@ class OpenEnv(ExternalEnvironment):
 
     def __post_init__(self) -> None:
         """Begin an episode once to check the settings."""
+        parts = urlsplit(self.url or "")
+        require(
+            "@" not in parts.netloc and not parts.query,
+            "OpenEnv: url must not contain a user name, a password or a query, which would be "
+            "written to files and logs.",
+        )
         alone = (self.url is None) != (self.factory is None)
         require(alone, "OpenEnv needs either factory: an.import.path, or url: http://host:port.")
         pair = (self.action_class is None) == (self.factory is None)
@@ -85,7 +94,7 @@ class OpenEnv(ExternalEnvironment):
             return reject_action(self.invalid_message)
         seen = _fields(self._game.step(action))
         text = self._observe(seen)
-        return game_result(text, seen["reward"] or 0.0, done=bool(seen["done"]), state=text)
+        return game_result(text, seen["reward"] or 0.0, done=seen["done"], state=text)
 
     def _make_game(self) -> Any:
         if self.url is None:
@@ -126,7 +135,24 @@ class OpenEnv(ExternalEnvironment):
 
 
 def _fields(answer: Any) -> dict[str, Any]:
-    """Return the fields of an observation or of a server's response, with `reward` and `done`."""
+    """Return the fields of an observation or of a server's response, with `reward` and `done`.
+
+    Raises:
+        ValueError: it is malformed.
+    """
     if hasattr(answer, "model_dump"):
-        return dict(answer.model_dump())
-    return {**answer.observation, "reward": answer.reward, "done": answer.done}
+        found = dict(answer.model_dump())
+    else:
+        observation = answer.observation
+        require(
+            isinstance(observation, dict),
+            f"the observation is {type(observation).__name__}; expected an object",
+        )
+        found = {**observation, "reward": answer.reward, "done": answer.done}
+    reward, done = found.get("reward"), found.get("done")
+    is_number = isinstance(reward, Real) and abs(reward) < inf
+    require(reward is None or is_number, f"reward is {reward!r:.60}; expected a finite number")
+    # A bool of numpy is none of Python; "false" is a true text.
+    is_bool = not isinstance(done, str) and done in (None, False, True)
+    require(is_bool, f"done is {done!r:.60}; expected true or false")
+    return {**found, "reward": reward, "done": bool(done)}
