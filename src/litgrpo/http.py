@@ -18,10 +18,8 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from litgrpo.text.secrets import mask_text
-from litgrpo.text.visible import visible
+from litgrpo.text.visible import excerpt
 
-MAX_EXCERPT = 200  # characters of a server's text in a message
 MIB = 2**20
 Result = TypeVar("Result")
 MAX_CONNECT_S = 10.0  # an address without a machine does not answer at all
@@ -220,15 +218,3 @@ def repr_of(value: Any) -> str:
     if isinstance(value, str | int | float | None):
         return excerpt(f"{value!r:.60}")
     return type(value).__name__
-
-
-def excerpt(text: str, max_chars: int = MAX_EXCERPT) -> str:
-    r"""Return the beginning of a foreign text as one visible line without keys.
-
-    Example:
-        >>> excerpt("a\nb\x1b[2J")
-        'a b[U+001B][2J'
-    """
-    # Masked before it is cut: half a key is not recognized.
-    text = mask_text(text[: 100 * max_chars])
-    return visible(" ".join(text.split()))[:max_chars]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import jinja2
 import jinja2.meta
 
-from litgrpo.arguments import at_least, first_line, one_of, require
+from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.messages import (
     Messages,
     ends_with_assistant,
@@ -32,6 +32,7 @@ from litgrpo.data.tokenization import (
     tokenize,
 )
 from litgrpo.distributed.messages import rank_zero_warn
+from litgrpo.text.chat_templates import TemplateError, render_messages
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
@@ -523,21 +524,19 @@ def apply_chat_template(
     known, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
     require(known, "chat: the tokenizer has no chat template; use `template` instead")
     try:
-        text = tokenizer.apply_chat_template(
+        return render_messages(
+            tokenizer,
             messages,
             tools=tools,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **chat.template_kwargs,
         )
-    except TEMPLATE_ERRORS as error:  # Gemma's template raises one on a system message
+    except TemplateError as error:  # Gemma's template raises one on a system message
         raise TemplateFailure(
-            f"chat: the tokenizer's chat template raised: {first_line(error):.200}; if the "
-            "model has no system messages, put that text into `template`"
+            f"chat: the tokenizer's chat template failed: {error}; if the model has no system "
+            "messages, put that text into `template`"
         ) from error
-    assert isinstance(text, str)
-    return text
 
 
 class TemplateFailure(ValueError):

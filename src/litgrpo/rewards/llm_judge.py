@@ -33,7 +33,6 @@ from litgrpo.http import (
     ConnectionLost,
     MalformedReply,
     Reply,
-    excerpt,
     make_client,
     parse_json,
     read_field,
@@ -43,6 +42,7 @@ from litgrpo.rewards.calls import run_coroutines
 from litgrpo.rewards.reward_model import Judge
 from litgrpo.text.answers import text_of
 from litgrpo.text.secrets import find_masked, mask_settings, mask_text, remember_secret
+from litgrpo.text.visible import excerpt
 
 Mark = float | None
 

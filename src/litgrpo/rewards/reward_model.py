@@ -16,12 +16,12 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import jinja2
 import torch
 from torch import Tensor
 
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.text.answers import text_of
+from litgrpo.text.chat_templates import TemplateError, render_messages
 
 log = logging.getLogger(__name__)
 
@@ -406,8 +406,8 @@ class JudgeInput:
         if self.input_format == "chat":
             messages = [*asked, {"role": "assistant", "content": answer}]
             try:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            except jinja2.TemplateError as error:
+                text = render_messages(self.tokenizer, messages)
+            except TemplateError as error:
                 raise ValueError(
                     f"reward model: the chat template rejected the messages: {error}. Set"
                     " input_format: text or pair to use the model without it."

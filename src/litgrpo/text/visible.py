@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import unicodedata
 
+from litgrpo.text.secrets import mask_text
+
+MAX_EXCERPT = 200  # characters of a foreign text in a message
 ACTING = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # categories of Unicode that are not seen
 KEPT = "\n\t"
 JOINERS = "\u200c\u200d"  # without these some scripts and emoji fall apart
@@ -26,3 +29,15 @@ def _seen(character: str) -> str:
     kept = character in KEPT or character in JOINERS
     acts = not kept and unicodedata.category(character) in ACTING
     return f"[U+{ord(character):04X}]" if acts else character
+
+
+def excerpt(text: str, max_chars: int = MAX_EXCERPT) -> str:
+    r"""Return the beginning of a foreign text as one visible line without keys.
+
+    Example:
+        >>> excerpt("a\nb\x1b[2J")
+        'a b[U+001B][2J'
+    """
+    # Masked before it is cut: half a key is not recognized.
+    text = mask_text(text[: 100 * max_chars])
+    return visible(" ".join(text.split()))[:max_chars]

@@ -24,13 +24,13 @@ from litgrpo.http import (
     MalformedReply,
     Reply,
     close_client,
-    excerpt,
     make_client,
     read_field,
     send,
     wait_for,
 )
 from litgrpo.rollout.engines.served import SampleRequest, SampleResult, check_result
+from litgrpo.text.visible import excerpt
 
 # Largest responses: of the routes for weights and settings, and for each generated token.
 MAX_BYTES, MAX_BYTES_PER_TOKEN = 16 * MIB, 4096
