@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import isfinite
 from numbers import Real
 from typing import Any
 from urllib.parse import urlsplit
@@ -150,7 +150,7 @@ def _fields(answer: Any) -> dict[str, Any]:
         )
         found = {**observation, "reward": answer.reward, "done": answer.done}
     reward, done = found.get("reward"), found.get("done")
-    is_number = isinstance(reward, Real) and abs(reward) < inf
+    is_number = isinstance(reward, Real) and isfinite(reward)
     require(reward is None or is_number, f"reward is {reward!r:.60}; expected a finite number")
     # A bool of numpy is none of Python; "false" is a true text.
     is_bool = not isinstance(done, str) and done in (None, False, True)
