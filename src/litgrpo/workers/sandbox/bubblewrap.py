@@ -11,10 +11,10 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -38,8 +38,12 @@ NAMESPACES = (
     " `--security-opt seccomp=unconfined`)"
 )
 UNCOUNTED = (
-    "the memory of a sandbox cannot be read from /proc: mount /proc without `hidepid`, and give"
-    " root in a container the capability SYS_PTRACE"
+    "the memory of a sandbox cannot be read from /proc; this needs a kernel with"
+    " CONFIG_PROC_CHILDREN, and the right to read /proc/PID/root of own processes"
+)
+SETUID = (
+    "this bubblewrap is setuid root, which limits its options: remove the bit (`chmod u-s`) and"
+    " allow user namespaces"
 )
 # Files of /proc that code may read; the others describe the kernel and the whole machine.
 READABLE_PROC = ("cpuinfo", "meminfo", "stat")
@@ -67,6 +71,8 @@ def unavailable_reason() -> str:
     if trial.output == "42\n" and trial.code == 0:
         return "" if counted else UNCOUNTED
     last = (trial.output.strip().splitlines() or [f"exit code {trial.code}"])[-1]
+    if "setuid" in last:
+        return SETUID
     if "--size" in last or "--perms" in last:
         return f"this bubblewrap is older than 0.7: {INSTALL} in a newer version"
     return NAMESPACES % last
@@ -74,21 +80,18 @@ def unavailable_reason() -> str:
 
 def _try_start() -> tuple[SandboxResult, bool]:
     """Run a program; return its result, and True if its memory could be read meanwhile."""
-    reading, writing = os.pipe()
-    try:
-        code = "import os\nos.read(go, 1)\nprint(6 * 7)"
-        running = _start(
-            code, SandboxLimits(seconds=TRIAL_S), {"go": reading}, descriptors=[reading]
-        )
-        counted = False
-        until = time.monotonic() + TRIAL_S
-        while not counted and running.process.poll() is None and time.monotonic() < until:
-            first = find_first(running.process.pid)
-            counted = first is not None and memory_of(first) is not None
-            time.sleep(0.002)
-    finally:
-        os.close(reading)
-        os.close(writing)  # the program resumes at the end of the pipe
+    ours, theirs = socket.socketpair()
+    code = "import socket\nline = socket.socket(fileno=end)\n"
+    code += "line.send(b'started')\nline.recv(1)\nprint(6 * 7)"
+    with ours:
+        with theirs:
+            limits, end = SandboxLimits(seconds=TRIAL_S), theirs.fileno()
+            running = _start(code, limits, {"end": end}, descriptors=[end])
+        ours.settimeout(TRIAL_S)
+        with suppress(TimeoutError):
+            ours.recv(7)  # at the end of the program, if it cannot start
+        first = find_first(running.process.pid)
+        counted = first is not None and memory_of(first) is not None
     return running.wait(), counted
 
 

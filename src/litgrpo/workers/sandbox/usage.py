@@ -39,7 +39,7 @@ def memory_of(first: int) -> int | None:
     root = f"/proc/{first}/root"
     try:
         # Until bubblewrap has set up the sandbox, its root is this machine's.
-        if os.stat(f"{root}/tmp").st_dev == os.stat("/tmp").st_dev:
+        if os.stat(f"{root}/").st_dev == os.stat("/").st_dev:
             return None
         total = sum(_size_of(f"{root}/{folder}") for folder in FOLDERS)
         total += _number_of_sockets(first) * SOCKET
