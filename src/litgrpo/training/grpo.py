@@ -20,6 +20,7 @@ from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import reward_columns, validation_set_names
+from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.environments.base import shown_schemas_of
@@ -206,6 +207,7 @@ class GRPO(LightningModule):
         self.rollouter: Rollouter
         self.dynamic_sampling: DynamicSampling | None = None
         self.clock = Clock()
+        self.cpu_contention = CpuContention()
         self.stepper: TrainerStepper | None = None
         self._built_for: tuple[torch.device, str] | None = None
         # Limits after out-of-memory errors outlive the trainer.
@@ -236,6 +238,8 @@ class GRPO(LightningModule):
             device, self.engine, self.coefficients.objective, self.precision
         )
         backend(device).prepare()
+        if device.type == "cpu":
+            self.cpu_contention.start()
         if backend(device).static_shapes:
             # Prompts stay on the host, where rollouts are assembled. Set on this object only:
             # Lightning warns about a class that overrides the hook if a data module is used.
@@ -623,7 +627,8 @@ class GRPO(LightningModule):
         super().log(name, value, *args, **kwargs)
 
     def teardown(self, stage: str) -> None:
-        """Shut down the workers of reward functions and environments."""
+        """Stop watching the CPU, and shut down workers of reward functions and environments."""
+        self.cpu_contention.stop()
         self.scorer.close()
         if self._built_for is not None and self.rollouter.episodes is not None:
             self.rollouter.episodes.pool.close()

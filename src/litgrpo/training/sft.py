@@ -16,6 +16,7 @@ from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.modules import validation_set_names
+from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import backend
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.models.loading import (
@@ -104,6 +105,7 @@ class SFT(LightningModule):
         self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
         self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
+        self.cpu_contention = CpuContention()
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
 
@@ -124,6 +126,8 @@ class SFT(LightningModule):
         """
         check_trainer(self)
         device = self.trainer.strategy.root_device
+        if device.type == "cpu":
+            self.cpu_contention.start()
         self.means = {
             name: (MeanMetric().to(device), MeanMetric().to(device))
             for name in validation_set_names(self.trainer)
@@ -266,6 +270,10 @@ class SFT(LightningModule):
             for parameter in trained:
                 parameter.grad = None
         self.reports.append(StepReport(lr=optimizer.param_groups[0]["lr"], skipped=skipped))
+
+    def teardown(self, stage: str) -> None:
+        """Stop watching the CPU."""
+        self.cpu_contention.stop()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the linear kernels, and the tokenizer if it was fitted."""
