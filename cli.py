@@ -13,6 +13,6 @@ if __name__ == "__main__":
         advice = "Install first: pip install -r requirements.txt"
         print(f"error: No module named {missing[0]!r}. {advice}", file=sys.stderr)
         sys.exit(2)
-    from litgrpo.cli.main import main
+    from litgrpo.cli.main import run_program
 
-    sys.exit(main())
+    run_program()

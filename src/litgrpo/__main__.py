@@ -1,8 +1,6 @@
 """`python -m litgrpo COMMAND ...`, the same as `litgrpo COMMAND ...`."""
 
-import sys
-
-from litgrpo.cli.main import main
+from litgrpo.cli.main import run_program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program()

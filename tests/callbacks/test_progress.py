@@ -48,11 +48,11 @@ def test_each_validation_set_has_its_metrics_in_the_line():
     assert [line.split()[0] for line in six] == [f"{name}/avg@2" for name in "abcdef"]
 
 
-ESTIMATE = "about T s to go: 2 iterations of T s, 1 evaluation of T s"
+ESTIMATE = "about T s left: 2 iterations at T s, 1 evaluation at T s"
 
 
 def without_times(line: str) -> str:
-    return re.sub(r"[0-9.]+ s\b", "T s", line) if "to go" in line else line
+    return re.sub(r"[0-9.]+ s\b", "T s", line) if " left: " in line else line
 
 
 def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys):

@@ -22,7 +22,13 @@ def test_the_file_holds_before_and_after_with_exactly_these_fields(tmp_path):
     names = ["before", "after", "change", "seconds", "seed", "versions", "samples"]
     assert list(written) == names
     rewards = {"correct": 0.5, "format": 1.0}
-    rest = dict(n=4, reward=dict(mean=None, low=None, high=None), rewards=rewards, text_quality={})
+    rest = dict(
+        n=4,
+        success={},
+        reward=dict(mean=None, low=None, high=None),
+        rewards=rewards,
+        text_quality={},
+    )
     before = dict(avg_at_k=0.25, low=0.15, high=0.35, greedy=0.25, **rest)
     after = dict(avg_at_k=0.75, low=0.65, high=0.85, greedy=0.75, **rest)
     assert written["before"] == before

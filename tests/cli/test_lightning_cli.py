@@ -172,7 +172,7 @@ def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):
 def test_max_time_leaves_room_for_the_end(cli):
     code, out, _ = cli("fit", "-c", "recipe.yaml", "--trainer.max_time", "00:00:00:00")
     assert code == 0
-    assert "1 iterations, " in out
+    assert "1 iteration, " in out
     assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 1
 
 

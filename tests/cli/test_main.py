@@ -1,9 +1,11 @@
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from litgrpo import GRPO, PromptData, __version__
 from litgrpo.cli.help import WIDTH
@@ -111,3 +113,89 @@ def test_dashes_and_switches_without_a_value_are_accepted(cli):
     assert (code, "nowhere" in err) == (2, True)
     code, out, _ = cli("fit", "-c", "recipe.yaml", "--overwrite", "--print_config")
     assert (code, "overwrite: true" in out) == (0, True)
+
+
+TEXTS = ["{{ prompt }}", "Q: {{ prompt }}\nA:", "- x", "# Question", "[a]", "'a'", "5", "😀 a: b"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("option", ["template", "chat.system", "columns.prompt"])
+def test_an_option_that_takes_text_takes_any_text(option, text, cli):
+    words = ("-c", "grpo.yaml", f"--data.{option}", text, "--print_config")
+    code, out, err = cli("fit", *words)
+    assert (code, err) == (0, "")
+    value = yaml.safe_load(out)["data"]["init_args"]
+    for part in option.split("."):
+        value = value[part]
+    assert value == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_recipe_keeps_any_text(text, cli):
+    Path("text.yaml").write_text(yaml.safe_dump({"data": {"template": text}}), encoding="utf-8")
+    code, out, _ = cli("fit", "-c", "grpo.yaml", "-c", "text.yaml", "--print_config")
+    assert (code, yaml.safe_load(out)["data"]["init_args"]["template"]) == (0, text)
+
+
+def test_one_prompt_needs_no_list(cli):
+    words = ("--model.pretrained", "x", "--data.prompts", "Is a: b?", "--print_config")
+    _, out, _ = cli("predict", *words)
+    assert yaml.safe_load(out)["data"]["init_args"]["prompts"] == ["Is a: b?"]
+
+
+INTERRUPTED_TWICE = """
+import atexit, os, signal, sys, time
+from litgrpo.cli import main as program
+def interrupt_at_exit():
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+def run(name, words):
+    try:
+        raise SystemExit(130)  # a run that a first Ctrl-C stopped, after it was saved
+    finally:
+        os.kill(os.getpid(), signal.SIGINT) if "teardown" in words else atexit.register(
+            interrupt_at_exit
+        )
+        time.sleep(0.1)
+program.run = run
+sys.argv = ["cli.py", "fit", *sys.argv[1:]]
+program.run_program()
+"""
+
+
+@pytest.mark.parametrize("when", ["teardown", "exit"])
+def test_a_second_interrupt_while_the_process_exits_changes_nothing(when):
+    command = [sys.executable, "-c", INTERRUPTED_TWICE, when]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=50
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (["fit", "--run_dir", b"runs/\xfc"], {}, "LC_ALL=C.UTF-8"),
+        (["fit", "--run_dir", "runs/ü"], {"LC_ALL": "C", "PYTHONUTF8": "0"}, "LC_ALL=C.UTF-8"),
+        (["fit"], {"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS is 'abc'"),
+        (["fit"], {"OMP_NUM_THREADS": "-1"}, "OMP_NUM_THREADS is '-1'"),
+    ],
+)
+def test_a_wrong_environment_is_named_before_anything_is_imported(words, variables, said):
+    command = [sys.executable, str(ROOT / "cli.py"), *words]
+    done = subprocess.run(command, capture_output=True, check=False, env=os.environ | variables)
+    error = done.stderr.decode()
+    assert (done.returncode, said in error, error.count("\n")) == (2, True, 1)
+
+
+def test_a_recipe_whose_paths_the_locale_cannot_write_ends_in_one_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text("run_dir: runs/ü\nmodel: {}\n", encoding="utf-8")
+    command = [sys.executable, str(ROOT / "cli.py"), "fit", "-c", "quickstart", "-c", "mine.yaml"]
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        command, capture_output=True, check=False, env=environment, cwd=tmp_path, timeout=100
+    )
+    error = done.stderr.decode()
+    assert (done.returncode, "LC_ALL=C.UTF-8" in error, error.count("\n")) == (2, True, 1)

@@ -22,6 +22,10 @@ def grade(prompts, completions, **_):
     return [float(row % 4) for row in range(len(completions))]
 
 
+def zero(prompts, completions, **_):
+    return [0.0] * len(completions)
+
+
 def evaluator(*, function=letters, **settings):
     parts = {"first": Reward(function), "second": Reward(grade, weight=0.5)}
     return Evaluator(Evaluation(**settings), Scorer(parts, runner=InProcessRunner()))
@@ -45,8 +49,12 @@ def test_successes_of_the_samples_are_counted_at_the_threshold():
     assert not [name for name in report if "greedy" in name]
 
 
-def test_the_first_reward_counts_unless_another_is_named():
-    assert evaluator().success_reward == "first"
+def test_the_heaviest_reward_counts_unless_another_is_named():
+    assert evaluator().success_reward == "first"  # of equal weights
+    assert evaluator().success_rule == "reward 'first' >= 1"
+    rewards = {"format": Reward(letters, weight=0.2), "exact": Reward(grade), "last": Reward(zero)}
+    heaviest = Evaluator(Evaluation(), Scorer(rewards, runner=InProcessRunner()))
+    assert heaviest.success_reward == "exact"
     with raises_for("evaluation.success_reward", "secnd"):
         evaluator(success_reward="secnd")
 

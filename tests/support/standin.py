@@ -69,6 +69,7 @@ class StandIn(LightningModule):
         self.iteration = 0
         self.evaluations = 0
         self.evaluation_report: dict[str, float] = {}
+        self.success: dict[str, object] = {}
         self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}
         self.complete_evaluation = dict
         self.policy = None

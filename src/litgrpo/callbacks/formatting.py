@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
+
+from litgrpo.evaluation.evaluator import format_success_rule
 
 BOUNDS = ("_low", "_high")
 DECIMALS = {100: 1, 10: 3}  # of numbers below the limit
@@ -63,6 +66,21 @@ def format_change(value: float) -> str:
     """
     text = format_number(value)
     return text if text.startswith("-") else f"+{text}"
+
+
+def format_success(success: Mapping[str, Any]) -> str:
+    """When a completion is correct; "" for a module that samples nothing.
+
+    Args:
+        success: `TrainedModule.success`.
+
+    Example:
+        >>> format_success({"reward": "correct", "threshold": 1.0})
+        "correct: reward 'correct' >= 1"
+    """
+    if not success:
+        return ""
+    return f"correct: {format_success_rule(success['reward'], success['threshold'])}"
 
 
 def mark_truncated(text: str, truncated: bool) -> str:

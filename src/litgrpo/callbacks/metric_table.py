@@ -78,8 +78,8 @@ METRICS: dict[str, Metric] = {
         healthy="0",
     ),
     "reward/correct_frac": Metric(
-        "Fraction of correct completions: the reward `evaluation.success_reward` reaches "
-        "`evaluation.success_threshold`.",
+        "Fraction of correct completions: the reward `evaluation.success_reward` (default: the one "
+        "with the largest weight) reaches `evaluation.success_threshold`.",
         unit="fraction",
         healthy="rises",
     ),

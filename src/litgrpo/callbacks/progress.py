@@ -16,8 +16,14 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from tqdm import tqdm
 
-from litgrpo.callbacks.formatting import format_number, format_report, strip_stage
+from litgrpo.callbacks.formatting import (
+    format_number,
+    format_report,
+    format_success,
+    strip_stage,
+)
 from litgrpo.callbacks.protocol import TrainedModule
+from litgrpo.text.counts import plural
 from litgrpo.training.lightning_compat import find_trainer, remove_stock_progress_bar
 
 # {name on the bar: metric}, the most important first; metrics that are not logged are left out.
@@ -130,7 +136,9 @@ class Progress(ProgressBar):
             self.evaluation_s = time.monotonic() - self.started
         if trainer.state.fn == "fit" and pl_module.evaluation_report:
             report = strip_stage(pl_module.evaluation_report)
-            self.print(f"iteration {pl_module.iteration}: {', '.join(main_metrics(report))}")
+            rule = format_success(pl_module.success)
+            where = f"iteration {pl_module.iteration}" + (f" ({rule})" if rule else "")
+            self.print(f"{where}: {', '.join(main_metrics(report))}")
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
     on_test_end = on_validation_end  # type: ignore[assignment]
@@ -204,22 +212,22 @@ def estimate_run_time(
 
     Example:
         >>> estimate_run_time(249, 0.8, 20.0, 125)
-        'about 4 min to go: 249 iterations of 0.800 s, 2 evaluations of 20.0 s'
+        'about 4 min left: 249 iterations at 0.8 s, 2 evaluations at 20.0 s'
         >>> estimate_run_time(10_000, 3.6, None, 50)
-        'about 10.0 h to go: 10000 iterations of 3.600 s'
+        'about 10.0 h left: 10,000 iterations at 3.6 s'
     """
     total_s = iterations * iteration_s
-    text = f"{_plural(iterations, 'iteration')} of {format_number(iteration_s)} s"
+    text = f"{plural(iterations, 'iteration')} at {_format_s(iteration_s)} s"
     if evaluation_s is not None:
         evaluations = math.ceil(iterations / interval)
         if evaluations > 0:
             total_s += evaluations * evaluation_s
-            text += f", {_plural(evaluations, 'evaluation')} of {format_number(evaluation_s)} s"
-    return f"about {format_duration(total_s)} to go: {text}"
+            text += f", {plural(evaluations, 'evaluation')} at {_format_s(evaluation_s)} s"
+    return f"about {format_duration(total_s)} left: {text}"
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _format_s(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -37,6 +37,10 @@ class TrainedModule(Protocol):
         """Metrics of the newest evaluation, such as `{"val/avg@4": 0.5, "val/avg@4_low": 0.4}`."""
 
     @property
+    def success(self) -> dict[str, Any]:
+        """Reward and threshold that make a completion correct; {} if nothing is sampled."""
+
+    @property
     def evaluated_prompts(self) -> dict[str, dict[str, list[float]]]:
         """`{validation set: {metric: one number per prompt}}` of the newest evaluation."""
 

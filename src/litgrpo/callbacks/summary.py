@@ -21,6 +21,7 @@ from litgrpo.callbacks.formatting import (
     finite_or_none,
     format_change,
     format_report,
+    format_success,
     mark_truncated,
     strip_stage,
 )
@@ -28,11 +29,12 @@ from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.evaluation.intervals import Comparison, compare_evaluations
+from litgrpo.text.counts import plural
 from litgrpo.text.visible import visible
 from litgrpo.training.lightning_compat import validate_now
 
 # An evaluation as plain values, for a checkpoint: report {name: number}, n, reward_names, samples,
-# of_prompts {set: {name: one number per prompt}}.
+# of_prompts {set: {name: one number per prompt}}, success {reward, threshold}.
 Evaluation = dict[str, Any]
 # Metrics that show whether the text is still natural.
 TEXT_QUALITY = (
@@ -134,6 +136,7 @@ class Summary(Callback):
             "reward_names": self.reward_names,
             "samples": self.samples,
             "of_prompts": pl_module.evaluated_prompts,
+            "success": pl_module.success,
         }
 
     def _report_command(
@@ -212,7 +215,7 @@ class Summary(Callback):
 
     def page(self, folder: Path, iterations: int) -> str:
         """Text that the terminal shows at the end of a run."""
-        parts = [f"{iterations} iterations, {self.trained_s:.0f} s of training"]
+        parts = [f"{plural(iterations, 'iteration')}, {self.trained_s:.0f} s of training"]
         if self.after is not None:
             evaluations = {"before": self.before, "after": self.after}
             known = {name: e for name, e in evaluations.items() if e is not None}
@@ -269,6 +272,7 @@ def _summarize_set(evaluation: Evaluation, report: dict[str, float]) -> dict[str
         "high": report.get(average + "_high"),
         "greedy": report.get("greedy"),
         "n": evaluation["n"],
+        "success": evaluation.get("success", {}),
         "reward": {
             "mean": report.get("reward"),
             "low": report.get("reward_low"),
@@ -330,6 +334,8 @@ def format_table(
     title = f"{last['n']} held-out prompts" if last["n"] else "held-out data"
     if any("[" in text for text in numbers.values()):
         title += " (95 % intervals in brackets)"
+    if rule := format_success(last.get("success", {})):
+        title += f"; {rule}"
     ruler = "-" * max(map(len, [head, *lines]))
     return "\n".join([title, head, ruler, *lines, *format_solved_counts(comparisons or {})])
 

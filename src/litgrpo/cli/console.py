@@ -101,6 +101,7 @@ def persistent(stream: TextIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(PersistentFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
-        errors=stream.errors,
+        # A character that a terminal in ASCII or Latin-1 lacks must not end a training.
+        errors="backslashreplace",
         line_buffering=getattr(stream, "line_buffering", False),
     )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import gc
 import json
+import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from litgrpo import __version__
 from litgrpo.arguments import add_folders
@@ -21,9 +24,11 @@ from litgrpo.text.secrets import mask_text
 from litgrpo.text.visible import visible
 
 WRONG_INPUT = 2
+SIGNALLED = 128  # a process that stops because of a signal exits with 128 + its number
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, the code that schedulers expect after a stop request
 HELP_FLAGS = {"-h", "--help"}
+ENCODING_HINT = "is not text in the encoding of this terminal: set LC_ALL=C.UTF-8"
 
 HELP = """\
 litgrpo: GRPO for language models in PyTorch Lightning
@@ -198,6 +203,13 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+def run_program() -> NoReturn:
+    """Run the command on the command line, and exit."""
+    code = main()
+    exit_at_once_on_signals(code)
+    sys.exit(code)
+
+
 def main() -> int:
     """Run the command on the command line.
 
@@ -207,6 +219,8 @@ def main() -> int:
     survive_closed_output()
     sys.excepthook = print_traceback
     words = sys.argv[1:]
+    if problem := environment_problem(words):
+        return print_error(problem)
     if not words or words[0] in HELP_FLAGS:
         print(help_page())
         return 0 if words else WRONG_INPUT
@@ -219,19 +233,67 @@ def main() -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(COMMANDS)}"
         return print_error(f"unknown command {name!r}: {hint}")
     try:
-        run(name, rest)
+        code = run_to_the_end(name, rest)
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Lightning turns an interrupt into an exit; during training it is saved instead.
-        if not isinstance(stop.__context__ or stop, KeyboardInterrupt):
+        found = code_of_interrupt(stop)
+        if found is None:
             raise
-        print("interrupted; nothing to save yet", file=sys.stderr)
-        return INTERRUPTED
+        code = found
+    return code
+
+
+def run_to_the_end(name: str, words: list[str]) -> int:
+    """Run a command; print an error that the user can fix. Return the exit code."""
+    try:
+        run(name, words)
     except Exception as error:
         message, code = user_error(error)
         if "--debug" in words or not message:
             raise
         return print_error(message, code)
     return 0
+
+
+def code_of_interrupt(stop: BaseException) -> int | None:
+    """Return the exit code if a signal caused an exit, possibly a second one; else None."""
+    chain, link = list[BaseException](), stop.__context__
+    chain.append(stop)
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__context__
+    codes = [each.code for each in chain if isinstance(each, SystemExit)]
+    saved = next((code for code in codes if isinstance(code, int) and code > SIGNALLED), None)
+    if saved is not None:
+        return saved
+    # Lightning turns an interrupt into an exit; during training it is saved instead.
+    if any(isinstance(each, KeyboardInterrupt) for each in chain):
+        print("interrupted; nothing to save yet", file=sys.stderr)
+        return INTERRUPTED
+    return None
+
+
+def environment_problem(words: Sequence[str]) -> str:
+    """Return what is wrong with the words or the environment variables; "" if nothing is."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:  # bytes that are no text in the locale's encoding
+            return f"{word!a} {ENCODING_HINT}"
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads and not all(each.strip().isdigit() and int(each) for each in threads.split(",")):
+        return f"OMP_NUM_THREADS is {threads!r}, expected a number of threads, such as 4"
+    return ""
+
+
+def exit_at_once_on_signals(code: int) -> None:
+    """Let a signal end the process at once: everything is saved, and the process is exiting.
+
+    Another Ctrl-C would otherwise end in a traceback and another exit code.
+    """
+    sys.stdout.flush()
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda *_: os._exit(code))
 
 
 def run(name: str, words: list[str]) -> None:
@@ -272,6 +334,8 @@ def user_error(error: BaseException) -> tuple[str, int]:
 
     link: BaseException | None = error
     while link is not None:
+        if isinstance(link, UnicodeEncodeError) and link.encoding != "utf-8":
+            return f"{link.object[:80]!a} {ENCODING_HINT}", WRONG_INPUT
         code = getattr(link, "exit_code", None)
         if code is not None:
             return str(link), code

@@ -20,6 +20,8 @@ from litgrpo.cli.options import (
     Option,
     classes_in,
     find_class,
+    is_list_of_texts,
+    is_text,
     members,
     nearest,
     options_of,
@@ -28,7 +30,8 @@ from litgrpo.cli.options import (
     type_name,
     values_of_mapping,
 )
-from litgrpo.cli.recipes import OBJECT_KEYS, without_init_args
+from litgrpo.cli.recipes import OBJECT_KEYS, describe, without_init_args
+from litgrpo.text.yaml_limits import check_limits
 
 # {option of another command: that command}
 OTHER_COMMANDS = {
@@ -148,10 +151,9 @@ def first_path(value: Any) -> list[str]:
 
 def mistake_in(option: Option, value: Any) -> str:
     """Return what is wrong with an option's value or with an option below it; "" if nothing is."""
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        value = without_init_args(yaml.safe_load(value))
-    if value is None or option.hint in (Any, object, UNSET):
-        return ""
+    value, problem = read_nested(option, value)
+    if problem or value is None or option.hint in (Any, object, UNSET):
+        return problem
     classes = classes_in(option.hint)
     values = values_of_mapping(option.hint)
     if isinstance(value, Mapping) and classes and (values is UNSET or "class_path" in value):
@@ -167,6 +169,18 @@ def mistake_in(option: Option, value: Any) -> str:
     if isinstance(value, str) and classes and str not in members(option.hint):
         return unknown_class(option, value, classes) or mistake_in_value(option, value)
     return mistake_in_value(option, value)
+
+
+def read_nested(option: Option, value: Any) -> tuple[Any, str]:
+    """Return a value with lists and mappings read from YAML, and what is wrong with the YAML."""
+    takes_text = is_text(option.hint) or is_list_of_texts(option.hint)
+    if takes_text or not isinstance(value, str) or value[:1] not in ("{", "["):
+        return value, ""
+    try:
+        check_limits(value)
+        return without_init_args(yaml.safe_load(value)), ""
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        return value, f"{option.key} is not valid YAML: {describe(error)}"
 
 
 def mistake_in_object(option: Option, value: Mapping[str, Any], classes: Sequence[type]) -> str:

@@ -106,6 +106,28 @@ def members(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def is_text(hint: Any) -> bool:
+    """Return True for a type whose values are texts, or null.
+
+    Example:
+        >>> is_text(str | None), is_text(str | int), is_text(None)
+        (True, False, False)
+    """
+    kinds = set(members(hint))
+    return str in kinds and kinds <= {str, type(None)}
+
+
+def is_list_of_texts(hint: Any) -> bool:
+    """Return True for a type whose values are lists of texts, or null.
+
+    Example:
+        >>> is_list_of_texts(list[str] | None), is_list_of_texts(list[str] | str)
+        (True, False)
+    """
+    kinds = set(members(hint)) - {type(None)}
+    return bool(kinds) and kinds <= {list[str], Sequence[str]}
+
+
 def values_of_mapping(hint: Any) -> Any:
     """Return the type of a mapping's values, `UNSET` if the type allows no mapping."""
     for each in members(hint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -25,9 +26,19 @@ from litgrpo.callbacks.summary import Summary
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.cli.console import one_line
 from litgrpo.cli.mistakes import find_mistake, last_line
-from litgrpo.cli.options import members, options_of
-from litgrpo.cli.recipes import CommandLine
+from litgrpo.cli.options import (
+    Option,
+    classes_in,
+    find_class,
+    find_option,
+    is_list_of_texts,
+    is_text,
+    members,
+    options_of,
+)
+from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, option_word, read_value
 from litgrpo.text.secrets import find_masked, mask_known, mask_settings
+from litgrpo.text.yaml_limits import check_limits
 from litgrpo.tools.doctor.callback import Doctor
 
 # Callbacks with options: {name of the group: class}.
@@ -78,6 +89,8 @@ NOT_REQUIRED = {
     "predict": {"rewards": "{none: {function: litgrpo.rewards.correctness}}"},
     "audit": {"pretrained": ""},
 }
+NULLS = ("", "null", "~", "none")  # how YAML and a command line write null
+MAX_SEED = 2**32 - 1  # numpy's largest
 PARSER_OPTIONS = ("config", "seed_everything", "print_config", "help")
 # Options of one call, which are not part of the configuration of a run.
 CALL_OPTIONS = {"auto_resume", "ckpt_path", "config", "debug", "overwrite"}
@@ -93,7 +106,16 @@ def configure_jsonargparse() -> None:
 
     def load_yaml(text: str, **kwargs: Any) -> Any:
         # YAML reads a lone `?` as a mapping without a key; here it is a text.
-        return text if text.strip() == "?" else read_yaml(text, **kwargs)
+        if text.strip() == "?":
+            return text
+        if text[:1] == "{":
+            # JSON writes an emoji as two escapes, which YAML reads as two broken characters.
+            with suppress(ValueError, RecursionError):
+                return json.loads(text)
+        check_limits(text)
+        value = read_yaml(text, **kwargs)
+        # A text such as `# Question` is a comment in YAML, which is null.
+        return text if value is None and text.strip().lower() not in NULLS else value
 
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
@@ -200,13 +222,51 @@ class RecipeCLI(LightningCLI):
         for key, value in self.given.options:
             switch = key in self.switches() or key.startswith("print_")
             require(value is not None or switch, f"--{key} needs a value: --{key} VALUE")
-        words = add_true_to_switches(self.given.words(), self.switches())
+        words = add_true_to_switches(self.given.words(self.option_word), self.switches())
         model = self.given.settings["model"]
         is_grpo = isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO")
         for name, value in NOT_REQUIRED.get(self.command, {}).items():
             if is_grpo and name not in model:
                 words.append(f"--model.{name}={value}")
         return words
+
+    def option_word(self, key: str, value: str | None) -> str:
+        """Return an option as one word for the parser.
+
+        The parser takes a text such as `Answer: {{ prompt }}` for a mapping, so it gets those as
+        part of a configuration, where they are texts.
+        """
+        try:
+            hint = find_option(key, self.roots()).hint
+        except ValueError:  # the parser reports it
+            return option_word(key, value)
+        if value is not None and is_list_of_texts(hint) and value.strip().lower() not in NULLS:
+            if not value.lstrip().startswith("["):
+                value = json.dumps([value])
+        elif value is not None and is_text(hint) and "." in key and is_list_or_mapping(value):
+            return f"--config={json.dumps(self.nested(key, value))}"
+        return option_word(key, value)
+
+    def nested(self, key: str, value: str) -> dict[str, Any]:
+        """Return a configuration with one option."""
+        parts = [part for part in key.split(".") if part != "init_args"]
+        tree: Any = value
+        for depth in range(len(parts) - 1, -1, -1):
+            tree = {parts[depth]: tree}
+            above = find_option(".".join(parts[:depth]), self.roots()) if depth > 0 else None
+            if above is not None and has_classes(above):
+                tree = {"init_args": tree}
+        return dict(tree)
+
+    def roots(self) -> dict[str, type]:
+        """Return {first part of an option: class}, with model and data as they are named."""
+        settings = self.given.settings
+        roots: dict[str, type] = {"trainer": Trainer, **CALLBACKS}
+        for key in DEFAULT_CLASSES:
+            node = settings[key]
+            path = node.get("class_path") if isinstance(node, dict) else node
+            roots[key] = find_class(str(path), [object])
+        return roots
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of a run, of its callbacks, and of the command."""
@@ -224,6 +284,11 @@ class RecipeCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the words; LightningCLI would warn that `sys.argv` has others."""
         self.config = parser.parse_args(args)
+        seed = self.config.seed_everything
+        require(
+            isinstance(seed, bool) or 0 <= seed <= MAX_SEED,
+            f"seed_everything is {seed}; it must be from 0 to {MAX_SEED}",
+        )
 
     def explain(self) -> str:
         """Return which option a parse failed at, in one line; "" if none is found."""
@@ -286,8 +351,7 @@ def check_keys(settings: dict[str, Any]) -> None:
         if isinstance(value, dict):
             return {name: parse(each) for name, each in value.items()}
         if isinstance(value, str) and value[:1] in ("{", "["):
-            with suppress(yaml.YAMLError):
-                return yaml.safe_load(value)
+            return read_value(value)
         return value
 
     plain = parse(settings)
@@ -297,6 +361,23 @@ def check_keys(settings: dict[str, Any]) -> None:
         not masked,
         f"{', '.join(masked)}: the value is masked, as keys are in every config.yaml; use the "
         "original recipe, or write the value back",
+    )
+
+
+def is_list_or_mapping(text: str) -> bool:
+    """Return True if YAML reads a text as a list or a mapping.
+
+    Example:
+        >>> is_list_or_mapping("Answer with: yes"), is_list_or_mapping("{{ prompt }}")
+        (True, False)
+    """
+    return isinstance(read_value(text), dict | list)
+
+
+def has_classes(option: Option) -> bool:
+    """Return True if an option holds an object of one of several classes: it has `init_args`."""
+    return option.key in DEFAULT_CLASSES or any(
+        inspect.isabstract(each) or each.__subclasses__() for each in classes_in(option.hint)
     )
 
 

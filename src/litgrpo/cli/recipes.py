@@ -8,7 +8,7 @@ values, before jsonargparse sees them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from litgrpo.arguments import did_you_mean, require
+from litgrpo.text.yaml_limits import check_limits
 
 FOLDER = Path(__file__).parents[1] / "configs"
 CLONE_FOLDER = "configs/"  # the same recipes in a clone
@@ -27,6 +28,15 @@ ENVIRONMENT = "model.environment"
 # transformers has classes of the same short name; after its import the name would be ambiguous.
 TORCH_OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
 OBJECT_KEYS = ("class_path", "init_args", "dict_kwargs")
+MAX_REASON = 200  # characters of a message of the YAML parser
+# {part of a message of the YAML parser: what to do}
+HINTS = {
+    "'\\t'": "indent with spaces",
+    "cannot start any token": "quote the text",
+    "unhashable key": "quote a text with braces",
+    "mapping values are not allowed": "quote a text with a colon",
+    "expected ',' or": "close the bracket, or quote a text with brackets",
+}
 
 
 def built_in_recipes() -> dict[str, Path]:
@@ -47,11 +57,17 @@ def recipe_file(word: str) -> Path:
     """
     name, recipes = word.removeprefix(CLONE_FOLDER).removesuffix(".yaml"), built_in_recipes()
     places = [Path(word), Path(f"{word}.yaml"), recipes.get(name, Path(word))]
-    found = next((path for path in places if path.is_file()), None)
+    try:
+        found = next((path for path in places if path.is_file()), None)
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise ValueError(f"recipe {word[:80]!r} cannot be a file: {error}") from error
     if found is None:
+        folder = f"it is a folder in {Path.cwd()}" if Path(word).is_dir() else ""
+        tasks = [each for each in recipes if "/" not in each]
         raise ValueError(
-            f"recipe {word!r} not found: no such file in {Path.cwd()}, and no built-in recipe has "
-            f"this name{did_you_mean(name, recipes)}. Built-in: {', '.join(recipes)}."
+            f"recipe {word!r} not found: {folder or f'no such file in {Path.cwd()}'}, and no "
+            f"built-in recipe has this name{did_you_mean(name, recipes)}. Recipes are YAML files; "
+            f"built-in: {', '.join(tasks)}."
         )
     return found
 
@@ -60,33 +76,56 @@ def read_recipe(word: str) -> dict[str, Any]:
     """Return the settings of a recipe file.
 
     Raises:
-        ValueError: it is not found, is not YAML, holds no mapping, or has a key twice.
+        ValueError: it is not found, is not YAML, is empty, holds no mapping, or has a key twice.
     """
     from jsonargparse import get_loader
 
     path = recipe_file(word)
     try:
-        text = path.read_text(encoding="utf-8")
-        # YAML silently takes the last of two equal keys.
-        repeated = next(iter(find_repeated_keys(yaml.compose(text))), None)
-        if repeated is not None:
-            first, second = repeated
-            raise ValueError(
-                f"{word}, line {second.start_mark.line + 1}: the key {second.value!r} appears "
-                f"twice, first in line {first.start_mark.line + 1}. Keep one of them."
-            )
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{word} is not a text file in UTF-8: {error}. Save it as UTF-8."
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{word} cannot be read: {error.strerror}") from error
+    try:
+        check_limits(text)
+        repeated = list(find_repeated_keys(yaml.compose(text)))
         # Unlike yaml.safe_load, the parser's own loader reads 1e-6 as a number.
         content = get_loader("yaml")(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{word} is not a text file in UTF-8: {error}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{word} is not valid YAML: {' '.join(str(error).split())}") from error
-    found = type(content).__name__
+    # A date such as 2026-13-01 or a number of 5,000 digits raises a ValueError, and a list as a
+    # key of a mapping a TypeError.
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ValueError(f"{word} is not valid YAML: {describe(error)}") from error
+    if repeated:  # YAML silently takes the last of two equal keys
+        first, second = repeated[0]
+        raise ValueError(
+            f"{word}, line {second.start_mark.line + 1}: the key {second.value!r} appears "
+            f"twice, first in line {first.start_mark.line + 1}. Keep one of them."
+        )
+    require(content is not None, f"{word} is an empty recipe: expected keys such as model and data")
     require(
-        content is None or isinstance(content, dict),
-        f"{word} is not a recipe: expected keys such as model and data, got {found}",
+        isinstance(content, dict),
+        f"{word} is not a recipe: expected keys such as model and data, got "
+        f"{type(content).__name__}",
     )
-    return content or {}
+    wrong = [key for key in content if not isinstance(key, str)]
+    require(not wrong, f"{word}: {wrong[:1]} is not a key; expected model, data, ...")
+    return dict(content)
+
+
+def describe(error: Exception) -> str:
+    """Return what is wrong with a YAML text and its line, without the text itself."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        lines = str(error).splitlines()
+        return (lines or [type(error).__name__])[0][:MAX_REASON]
+    problem = str(getattr(error, "problem", "") or getattr(error, "context", ""))
+    hints = (f"; {hint}" for cause, hint in HINTS.items() if cause in problem)
+    return (
+        f"line {mark.line + 1}, column {mark.column + 1}: {problem[:MAX_REASON]}{next(hints, '')}"
+    )
 
 
 def find_repeated_keys(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
@@ -147,15 +186,20 @@ class CommandLine:
                 ]
         return cls(names, recipes, with_environment(recipes, options))
 
-    def words(self) -> list[str]:
-        """Return the words for the parser, with recipes as JSON in place of files."""
+    def words(self, write: Callable[[str, str | None], str] | None = None) -> list[str]:
+        """Return the words for the parser, with recipes as JSON in place of files.
+
+        Args:
+            write: returns an option and its value as one word; default: `option_word`.
+        """
         classes = [
             f"--{key}={path}"
             for key, path in DEFAULT_CLASSES.items()
             if not class_is_named(key, self.recipes, self.options)
         ]
         recipes = [f"--config={json.dumps(recipe)}" for recipe in self.recipes]
-        return [*classes, *recipes, *(option_word(key, value) for key, value in self.options)]
+        write = write or option_word
+        return [*classes, *recipes, *(write(key, value) for key, value in self.options)]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -357,6 +401,15 @@ def with_options(node: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return with_init_args(tree)
 
 
+def read_value(word: str) -> Any:
+    """Return a word of the command line as YAML reads it; text that is not YAML stays a text."""
+    try:
+        check_limits(word)
+        return yaml.safe_load(word)
+    except (yaml.YAMLError, ValueError, TypeError):
+        return word
+
+
 def plain_value(word: str | None) -> Any:
     """Return a word of the command line as YAML reads it; text that is not YAML stays a text.
 
@@ -366,8 +419,5 @@ def plain_value(word: str | None) -> Any:
     """
     if word is None:
         return None
-    try:
-        value = yaml.safe_load(word)
-    except yaml.YAMLError:
-        return word
+    value = read_value(word)
     return value if word[:1] in ("[", "{") or not isinstance(value, dict | list) else word

@@ -24,6 +24,7 @@ from litgrpo.evaluation.metrics import (
     SampledAccuracy,
     TextQuality,
 )
+from litgrpo.rewards.reward import find_main_reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose, Sampling
@@ -44,7 +45,8 @@ class Evaluation:
         pass_at_k: pass@j for each j listed: the probability that one of j completions succeeds.
         temperature: temperature of these completions.
         greedy: also generate one greedy completion per prompt.
-        success_reward: the reward that decides whether a completion is correct; null: the first.
+        success_reward: the reward that decides whether a completion is correct; null: the one with
+            the largest weight, of equal ones the first.
         success_threshold: a completion is correct if that reward is at least this.
         predict_temperature: temperature of the completions of `predict`; 0: greedy.
         predict_top_p: top-p of `predict`, if `predict_temperature` is above 0; 1: off.
@@ -81,6 +83,16 @@ class Evaluation:
                     f"evaluation.pass_at_k contains {k}; it must be from 1 to "
                     f"evaluation.num_samples, {self.num_samples}. Raise num_samples or remove {k}."
                 )
+
+
+def format_success_rule(reward: str, threshold: float) -> str:
+    """Write when a completion is correct.
+
+    Example:
+        >>> format_success_rule("correct", 1.0)
+        "reward 'correct' >= 1"
+    """
+    return f"reward {reward!r} >= {threshold:g}"
 
 
 # Names of metrics of an evaluation, which no reward may have.
@@ -211,9 +223,7 @@ class Evaluator:
         names = list(scorer.components)
         self.settings = settings
         self.scorer = scorer
-        self.success_reward = names[0]
-        if settings.success_reward is not None:
-            self.success_reward = settings.success_reward
+        self.success_reward = settings.success_reward or find_main_reward(scorer.weights)
         one_of("evaluation.success_reward", self.success_reward, names)
         taken = sorted(RESERVED & set(names))
         if taken:
@@ -246,6 +256,11 @@ class Evaluator:
             self.metrics[name] = SetMetrics(settings, list(self.scorer.components), device)
             # A metric has state, so each set needs a copy.
             settings = replace(settings, corpus_metrics=copy.deepcopy(settings.corpus_metrics))
+
+    @property
+    def success_rule(self) -> str:
+        """When a completion is correct, such as `reward 'correct' >= 1`."""
+        return format_success_rule(self.success_reward, self.settings.success_threshold)
 
     @property
     def sampling(self) -> Sampling:

@@ -173,6 +173,18 @@ def name_rewards(rewards: Any) -> dict[str, Reward]:
     }
 
 
+def find_main_reward(weights: Mapping[str, float]) -> str:
+    """Return the reward with the largest weight, of equal ones the first; "" without rewards.
+
+    It decides whether a completion is correct, unless `evaluation.success_reward` names another.
+
+    Example:
+        >>> find_main_reward({"format": 0.2, "correct": 1.0, "short": 1.0})
+        'correct'
+    """
+    return max(weights, key=lambda name: weights[name], default="")
+
+
 def _name_of(function: Callable[..., Any]) -> str:
     # Callable objects, such as a judge, have no name: their class has one.
     named = function if hasattr(function, "__name__") else type(function)

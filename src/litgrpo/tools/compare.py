@@ -16,8 +16,10 @@ from statistics import fmean
 
 import litgrpo
 from litgrpo.arguments import require
+from litgrpo.callbacks.run_folder import CONFIG
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
+from litgrpo.tools.doctor.run import read_config
 
 ALGORITHMS = "algorithms/"
 REWARD = "reward"  # the mean total reward of the sampled completions
@@ -132,7 +134,8 @@ def compare(
         results = {key: future.result() for key, future in started.items()}
     runs = {n: [results[n, seed] for seed in seeds] for n in algorithms}
     rows = compare_runs(runs, (*metrics, REWARD))
-    text = format_table(rows, metrics, seeds)
+    config = read_config(Path(run_dir, Path(algorithms[0]).stem, f"seed={seeds[0]}", CONFIG))
+    text = format_table(rows, metrics, seeds, config.success_rule)
     Path(run_dir, "table.md").write_text(text + "\n")
     Path(run_dir, "table.json").write_text(json.dumps(as_json(rows, seeds), indent=2))
     plot(rows, metrics, Path(run_dir, "plot.png"))
@@ -247,7 +250,12 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
     return {name: corrected[name] for name in p_values}
 
 
-def format_table(rows: list[AlgorithmResult], metrics: Sequence[str], seeds: Sequence[int]) -> str:
+def format_table(
+    rows: list[AlgorithmResult],
+    metrics: Sequence[str],
+    seeds: Sequence[int],
+    success_rule: str = "",
+) -> str:
     """Format the comparison as a Markdown table.
 
     Differences are of the first metric, or of the mean reward if no completion succeeded, as with
@@ -285,6 +293,8 @@ def format_table(rows: list[AlgorithmResult], metrics: Sequence[str], seeds: Seq
         f"Means over {len(seeds)} seeds with 95 % intervals (Student's t over seeds); differences "
         "are paired by seed, with p-values corrected for the number of algorithms (Holm)."
     )
+    if success_rule:
+        note += f" A completion is correct if {success_rule} (evaluation.success_reward)."
     return f"{text}\n\n{note}"
 
 

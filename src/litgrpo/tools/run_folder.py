@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from litgrpo.text.yaml_limits import check_limits
+
 METRICS, SUMMARY, AUDIT = "metrics.csv", "summary.json", "audit.json"
 Row = dict[str, Any]
 Columns = dict[str, dict[int, float]]  # {metric: {iteration: value}}
@@ -110,7 +112,9 @@ def read_yaml(path: Path) -> Row:
         ValueError: the file is not YAML.
     """
     try:
-        content = yaml.safe_load(read_text(path))
+        text = read_text(path)
+        check_limits(text)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         message = " ".join(str(error).split())
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +24,7 @@ from litgrpo.data.modules import reward_columns, validation_set_names
 from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_sharded
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.base import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.models.kernels import linear as linears
@@ -38,7 +40,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenReference, Reference
-from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
+from litgrpo.rewards.reward import Reward, RewardFormat, find_main_reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
@@ -195,6 +197,9 @@ class GRPO(LightningModule):
         self.coefficients = FixedCoefficients(objective)
         if controllers != Controllers():
             self.coefficients = AdaptiveCoefficients(controllers, objective)
+        if evaluation.success_reward is None:  # never the punishment that is added below
+            weights = {name: each.weight for name, each in rewards.items()}
+            evaluation = replace(evaluation, success_reward=find_main_reward(weights))
         rewards |= overlong_reward(overlong_buffer_frac, max_completion_length)
         self.scorer = self.scorer_class(rewards, reward_format, reward_runner, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer)
@@ -248,6 +253,7 @@ class GRPO(LightningModule):
         for columns in reward_columns(self.trainer):
             self.scorer.check(columns, episodes=self.environment is not None)
         if stage != "predict":
+            rank_zero_info(f"Correct: {self.evaluator.success_rule} (evaluation.success_reward)")
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
@@ -552,6 +558,15 @@ class GRPO(LightningModule):
     def complete_evaluation(self) -> dict[str, float]:
         """Measure what the last evaluation needs the initial policy for, at the end of a run."""
         return measure_initial_policy(self)
+
+    @property
+    def success(self) -> dict[str, Any]:
+        """Reward and threshold that make a completion correct."""
+        evaluator = self.evaluator
+        return {
+            "reward": evaluator.success_reward,
+            "threshold": evaluator.settings.success_threshold,
+        }
 
     @property
     def evaluated_prompts(self) -> Any:

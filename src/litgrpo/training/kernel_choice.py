@@ -15,6 +15,7 @@ from litgrpo.distributed.memory import keep_freed_memory
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 from litgrpo.models.kernels.linear import LinearKernels
 from litgrpo.models.policy import Policy
+from litgrpo.text.counts import plural
 
 KEY = "machine"  # of a checkpoint
 
@@ -30,8 +31,8 @@ def use_everywhere(module: LightningModule, policy: Policy) -> None:
     _use(module, LinearKernels(**chosen))
     if policy.model.device.type == "cpu":
         keep_freed_memory()
-        kernels = ", ".join(f"{kernel} to {phase}" for phase, kernel in chosen.items())
-        rank_zero_info(f"Linear layers: {kernels}; {torch.get_num_threads()} threads")
+        kernels = f"{chosen['decode']} (sampling), {chosen['learn']} (training)"
+        rank_zero_info(f"Linear kernels: {kernels}; {plural(torch.get_num_threads(), 'thread')}")
 
 
 def save_kernels(policy: Policy) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     _use(module, LinearKernels(**chosen))
     if threads != torch.get_num_threads():
         rank_zero_warn(
-            f"The checkpoint was computed with {threads} threads, this process has "
+            f"The checkpoint was computed with {plural(threads, 'thread')}, this process has "
             f"{torch.get_num_threads()}: the last digits will differ from an unbroken run. Set "
             f"OMP_NUM_THREADS={threads} for the same ones."
         )

@@ -102,6 +102,7 @@ class SFT(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.success: dict[str, Any] = {}
         self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
         self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []

@@ -65,7 +65,13 @@ def run_log(run: dict[str, Any]) -> RunLog:
     rows = [
         dict(zip(names, cells, strict=True)) for cells in zip(*run["table"].values(), strict=True)
     ]
-    return RunLog(RunMetrics.from_rows(rows), tuple(run["samples"]), RunConfig(run["config"]))
+    settings = run["config"]["model"]["init_args"]
+    # The runs were recorded with the first reward as the one that decides correctness.
+    success = {"evaluation": {"success_reward": next(iter(settings["rewards"]))}}
+    config = {"model": {"init_args": settings | success}}
+    return RunLog(
+        RunMetrics.from_rows(rows), tuple(run["samples"]), RunConfig(run["config"] | config)
+    )
 
 
 def verdict_of_doctor(run: dict[str, Any]) -> Verdict:

@@ -66,7 +66,7 @@ def test_a_page_shows_the_run(run):
     text = render_page([read_run_files(run)])
     check_page(text)
     for part in (
-        "Held-out accuracy rose",
+        "Held-out accuracy (reward &#39;correct&#39; &gt;= 1) rose",
         "Held-out prompts over time",
         "Hardest prompts",
         "The rewards were not audited",

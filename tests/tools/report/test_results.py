@@ -1,4 +1,5 @@
 import pytest
+import yaml
 
 from litgrpo.tools.report.results import (
     compare_first_and_last,
@@ -13,7 +14,9 @@ from tests.tools.report.run_folders import evaluation, make_run
 def test_a_gain_has_an_interval_and_a_paired_p_value(tmp_path):
     run = read_run_files(make_run(tmp_path / "better"))
     text = write_verdict(run, compare_first_and_last(run))
-    assert text.startswith("Held-out accuracy rose: 0.250 before, 0.750 after (+0.500, 95 % ")
+    assert text.startswith(
+        "Held-out accuracy (reward 'correct' >= 1) rose: 0.250 before, 0.750 after (+0.500, 95 % "
+    )
     assert "paired p 0.00034, 20 prompts)" in text  # t = 4.359 with 19 degrees of freedom
     (pair,) = compare_first_and_last(run)
     assert (len(pair.comparison.gained), len(pair.comparison.lost)) == (10, 0)
@@ -43,12 +46,41 @@ def test_different_prompts_are_not_paired():
     assert pair_evaluations(evaluation(5, ["a"]), other) == []
 
 
+def test_prompts_are_paired_by_text_and_not_by_row_number():
+    rows = evaluation(5, ["a"])
+    part = [row | {"index": n} for n, row in enumerate(reversed(rows[3:10]))]
+    (pair,) = pair_evaluations(rows, part)
+    assert (pair.count, pair.comparison.changes["avg@k"].mean) == (7, 0.0)
+    assert pair.before["avg@k"] == pair.after["avg@k"]
+
+
+def test_equal_prompts_are_paired_in_their_order():
+    rows = [row | {"prompt": "the same"} for row in evaluation(2, ["a"])]
+    (pair,) = pair_evaluations(rows, rows[:4])
+    assert (pair.count, pair.before["avg@k"]) == (4, pair.after["avg@k"])
+
+
+def test_sets_of_other_names_are_paired_by_text():
+    rows = evaluation(5, ["a"])
+    (pair,) = pair_evaluations(rows, [row | {"set": "hard"} for row in rows[:6]])
+    assert pair.count == 6
+
+
 def test_sets_of_prompts_are_paired_separately():
     easy, hard = ([r | {"set": s} for r in evaluation(5, ["a"])] for s in ("easy", "hard"))
     assert [pair.set_name for pair in pair_evaluations(easy + hard, hard + easy)] == [
         "easy",
         "hard",
     ]
+
+
+def test_the_verdict_names_the_reward_that_decides_correctness(tmp_path):
+    run = make_run(tmp_path / "run")
+    config = {"model": {"init_args": {"rewards": {"format": {"weight": 0.2}, "exact": {}}}}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    files = read_run_files(run)
+    verdict = write_verdict(files, compare_first_and_last(files))
+    assert verdict.startswith("Held-out accuracy (reward 'exact' >= 1) rose: ")
 
 
 def test_an_unfinished_run_is_reported_as_such(tmp_path):

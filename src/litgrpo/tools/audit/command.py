@@ -59,7 +59,7 @@ def audit(
         limit: number of problems, evenly spread; 0 takes all. Open-ended text and episodes use at
             most 32.
         success_reward: the reward that says if an answer is correct (default: the recipe's
-            evaluation.success_reward, else its first reward).
+            evaluation.success_reward, else the one with the largest weight).
         success_threshold: least value of that reward for a correct answer (default: the recipe's
             evaluation.success_threshold).
         answer_format: format of a completion, with {reasoning} and {answer} (default: tags).

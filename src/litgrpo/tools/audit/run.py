@@ -18,6 +18,7 @@ from torch import Tensor
 
 from litgrpo.arguments import one_of, require
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
+from litgrpo.rewards.reward import find_main_reward
 from litgrpo.tools.audit.cases import (
     CORRECT_KINDS,
     HONEST,
@@ -55,7 +56,7 @@ def audit_rewards(
     Args:
         scorer: the rewards.
         problems: questions with reference answers.
-        success: the reward that decides if an answer is correct; default: the first.
+        success: the reward that decides if an answer is correct; default: the heaviest.
         threshold: least value of this reward for a correct answer.
         answer_format: format of a completion; default: the tags named in the rewards' kwargs.
         seed: random seed of the noise in the exploits.
@@ -63,7 +64,7 @@ def audit_rewards(
     Returns:
         The report; `passed` is True if it has no fault.
     """
-    success = success or next(iter(scorer.components))
+    success = success or find_main_reward(scorer.weights)
     one_of("success_reward", success, scorer.components)
     require(len(problems) > 0, "there are no problems to audit with")
     answer_format = answer_format or find_answer_format(scorer)

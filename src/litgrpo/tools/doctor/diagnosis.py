@@ -284,7 +284,9 @@ def examine(run: RunLog) -> Diagnosis:
             findings.append(replace(finding, command=command))
         else:
             passed[rule.name] = rule.passed
-    return Diagnosis(tuple(group_by_cause(findings)), passed, not_checked, run.metrics.iterations)
+    causes = tuple(group_by_cause(findings))
+    iterations, rule = run.metrics.iterations, run.config.success_rule
+    return Diagnosis(causes, passed, not_checked, iterations, rule)
 
 
 def group_by_cause(findings: Sequence[Finding]) -> list[Finding]:

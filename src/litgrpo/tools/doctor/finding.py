@@ -70,6 +70,7 @@ class Diagnosis:
         passed: {rule: sentence} of rules that found no problem.
         not_checked: {rule: missing metrics}.
         iterations: finished iterations of the run.
+        success_rule: when a completion is correct, in words; "" if it is not known.
 
     Example:
         >>> cause = Finding("truncated", "31% are cut off.", "critical", 12)
@@ -82,6 +83,7 @@ class Diagnosis:
     passed: dict[str, str]
     not_checked: dict[str, str]
     iterations: int = 0
+    success_rule: str = ""
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:

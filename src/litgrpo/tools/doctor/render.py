@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from litgrpo.text.counts import plural
 from litgrpo.tools.doctor.finding import Diagnosis, Finding
 
 MAX_SAMPLE_CHARS = 160
@@ -27,13 +28,35 @@ def render_line(finding: Finding) -> str:
 
 def render_text(diagnosis: Diagnosis) -> str:
     """Render a diagnosis for the terminal."""
-    blocks = [f"{diagnosis.iterations} iterations"]
-    blocks += [_render_finding(finding) for finding in diagnosis.findings] or [NO_PROBLEMS]
+    blocks = [plural(diagnosis.iterations, "iteration")]
+    if diagnosis.success_rule:
+        blocks[0] += f"; correct: {diagnosis.success_rule} (model.evaluation.success_reward)"
+    blocks += [_render_finding(finding) for finding in diagnosis.findings]
+    if not diagnosis.findings:
+        blocks.append(describe_no_problems(diagnosis))
     for title, rules in (("passed", diagnosis.passed), ("not checked", diagnosis.not_checked)):
         if rules:
             lines = [f"  {name}: {sentence}" for name, sentence in rules.items()]
             blocks.append("\n".join([f"{title}:", *lines]))
     return "\n\n".join(blocks)
+
+
+def describe_no_problems(diagnosis: Diagnosis) -> str:
+    """Write that nothing was found, and how many rules could be checked.
+
+    Example:
+        >>> describe_no_problems(Diagnosis((), {"loops": "No loops."}, {"kl_blowup": "policy/kl"}))
+        'No problems found by 1 of 2 rules; the other 1 could not be checked.'
+    """
+    checked, missing = len(diagnosis.passed), len(diagnosis.not_checked)
+    if missing and not checked:
+        return f"No result: none of the {missing} rules could be checked."
+    if not missing:
+        return NO_PROBLEMS
+    return (
+        f"No problems found by {checked} of {checked + missing} rules; the other {missing} could "
+        "not be checked."
+    )
 
 
 def _render_finding(finding: Finding) -> str:
@@ -59,4 +82,5 @@ def _render_sample(row: dict[str, Any]) -> str:
 
 def render_markdown(diagnosis: Diagnosis) -> str:
     """Render the findings as a Markdown list."""
-    return "\n".join(f"- {render_line(each)}" for each in diagnosis.findings) or NO_PROBLEMS
+    found = "\n".join(f"- {render_line(each)}" for each in diagnosis.findings)
+    return found or describe_no_problems(diagnosis)

@@ -468,12 +468,10 @@ def accuracy_rose(metrics: RunMetrics) -> bool:
 def correctness_component(run: RunLog) -> str:
     """Return the reward component that measures correctness.
 
-    It is `model.evaluation.success_reward`, else the first reward of the config, else the first
-    that was logged.
+    It is that of the config; without one, the first that was logged.
     """
-    named = run.config.get("model.evaluation.success_reward")
-    names = [*run.config.get("model.rewards", {}), *run.metrics.reward_components(), ""]
-    return str(named or names[0])
+    names = [*run.metrics.reward_components(), ""]
+    return run.config.success_reward or names[0]
 
 
 def describe_changes(metrics: RunMetrics, *names: str) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from litgrpo.arguments import require
 from litgrpo.callbacks.metric_table import TRL, VERL
 from litgrpo.callbacks.run_folder import CONFIG
+from litgrpo.evaluation.evaluator import format_success_rule
+from litgrpo.rewards.reward import find_main_reward
 from litgrpo.tools.run_folder import (
     METRICS,
     Columns,
@@ -311,6 +313,23 @@ class RunConfig:
         """Return the number of a key; the default if it is missing or not a number."""
         found = self.get(key, default)
         return float(found) if isinstance(found, int | float) else default
+
+    @property
+    def success_reward(self) -> str:
+        """The reward that decides whether a completion is correct; "" if it is not known."""
+        named = self.get("model.evaluation.success_reward")
+        rewards = self.get("model.rewards", {})
+        if named is not None or not isinstance(rewards, Mapping):
+            return str(named or "")
+        weights = {name: self.get(f"model.rewards.{name}.weight", 1.0) for name in rewards}
+        return find_main_reward({n: w for n, w in weights.items() if isinstance(w, int | float)})
+
+    @property
+    def success_rule(self) -> str:
+        """When a completion is correct, in words; "" if it is not known."""
+        reward = self.success_reward
+        threshold = self.number("model.evaluation.success_threshold", 1.0)
+        return format_success_rule(reward, threshold) if reward else ""
 
     @property
     def steps_per_iteration(self) -> float:

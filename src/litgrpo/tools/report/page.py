@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from litgrpo.callbacks.metric_table import definition
 from litgrpo.tools.doctor.finding import Diagnosis, Finding
+from litgrpo.tools.doctor.render import describe_no_problems
 from litgrpo.tools.report import prompts, results, settings
 from litgrpo.tools.report.charts import Curve, Drawing, draw, format_number, group_curves
 from litgrpo.tools.report.run_files import RunFiles
@@ -111,6 +112,8 @@ def view_run(run: RunFiles, diagnosis: Diagnosis | None) -> dict[str, Any]:
         "held_out": results.held_out_metrics(run),
         "facts": settings.describe_environment(run),
         "diagnosis": diagnosis,
+        "success_rule": run.config.success_rule,
+        "no_findings": "" if diagnosis is None else describe_no_problems(diagnosis),
         "cards": [make_card(n, finding) for n, finding in enumerate(findings, 1)],
         "charts": chart_run(run, findings),
         "always_zero": [t for t, curves, _ in group_curves(run.series) if _is_zero(curves)],

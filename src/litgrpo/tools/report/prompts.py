@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.callbacks.formatting import format_number
+from litgrpo.text.counts import plural
 from litgrpo.tools.report.results import prompt_key
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
 from litgrpo.tools.report.texts import MessageDiff, diff_messages, visible
@@ -123,7 +124,7 @@ def follow_prompts(run: RunFiles) -> list[PromptHistory]:
         completions, earlier = [], None
         for iteration, rows in evaluations.items():
             sample = rows[key]["samples"][0]
-            when = f"after {iteration:,} iterations" if iteration else "before training"
+            when = f"after {plural(iteration, 'iteration')}" if iteration else "before training"
             completions.append(
                 CompletionView(
                     when,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
@@ -11,6 +12,7 @@ from typing import Literal
 
 from litgrpo.callbacks.formatting import BOUNDS, format_change, format_number
 from litgrpo.evaluation.intervals import Comparison, compare_evaluations, compute_paired_difference
+from litgrpo.text.counts import plural
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
 from litgrpo.tools.run_folder import Row
 
@@ -111,25 +113,37 @@ def prompt_key(row: Row) -> tuple[str, int]:
 def pair_evaluations(before: Sequence[Row], after: Sequence[Row]) -> list[PairedEvaluation]:
     """Pair two evaluations, separately for each set of prompts.
 
-    A prompt is the same if its index and its text agree.
+    A prompt is the same if its text agrees; the n-th of several equal texts is paired with the
+    n-th. Row numbers do not count: a run may hold out a part of the prompts, or shuffle them. Sets
+    are compared by name, unless the evaluations share none.
 
     Args:
         before: rows of one evaluation.
         after: rows of the other.
     """
-    texts = {prompt_key(row): row["prompt"] for row in before}
-    shared = {prompt_key(row) for row in after if texts.get(prompt_key(row)) == row["prompt"]}
-    pairs = []
-    for name in sorted({set_name for set_name, _ in shared}):
-        old, new = (
-            sorted(
-                (row for row in rows if prompt_key(row) in shared and prompt_key(row)[0] == name),
-                key=lambda row: int(row["index"]),
-            )
-            for rows in (before, after)
+    names = [{prompt_key(row)[0] for row in rows} for rows in (before, after)]
+    by_set = bool(names[0] & names[1])
+    old, new = (_rows_by_text(rows, by_set) for rows in (before, after))
+    shared = [key for key in new if key in old]
+    return [
+        _pair_set(
+            name,
+            per_prompt_values([old[key] for key in shared if key[0] == name]),
+            per_prompt_values([new[key] for key in shared if key[0] == name]),
         )
-        pairs.append(_pair_set(name, per_prompt_values(old), per_prompt_values(new)))
-    return pairs
+        for name in sorted({key[0] for key in shared})
+    ]
+
+
+def _rows_by_text(rows: Sequence[Row], by_set: bool) -> dict[tuple[str, str, int], Row]:
+    """Return {(set, text of the prompt, number among equal texts): row}, in the order of rows."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found = {}
+    for row in sorted(rows, key=prompt_key):
+        text = prompt_key(row)[0] if by_set else "", str(row["prompt"])
+        found[*text, seen[text]] = row
+        seen[text] += 1
+    return found
 
 
 def per_prompt_values(rows: Sequence[Row]) -> PerPromptValues:
@@ -157,7 +171,8 @@ def _mean(values: Sequence[object]) -> float:
 
 
 def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEvaluation:
-    comparison = compare_evaluations(old, new)
+    # Rows are in the same order; the two runs may number a prompt differently.
+    comparison = compare_evaluations(old | {"index": new["index"]}, new)
     assert comparison is not None
     metrics = [metric for metric in comparison.changes if metric in old]
     if ACCURACY in metrics and (any(old[ACCURACY]) or any(new[ACCURACY])):
@@ -220,6 +235,8 @@ def write_verdict(run: RunFiles, pairs: Sequence[PairedEvaluation]) -> str:
     metric = pair.main_metric
     change = pair.comparison.changes[metric]
     name = LONG_NAMES.get(metric, metric)
+    if metric in LONG_NAMES and run.config.success_rule:
+        name += f" ({run.config.success_rule})"
     on_set = f" on {pair.set_name}" if pair.set_name else ""
     interval = ""
     if math.isfinite(change.low):
@@ -249,7 +266,7 @@ def _progress(run: RunFiles) -> str:
     planned = run.config.get("model.max_iterations")
     if isinstance(planned, int):
         return f"{run.iterations:,} of {planned:,} iterations"
-    return f"{run.iterations:,} iterations"
+    return plural(run.iterations, "iteration")
 
 
 def held_out_metrics(run: RunFiles) -> list[list[str]]:
