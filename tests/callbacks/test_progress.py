@@ -6,6 +6,7 @@ import pytest
 from litgrpo.callbacks.progress import Progress, Stopwatch, clock, format_metrics, main_metrics
 from tests.support.fitting import fit
 from tests.support.standin import StandIn
+from tests.support.terminal import run_in_terminal
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
@@ -71,6 +72,49 @@ def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys):
         "training 3/3 reward 0.500 len 3.000",
         "iteration 3: avg@2 0.200 [0.100, 0.300]" + report.format("0.200"),
     ]
+
+
+IN_A_TERMINAL = """
+import logging, sys, warnings
+from pathlib import Path
+from litgrpo.cli.console import survive_closed_output
+survive_closed_output()
+from lightning.pytorch import Callback
+from litgrpo.callbacks.progress import Progress
+from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
+from tests.support.fitting import fit
+from tests.support.standin import StandIn
+
+class Talks(Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        rank_zero_info("a log line")
+        rank_zero_warn("a warning")
+        print("no end yet ", end="")
+        print("printed", module.iteration)
+        print("an error line", file=sys.stderr)
+        if module.iteration == 2:
+            raise SystemExit(0)
+
+warnings.simplefilter("always")
+fit(Path(), Progress(), Talks(), module=StandIn(3), enable_progress_bar=True, val_check_interval=2)
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_bar_and_other_lines_are_on_lines_of_their_own(columns, unbuffered, tmp_path):
+    lines = run_in_terminal(IN_A_TERMINAL, tmp_path, columns, PYTHONUNBUFFERED=unbuffered)
+    for n in (1, 2):
+        start = lines.index(f"no end yet printed {n}")
+        assert lines[start + 1] == "an error line"
+        assert lines[start - 4 :].count("a log line") == 3 - n
+    assert sum("UserWarning: a warning" in line for line in lines) == 2
+    (estimate,) = (line for line in lines if line.startswith("about "))
+    assert without_times(estimate) == ESTIMATE
+    bars = [line for line in lines if "|" in line]
+    assert len(bars) == 1  # the others were cleared
+    assert bars[0].startswith("training 2/3 |")
+    assert lines[lines.index(bars[0]) :] == [bars[0], "", ""][: len(lines) - lines.index(bars[0])]
 
 
 def test_lines_are_rare_by_default(tmp_path, capsys):

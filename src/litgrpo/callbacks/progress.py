@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -65,6 +68,7 @@ class Progress(ProgressBar):
         self.every_s = every_s
         self.is_enabled = True
         self.bar = tqdm(disable=True)
+        self.streams: TerminalLines | None = None  # while a bar is on the screen
         self.last_line = 0.0
         self.total_batches: int | None = None  # of the running evaluation
         self.started = 0.0  # start of the running evaluation or iteration, monotonic clock
@@ -82,7 +86,7 @@ class Progress(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bar."""
         if self.is_enabled:
-            tqdm.write(kwargs.get("sep", " ").join(map(str, args)))
+            print(*args, **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Open the bar at the iteration that the run starts or resumes from."""
@@ -108,7 +112,7 @@ class Progress(ProgressBar):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Leave the last state on the screen."""
-        self.bar.close()
+        self._close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Open a bar over batches; within a training the training's bar stays."""
@@ -132,22 +136,23 @@ class Progress(ProgressBar):
         if _is_within_training(trainer):
             self.bar.set_description_str("training")
         else:
-            self.bar.close()
+            self._close()
             self.evaluation_s = time.monotonic() - self.started
         if trainer.state.fn == "fit" and pl_module.evaluation_report:
             report = strip_stage(pl_module.evaluation_report)
             rule = format_success(pl_module.success)
             where = f"iteration {pl_module.iteration}" + (f" ({rule})" if rule else "")
-            self.print(f"{where}: {', '.join(main_metrics(report))}")
+            self.print(fit_to_terminal(f"{where}: {', '.join(main_metrics(report))}"))
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
     on_test_end = on_validation_end  # type: ignore[assignment]
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: Any) -> None:
         """Close the bar before the error message is printed."""
-        self.bar.close()
+        self._close()
 
     def _open(self, title: str, bar_format: str, total: int | None = None) -> None:
+        self._close()
         self.bar = tqdm(
             total=total,
             desc=title,
@@ -157,7 +162,15 @@ class Progress(ProgressBar):
             # Without a terminal tqdm would fill a log file with carriage returns.
             disable=not (self.is_enabled and sys.stderr.isatty()),
         )
+        if not self.bar.disable:
+            self.streams = TerminalLines(self.bar)
         self.last_line = time.monotonic()
+
+    def _close(self) -> None:
+        if self.streams is not None:
+            self.streams.restore()
+            self.streams = None
+        self.bar.close()
 
     def _show(self, n: int, line: str, metrics: Mapping[str, Any] = NO_METRICS) -> None:
         """Move the bar to n; without a terminal, print the line if it is due."""
@@ -168,6 +181,77 @@ class Progress(ProgressBar):
         if self.is_enabled and self.bar.disable and now - self.last_line >= self.every_s:
             self.last_line = now
             print(line, *(f"{name} {text}" for name, text in numbers.items()))
+
+
+class LineAboveBar:
+    """A stream to the terminal that writes whole lines above a bar.
+
+    Args:
+        stream: the stream to the terminal.
+        bar: on the last line of the screen.
+    """
+
+    def __init__(self, stream: TextIO, bar: Any) -> None:
+        self.stream, self.bar = stream, bar
+        self.unfinished = ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete; keep the beginning of the next one."""
+        with self.bar.get_lock():  # other threads print as well
+            *lines, self.unfinished = (self.unfinished + text).split("\n")
+            if lines:
+                self.bar.clear()
+                self.bar.fp.flush()
+                self.stream.write("\n".join([*lines, ""]))
+                self.stream.flush()
+                self.bar.refresh()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: lines are written when they are complete."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return anything else of the stream."""
+        return getattr(self.stream, name)
+
+
+class TerminalLines:
+    """Writes what the program prints or logs above a bar, until `restore` is called.
+
+    Args:
+        bar: on the last line of the screen.
+    """
+
+    def __init__(self, bar: Any) -> None:
+        self.replaced: dict[str, LineAboveBar] = {}
+        self.handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream.isatty():
+                self.replaced[name] = LineAboveBar(stream, bar)
+                setattr(sys, name, self.replaced[name])
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        for logger in loggers:
+            for handler in getattr(logger, "handlers", ()):
+                self._redirect(handler)
+
+    def _redirect(self, handler: logging.Handler) -> None:
+        """Let a handler that writes to one of the streams write above the bar."""
+        if type(handler) is not logging.StreamHandler:  # files and other targets
+            return
+        for line in self.replaced.values():
+            if handler.stream is line.stream:
+                self.handlers.append((handler, handler.setStream(line)))  # type: ignore[type-var]
+
+    def restore(self) -> None:
+        """Let everything write to the terminal itself again."""
+        for handler, stream in self.handlers:
+            handler.setStream(stream)
+        for name, line in self.replaced.items():
+            if line.unfinished:
+                line.write("\n")
+            if getattr(sys, name) is line:
+                setattr(sys, name, line.stream)
 
 
 def replace_stock_bar(module: LightningModule) -> list[Callback]:
@@ -259,6 +343,14 @@ def main_metrics(report: Mapping[str, float]) -> list[str]:
         sets.setdefault(name.rpartition("/")[0], []).append(f"{name} {text}")
     per_set = max(1, MAX_NAMES // max(1, len(sets)))
     return [text for texts in sets.values() for text in texts[:per_set]]
+
+
+def fit_to_terminal(line: str) -> str:
+    """Break a long line between words if it goes to a terminal."""
+    if not sys.stdout.isatty():
+        return line
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(line, columns, subsequent_indent="  ", break_long_words=False)
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -74,7 +74,8 @@ class StopRequest:
         name = signal.Signals(signum).name
         again = "SIGTERM" if signum in SENT_TWICE else "once more"
         with suppress(OSError):  # the reader of stderr may be gone
-            os.write(2, f"{name}: saving and stopping; {again} exits at once\n".encode())
+            start = "\n" if os.isatty(2) else ""  # below the progress bar
+            os.write(2, f"{start}{name}: saving and stopping; {again} exits at once\n".encode())
         if self.droppable and self.is_single_process:
             raise Stopped(EXIT + signum)
 

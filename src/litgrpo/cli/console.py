@@ -98,8 +98,12 @@ def survive_closed_output() -> None:
 def persistent(stream: TextIO) -> io.TextIOWrapper:
     """Return a stream to the same file that outlives its reader."""
     stream.flush()
+    file: Any = PersistentFile(stream.fileno(), "w", closefd=False)
+    # As Python does it: no buffer under PYTHONUNBUFFERED, where the stream writes through.
+    write_through = bool(getattr(stream, "write_through", False))
     return io.TextIOWrapper(
-        io.BufferedWriter(PersistentFile(stream.fileno(), "w", closefd=False)),
+        file if write_through else io.BufferedWriter(file),
+        write_through=write_through,
         encoding=stream.encoding,
         # A character that a terminal in ASCII or Latin-1 lacks must not end a training.
         errors="backslashreplace",
