@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from litgrpo.algorithms.advantages import Normalized
     from litgrpo.algorithms.losses import Clipped, ImportanceCorrection, Objective
+    from litgrpo.callbacks.progress import Progress
+    from litgrpo.callbacks.summary import Summary
     from litgrpo.data.modules import PairData, PromptData
     from litgrpo.data.rendering import Chat
     from litgrpo.data.sources import Source
@@ -41,6 +43,8 @@ __version__ = "0.1.0"
 _PUBLIC_BY_MODULE = {
     "algorithms.advantages": ("Normalized",),
     "algorithms.losses": ("Clipped", "ImportanceCorrection", "Objective"),
+    "callbacks.progress": ("Progress",),
+    "callbacks.summary": ("Summary",),
     "data.modules": ("PairData", "PromptData"),
     "data.rendering": ("Chat",),
     "data.sources": ("Source",),
@@ -92,6 +96,7 @@ __all__ = [
     "PairData",
     "PlainStepper",
     "Precision",
+    "Progress",
     "PromptBatch",
     "PromptData",
     "ReferenceSync",
@@ -103,6 +108,7 @@ __all__ = [
     "ServerEngine",
     "Source",
     "StaticEngine",
+    "Summary",
     "Tools",
     "UpdateConfig",
     "WarmupCosine",

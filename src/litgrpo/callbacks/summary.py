@@ -50,9 +50,9 @@ TEXT_QUALITY = (
 class Summary(Callback):
     """Writes `summary.json` and prints a table: the held-out evaluation before and after training.
 
-    Before is the validation that runs before the first iteration (`cli.py` sets
-    `trainer.num_sanity_val_steps` to -1); after is the one that follows the last iteration. Both
-    use the same prompts, so changes are paired by prompt. The commands validate and test print
+    Before is the validation that runs before the first iteration: of all held-out prompts if
+    `trainer.num_sanity_val_steps` is -1, as `cli.py` sets it. After is the one that follows the
+    last iteration. Changes are paired by prompt. The commands validate and test print
     their evaluation and write it to `validate.json` and `test.json`; if that file is of another
     checkpoint, the name of the checkpoint is added.
 
@@ -323,11 +323,15 @@ def format_table(
         evaluations: {heading: evaluation}; the last one is complete.
         comparisons: {validation set: paired changes from the first to the last}.
     """
-    columns = {heading: format_report(e["report"]) for heading, e in evaluations.items()}
+    last = list(evaluations.values())[-1]
+    columns = {}
+    for heading, evaluation in evaluations.items():
+        count = evaluation["n"]
+        title = heading if count == last["n"] else f"{heading} ({plural(count, 'prompt')})"
+        columns[title] = format_report(evaluation["report"])
     changes = change_column(comparisons or {})
     if changes:
         columns["change"] = changes
-    last = list(evaluations.values())[-1]
     numbers = format_report(last["report"])
     rows = [[name, *(column.get(name, "") for column in columns.values())] for name in numbers]
     head, *lines = align_columns([["", *columns], *rows])

@@ -64,7 +64,9 @@ OPTIONS: dict[str, TrainerOption] = {
     "num_sanity_val_steps": TrainerOption(
         True, "-1 evaluates all held-out prompts before training, for the summary's `before`"
     ),
-    "log_every_n_steps": TrainerOption(True, "counts iterations; `cli.py` sets it to 1"),
+    "log_every_n_steps": TrainerOption(
+        True, "counts iterations; `cli.py` sets it to 1, and Lightning's default of 50 becomes 1"
+    ),
     "accumulate_grad_batches": TrainerOption(False, f"{_STEP}; it works for SFT"),
     "gradient_clip_val, gradient_clip_algorithm": TrainerOption(
         False, "set `model.update.max_grad_norm` (SFT: `model.max_grad_norm`)"
@@ -97,11 +99,15 @@ OPTIONS: dict[str, TrainerOption] = {
     "ModelCheckpoint": TrainerOption(
         True,
         "`every_n_train_steps` counts optimizer steps; `IterationCheckpoint` counts iterations, "
-        "verifies files, and resumes exactly",
+        "verifies files, and resumes exactly. By default it saves after a validation, so without "
+        "one set `every_n_train_steps` or `save_on_train_epoch_end: true`; otherwise the run is "
+        "rejected (warned without `monitor`)",
     ),
     "OnExceptionCheckpoint": TrainerOption(True, ""),
     "EarlyStopping": TrainerOption(
-        True, "monitor a metric of the evaluation, such as `val/reward`"
+        True,
+        "`monitor` any metric that is logged, such as `val/reward` or `reward/mean`; checked after "
+        "a validation, so a run without one is rejected unless `check_on_train_epoch_end: true`",
     ),
     "LearningRateMonitor": TrainerOption(True, "`optim/lr` is logged in any case"),
     "DeviceStatsMonitor": TrainerOption(True, ""),

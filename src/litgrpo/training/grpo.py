@@ -17,7 +17,8 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
-from litgrpo.callbacks.progress import replace_stock_bar
+from litgrpo.callbacks.monitors import MonitorChecks
+from litgrpo.callbacks.progress import NAMES, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import reward_columns, validation_set_names
@@ -61,7 +62,11 @@ from litgrpo.training.iteration_metrics import (
     group_advantages,
 )
 from litgrpo.training.learner import Learner, learning_row_limit
-from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_numbers
+from litgrpo.training.lightning_compat import (
+    ignore_harmless_warnings,
+    log_every_iteration,
+    log_numbers,
+)
 from litgrpo.training.micro_batches import EvenBatches, MicroBatching, RaggedBatches
 from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.run_setup import (
@@ -235,6 +240,7 @@ class GRPO(LightningModule):
     def setup(self, stage: str) -> None:
         """Check the config against device and data, and load reward models."""
         check_trainer(self)
+        log_every_iteration(self.trainer)
         device = self.trainer.strategy.root_device
         if stage == "fit":
             settings_checks.check_temperature(self.sampling, self.group_size)
@@ -393,7 +399,7 @@ class GRPO(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return start-up checks, metrics and a progress bar that counts iterations."""
-        callbacks: list[Callback] = [IterationMetrics(), NoLearningSignal()]
+        callbacks: list[Callback] = [IterationMetrics(), NoLearningSignal(), MonitorChecks()]
         if self.check_invariants:
             callbacks.insert(0, InvariantChecks())
         return callbacks + replace_stock_bar(self)
@@ -509,7 +515,8 @@ class GRPO(LightningModule):
         averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         averages["data/epoch"] = torch.tensor(passes_over_data(self.trainer))
-        log_numbers(self, averages | {"step": torch.tensor(float(self.iteration))})
+        step = {"step": torch.tensor(float(self.iteration))}
+        log_numbers(self, averages | step, prog_bar=NAMES.values())
         self.learner.update_coefficients(averages, self.iteration)
         self._stop_if_done()
         self._seed_device()

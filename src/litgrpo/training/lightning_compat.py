@@ -7,17 +7,18 @@ Lightning's public API covers almost all of litgrpo. What it lacks is used here 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
 from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning import LightningModule, Trainer
 
 TESTED = "2.6.6"
+DEFAULT_LOG_INTERVAL = 50  # Trainer.log_every_n_steps
 # Warnings of every run that ask nothing of the user.
 HARMLESS_WARNINGS = (
     r".*does not have many workers",  # prompts are tokenized once; there is nothing to load
@@ -106,7 +107,29 @@ def validation_is_due(trainer: Any) -> bool:
     return bool(is_due(private(loop, "_data_fetcher")))
 
 
-def log_numbers(module: Any, numbers: Mapping[str, Tensor]) -> None:
+def acts_after_validation(callback: Any, trainer: Any) -> bool:
+    """Return whether EarlyStopping or ModelCheckpoint act after validations only.
+
+    Both decide it in `setup`, by rules that depend on the trainer, and keep the result private.
+    """
+    if isinstance(callback, EarlyStopping):
+        return not private(callback, "_check_on_train_epoch_end")
+    every_n_steps = private(callback, "_every_n_train_steps")
+    interval = private(callback, "_train_time_interval")
+    at_epoch_end = private(callback, "_should_save_on_train_epoch_end")(trainer)
+    return not (every_n_steps or interval or at_epoch_end)
+
+
+def log_every_iteration(trainer: Any) -> None:
+    """Log each iteration, unless the trainer was given another interval than Lightning's default.
+
+    An iteration takes seconds to minutes, so that a short run would log nothing.
+    """
+    if trainer.log_every_n_steps == DEFAULT_LOG_INTERVAL:
+        trainer.log_every_n_steps = 1
+
+
+def log_numbers(module: Any, numbers: Mapping[str, Tensor], prog_bar: Collection[str] = ()) -> None:
     """Log the numbers of an iteration as `LightningModule.log_dict` does, 30 times as fast.
 
     `log_dict` inspects signatures and moves a torchmetrics object for each number: 35 ms for the
@@ -116,6 +139,7 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor]) -> None:
     Args:
         module: in a step or hook of training.
         numbers: scalars on the device of those logged before under the same names.
+        prog_bar: names that a progress bar of Lightning shows.
     """
     hook, results = private(module, "_current_fx_name"), private(module.trainer, "_results")
     for position, (name, value) in enumerate(numbers.items()):
@@ -123,7 +147,7 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor]) -> None:
         if position > 0 and results is not None and key in results:
             results.update_metrics(key, value, batch_size=1)
         else:
-            module.log(name, value)
+            module.log(name, value, prog_bar=name in prog_bar)
 
 
 def find_pending_metrics(trainer: Any) -> dict[str, Any]:

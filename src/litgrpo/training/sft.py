@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.modules import validation_set_names
@@ -28,7 +29,7 @@ from litgrpo.models.loading import (
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from litgrpo.tensors import full_tensor, head_chunk, token_logprobs
 from litgrpo.training import hyper_parameters, kernel_choice
-from litgrpo.training.lightning_compat import ignore_harmless_warnings
+from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_every_iteration
 from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.run_setup import SFT_RATES, build_optimizer, make_sharding
 from litgrpo.training.settings_checks import check_data_fits_model
@@ -126,6 +127,7 @@ class SFT(LightningModule):
             ValueError: the device compiles a program for every shape of a batch.
         """
         check_trainer(self)
+        log_every_iteration(self.trainer)
         device = self.trainer.strategy.root_device
         if device.type == "cpu":
             self.cpu_contention.start()
@@ -191,8 +193,8 @@ class SFT(LightningModule):
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
-        """A progress bar that counts iterations."""
-        return replace_stock_bar(self)
+        """Checks of other callbacks, and a progress bar that counts iterations."""
+        return [MonitorChecks(), *replace_stock_bar(self)]
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trained parameters, and its schedule in iterations."""
