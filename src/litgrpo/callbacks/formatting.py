@@ -69,7 +69,7 @@ def format_change(value: float) -> str:
 
 
 def format_success(success: Mapping[str, Any]) -> str:
-    """When a completion is correct; "" for a module that samples nothing.
+    """Rule by which a completion is correct; "" for a module that samples nothing.
 
     Args:
         success: `TrainedModule.success`.

@@ -244,10 +244,10 @@ class RecipeCLI(LightningCLI):
             if not value.lstrip().startswith("["):
                 value = json.dumps([value])
         elif value is not None and is_text(hint) and "." in key and is_list_or_mapping(value):
-            return f"--config={json.dumps(self.nested(key, value))}"
+            return f"--config={json.dumps(self.build_config(key, value))}"
         return option_word(key, value)
 
-    def nested(self, key: str, value: str) -> dict[str, Any]:
+    def build_config(self, key: str, value: str) -> dict[str, Any]:
         """Return a configuration with one option."""
         parts = [part for part in key.split(".") if part != "init_args"]
         tree: Any = value

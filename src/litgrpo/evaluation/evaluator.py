@@ -259,7 +259,7 @@ class Evaluator:
 
     @property
     def success_rule(self) -> str:
-        """When a completion is correct, such as `reward 'correct' >= 1`."""
+        """Rule by which a completion is correct, such as `reward 'correct' >= 1`."""
         return format_success_rule(self.success_reward, self.settings.success_threshold)
 
     @property

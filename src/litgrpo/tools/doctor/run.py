@@ -326,7 +326,7 @@ class RunConfig:
 
     @property
     def success_rule(self) -> str:
-        """When a completion is correct, in words; "" if it is not known."""
+        """Rule by which a completion is correct, in words; "" if it is not known."""
         reward = self.success_reward
         threshold = self.number("model.evaluation.success_threshold", 1.0)
         return format_success_rule(reward, threshold) if reward else ""
