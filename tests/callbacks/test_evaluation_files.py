@@ -95,7 +95,18 @@ def test_every_prediction_is_printed_and_written(tmp_path, capsys):
     assert "prompt:    y\nanswer:    1\n" in capsys.readouterr().out
 
 
-def test_predictions_replace_an_earlier_file_at_any_path(tmp_path):
+def test_predictions_keep_the_files_of_earlier_ones(tmp_path, capsys):
+    for name in ("predictions.jsonl", "predictions_2.jsonl", "predictions_3.jsonl"):
+        predict(tmp_path, Predictions(show=False))
+        assert len((tmp_path / name).read_text().splitlines()) == 3
+        assert f"written to {tmp_path / name}" in capsys.readouterr().out
+    (tmp_path / "predictions_2.jsonl").write_text("")  # of a run that was killed at once
+    predict(tmp_path, Predictions(show=False))
+    assert (tmp_path / "predictions_2.jsonl").read_text()
+    assert len([*tmp_path.glob("predictions*")]) == 3
+
+
+def test_predictions_replace_a_file_that_the_recipe_names(tmp_path):
     path = tmp_path / "out" / "p.jsonl"
     for _ in range(2):
         predict(tmp_path, Predictions(str(path), show=False))

@@ -1,7 +1,10 @@
 import json
+from pathlib import Path
 
 import pytest
 
+import litgrpo
+from litgrpo import PromptData
 from litgrpo.callbacks.summary import Summary, format_samples, format_table
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from tests.support.fitting import fit
@@ -107,3 +110,66 @@ def test_samples_before_and_after_are_grouped_by_prompt():
     played = after[0] | {"messages": [{"role": "assistant", "content": "5"}], "turn_rewards": [1.0]}
     page = format_samples(before, [played])
     assert page.endswith("\n\nafter:\nprompt     | 1+1=\npolicy 1   | 5   (reward 1)"), page
+
+
+def evaluation(prompts, scores):
+    """An evaluation as a resumed run has it: prompts by their place in the data."""
+    return {
+        "report": {"avg@4": sum(scores) / len(scores)},
+        "n": len(prompts),
+        "reward_names": ["correct"],
+        "samples": [dict(prompt=text, completion=f"said {n}") for n, text in enumerate(prompts)],
+        "of_prompts": {
+            "": {
+                "index": [float(n) for n in range(len(prompts))],
+                "avg@4": list(map(float, scores)),
+            }
+        },
+        "digests": {"": dict(enumerate(prompts))},
+    }
+
+
+def compare(before, after):
+    summary = Summary()
+    summary.before, summary.after = before, after
+    return summary
+
+
+def test_other_validation_prompts_of_a_resumed_run_are_not_compared(tmp_path):
+    same = compare(evaluation("abcd", [0, 0, 1, 1]), evaluation("abcd", [1, 0, 1, 1]))
+    assert same.comparisons()[""].changes["avg@4"].mean == 0.25
+    assert "validation data changed" not in same.page(tmp_path, 3)
+    # Of the same places, but other prompts; two of them moved.
+    moved = compare(evaluation("abcd", [0, 0, 1, 1]), evaluation("xdybz", [1, 1, 0, 1, 0]))
+    assert moved.comparisons()[""].changes["avg@4"].mean == 0.5
+    assert moved.comparisons()[""].gained == [3]
+    page = moved.page(tmp_path, 3)
+    assert "measured on 4 prompts, `after` on 5; 2 are in both" in page
+    shown = page[page.index("prompt: ") :]
+    assert shown.startswith(
+        "prompt: x\nafter:  said 0\n\nprompt: d\nbefore: said 3\nafter:  said 1"
+    )
+    others = compare(evaluation("ab", [0, 1]), evaluation("cd", [1, 1]))
+    assert others.comparisons() == {}
+    assert others.content()["change"] == {}
+    assert "0 are in both" in others.page(tmp_path, 3)
+
+
+TINY = Path(litgrpo.__file__).parent / "assets" / "tiny-gemma2"
+
+
+def test_validation_prompts_are_known_by_text_answer_and_number():
+    def digests(rows, **options):
+        data = PromptData(val=rows, tokenizer=str(TINY), batch_size=1, **options)
+        data.setup("validate")
+        return data.validation_digests()
+
+    rows = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "1+2?", "answer": "3"}]
+    (first,) = [digests(rows)[""]]
+    assert digests(rows[::-1])[""] == {0: first[1], 1: first[0]}
+    assert len({*digests([*rows, rows[0]])[""].values()}) == 3
+    changed = digests([rows[0] | {"answer": "two"}, rows[1]])[""]
+    assert changed[0] != first[0]
+    assert changed[1] == first[1]
+    assert not {*digests(rows, template="Q: {{ prompt }}")[""].values()} & {*first.values()}
+    assert [*digests({"a": rows[:1], "b": rows[1:]})] == ["a", "b"]

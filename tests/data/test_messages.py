@@ -172,7 +172,7 @@ def test_the_errors_of_a_chat_template_name_the_row():
     tokenizer = byte_tokenizer()
     for body in ("{{ messages[0].content + 1 }}", "{{ raise_exception('') }}", "{{ m.n.o }}"):
         tokenizer.chat_template = body
-        with raises_for("row 1", "chat template raised"):
+        with raises_for("row 1", "chat template failed"):
             build_prompt_format(None, True).texts(read_rows([{"prompt": ASKED}]), tokenizer)
 
 

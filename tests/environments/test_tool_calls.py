@@ -219,3 +219,77 @@ def test_a_format_that_is_not_known_is_refused():
     assert format_of(TagFormat(call_tag="c")) == TagFormat(call_tag="c")
     with pytest.raises(ValueError, match="call_format is 'xml'"):
         format_of("xml")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "parameters": {"a": 1}}',
+        '{"type": "function", "name": "f", "parameters": {"a": 1}}',
+        '{"name": "f", "arguments": "{\\"a\\": 1}"}',
+        '{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}',
+        '{"function": {"name": "f", "parameters": {"a": 1}}}',
+    ],
+)
+def test_arguments_have_the_names_of_several_model_families(call):
+    assert HermesFormat().parse(f"<tool_call>{call}</tool_call>", TWO) == [ToolCall("f", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong"),
+    [
+        ('{"name": "f", "arguments": {}, "parameters": {"a": 1}}', "both arguments and parameters"),
+        ('{"name": "f", "arguments": "a"}', "the arguments are not JSON"),
+        ('{"name": "f", "arguments": "{\\"a\\": 1, \\"a\\": 2}"}', "the arguments are not JSON"),
+        ('{"name": "f", "parameters": 3}', "a call is"),
+        ('{"name": "f", "arguments": "3"}', "a call is"),
+        ('{"function": "f", "parameters": {}}', "a call is"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_never_dropped(call, wrong):
+    (found,) = HermesFormat().parse(f"<tool_call>{call}</tool_call>", TWO)
+    assert wrong in found.wrong
+
+
+def test_null_arguments_are_none():
+    assert HermesFormat().parse('<tool_call>{"name": "f", "arguments": null}', TWO) == [
+        ToolCall("f")
+    ]
+
+
+INSIDE = ["</tool_call>", "<tool_call>", "</think>", "<think>a</think>", "</call>", "</res>"]
+
+
+@pytest.mark.parametrize("inside", [*INSIDE, "".join(INSIDE)])
+@pytest.mark.parametrize(
+    "before", ["", "<think>hm</think>", "hm</think>\n", "<think>a</think>b</think>"]
+)
+def test_a_text_of_a_call_may_contain_tags(inside, before):
+    call = json.dumps({"name": "f", "arguments": {"text": inside}})
+    expected = [ToolCall("f", {"text": inside}), ToolCall("g")]
+    rest = f'<tool_call>{call}</tool_call> and <tool_call>{{"name": "g"}}</tool_call>'
+    assert HermesFormat().parse_turn(before + rest, TWO) == expected
+    calls = TagFormat().parse_turn(f"{before}<call>f(text={inside!r})</call><call>g()</call>", TWO)
+    assert calls == expected
+    calls = PythonFormat().parse_turn(f"{before}[f(text={inside!r}), g()]", TWO)
+    assert calls == expected
+
+
+def test_calls_in_thoughts_are_not_made():
+    said = "<think><call>f(1)</call></think> no <call>f(2)</call></think><call>f(3)</call>"
+    assert TagFormat().parse_turn(said, TWO) == [ToolCall("f", positional=(3,))]
+    malformed = '<tool_call>{"name": </tool_call> <tool_call>{"name": "f"}</tool_call>'
+    first, second = HermesFormat().parse(malformed, TWO)
+    assert (first.wrong, second) == ("the call is not JSON", ToolCall("f"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_number_of_tags_bounds_the_work(form):
+    for said in (
+        "</think>" * 20_000,
+        "<call>" * 20_000,
+        "<call>f(" + "</call>" * 20_000,
+        "<call></call>" * 9_000,
+    ):
+        for text in (said, said.replace("call>", "tool_call>")):
+            assert len(form.parse_turn(text, TWO)) < 20_001

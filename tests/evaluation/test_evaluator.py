@@ -133,11 +133,15 @@ def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
     rows = evaluator(function=never).predict(policy, batch)
     greedy = policy.generate(batch, "predict", group_size=1, sampling=Sampling(temperature=0.0))
     assert [row["completion"] for row in rows] == greedy.completions
-    assert [(row["prompt"], row["level"]) for row in rows] == list(
+    assert [(row["prompt"], row["columns"]["level"]) for row in rows] == list(
         zip(batch.prompts, (1, 2, 3), strict=True)
     )
     assert [row["truncated"] for row in rows] == greedy.truncated.tolist()
     assert {"reasoning", "answer"} <= rows[0].keys()
+    named = replace(BATCH, columns={name: ["mine"] * 3 for name in ("answer", "completion", "id")})
+    for row, other in zip(evaluator().predict(policy, named), rows, strict=True):
+        assert row["columns"] == {"answer": "mine", "completion": "mine", "id": "mine"}
+        assert (row["answer"], row["completion"]) == (other["answer"], other["completion"])
 
 
 def test_answers_are_drawn_from_the_filtered_distribution():

@@ -508,9 +508,7 @@ def test_functions_read_the_last_turn_and_may_ask_for_the_rest():
     for row, played_ in enumerate(rollout.episodes):
         assert seen["turns"][row] == played_.assistant_texts
         assert len(seen["messages"][row]) == 2 * len(played_.assistant_texts) - 1
-        assert seen["completions"][row] == decode(
-            seen["completion_ids"][row], skip_special_tokens=True
-        )
+        assert seen["completions"][row] == decode(seen["completion_ids"][row]).removesuffix("<eos>")
         last = rollout.turns[row] == rollout.turns[row].max()
         assert seen["completion_ids"][row] == rollout.completion_ids[row][last].tolist()
         assert "xxx" not in seen["completions"][row]
@@ -531,3 +529,67 @@ def test_chat_functions_are_given_who_said_what():
 def test_a_reward_without_a_function_must_be_the_environments():
     with pytest.raises(ValueError, match="reward 'other' has no function; name one"):
         score_with(None, other=Reward())
+
+
+CONVERSATION = [{"role": "system", "content": "S"}, {"role": "user", "content": "ab"}]
+RENDERED = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+def trl_reward(prompts, completions, **kwargs):
+    """A reward in TRL's conversational format."""
+    return [
+        float(prompt[-1]["content"] == "ab" and answer[0]["content"] == "yes")
+        for prompt, answer in zip(prompts, completions, strict=True)
+    ]
+
+
+def strip_text(prompts, completions):
+    return [float(text.strip() == "yes") for text in completions]
+
+
+def test_prompts_in_chat_format_are_the_messages_of_the_data():
+    scorer = Scorer({"a": Reward(trl_reward)}, "chat", InProcessRunner())
+    columns = {"conversation": [CONVERSATION] * 2}
+    assert scorer([RENDERED] * 2, ["yes", "no"], columns, 2).total.tolist() == [[1.0, 0.0]]
+    # Data without chat format give one user message.
+    assert scorer(["ab"] * 2, ["yes", "no"], {}, 2).total.tolist() == [[1.0, 0.0]]
+    assert CONVERSATION[1] == {"role": "user", "content": "ab"}
+
+
+@pytest.mark.parametrize("reward_format", ["text", "chat"])
+def test_a_function_may_name_the_rendered_prompts(reward_format):
+    def look(prompts, completions, prompt_texts):
+        return [float(text == RENDERED) for text in prompt_texts]
+
+    scorer = Scorer({"a": Reward(look)}, reward_format, InProcessRunner())
+    columns = {"conversation": [CONVERSATION]}
+    scorer.check(columns)
+    assert scorer([RENDERED], ["yes"], columns, 1).total.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("reward_format", ["text", "chat"])
+@pytest.mark.parametrize("name", ["think_format", "reasoning_answer"])
+def test_a_thought_that_the_template_begins_belongs_to_the_completion(reward_format, name):
+    completion, tag = "two and two</think>4", "<think>"
+    if name == "reasoning_answer":
+        completion, tag = "two</reasoning>\n<answer>4</answer>", "<reasoning>"
+    function = Reward(f"litgrpo.rewards.{name}")
+    scorer = Scorer({"a": function}, reward_format, InProcessRunner())
+    columns = {"conversation": [CONVERSATION] * 4}
+    asked = [f"q\n{tag}\n", f"q{tag}", "q\n", f"{tag} q"]
+    assert scorer(asked, [completion] * 4, columns, 4).total.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+    # A completion that opens the thought a second time has the tag twice.
+    assert scorer(asked, [tag + completion] * 4, columns, 4).total.tolist() == [
+        [0.0, 0.0, 1.0, 1.0]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "reward_format", "other"),
+    [(trl_reward, "text", "chat"), (strip_text, "chat", "text")],
+)
+def test_a_function_for_the_other_format_is_an_error_that_names_it(function, reward_format, other):
+    named = pytest.raises(RewardFailure, match=f"model.reward_format to {other}")
+    scorer = Scorer({"a": Reward(function)}, reward_format, InProcessRunner())
+    with named:
+        scorer(["ab"] * 2, ["yes", "no"], {}, 2)

@@ -253,7 +253,7 @@ def test_predictions_name_prompt_completion_and_columns():
     runner = Trainer(logger=False, enable_progress_bar=False)
     (rows,) = runner.predict(module(), loader(batch, num=1))
     assert [row["prompt"] for row in rows] == ["a", "hello"]
-    assert [row["level"] for row in rows] == [1, 2]
+    assert [row["columns"]["level"] for row in rows] == [1, 2]
     assert {"completion", "reasoning", "answer", "truncated"} <= rows[0].keys()
 
 

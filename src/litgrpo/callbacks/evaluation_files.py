@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from litgrpo.text.visible import visible
 from litgrpo.types import RewardTable, Rollout
 
 FOLDER = "evaluation"
+PREDICTIONS = "predictions.jsonl"
 
 
 class EvaluationFiles(Callback):
@@ -160,7 +162,8 @@ class Predictions(Callback):
     """Prints reasoning and answer of each prediction and writes it to a JSONL file.
 
     Args:
-        path: file to write; default: `predictions.jsonl` in the run folder.
+        path: file to write, also over an earlier one; default: `predictions.jsonl` in the run
+            folder, or `predictions_2.jsonl` and so on if earlier ones exist.
         show: also print the predictions.
 
     Example:
@@ -170,18 +173,19 @@ class Predictions(Callback):
     def __init__(self, path: str | None = None, show: bool = True) -> None:
         self.path = path
         self.show = show
+        self.file = Path(PREDICTIONS)
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Create an empty file."""
-        path = self._path(trainer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("", encoding="utf-8")
+        self.file = self._choose_file(trainer)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text("", encoding="utf-8")
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, *_: Any, **__: Any
     ) -> None:
         """Write and print a batch: a list of dictionaries, one per prompt."""
-        with self._path(trainer).open("a", encoding="utf-8") as file:
+        with self.file.open("a", encoding="utf-8") as file:
             for row in outputs:
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 if self.show:
@@ -189,13 +193,18 @@ class Predictions(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Print the path of the file."""
-        pl_module.print(f"written to {self._path(trainer)}")
+        pl_module.print(f"written to {self.file}")
 
-    def _path(self, trainer: Trainer) -> Path:
-        path = run_folder(trainer) / "predictions.jsonl" if self.path is None else Path(self.path)
+    def _choose_file(self, trainer: Trainer) -> Path:
         # Each rank writes its own file.
         rank = f"-{trainer.global_rank}" if trainer.global_rank else ""
-        return path.with_name(path.stem + rank + path.suffix)
+        if self.path is not None:
+            path = Path(self.path)
+            return path.with_name(path.stem + rank + path.suffix)
+        first = run_folder(trainer) / PREDICTIONS
+        names = (f"{first.stem}{number}" for number in chain([""], map("_{}".format, count(2))))
+        paths = (first.with_name(f"{name}{rank}{first.suffix}") for name in names)
+        return next(path for path in paths if not path.exists() or not path.stat().st_size)
 
 
 def format_prediction(row: Row) -> str:

@@ -8,7 +8,7 @@ import sys
 import time
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -137,6 +137,7 @@ class Summary(Callback):
             "samples": self.samples,
             "of_prompts": pl_module.evaluated_prompts,
             "success": pl_module.success,
+            "digests": digests_of(trainer),
         }
 
     def _report_command(
@@ -194,9 +195,15 @@ class Summary(Callback):
 
     def comparisons(self) -> dict[str, Comparison]:
         """{validation set: paired changes from before to after}."""
-        before, after = ((each or {}).get("of_prompts", {}) for each in (self.before, self.after))
+        before, after = self.before or {}, self.after or {}
+        old, new = before.get("of_prompts", {}), after.get("of_prompts", {})
+        were, are = before.get("digests", {}), after.get("digests", {})
         found = {
-            name: compare_evaluations(before[name], after[name]) for name in after if name in before
+            name: compare_evaluations(
+                match_prompts(old[name], were.get(name, {}), are.get(name, {})), new[name]
+            )
+            for name in new
+            if name in old
         }
         return {name: comparison for name, comparison in found.items() if comparison is not None}
 
@@ -220,6 +227,7 @@ class Summary(Callback):
             evaluations = {"before": self.before, "after": self.after}
             known = {name: e for name, e in evaluations.items() if e is not None}
             parts.append(format_table(known, self.comparisons()))
+            parts.append(note_on_changed_data(self.before, self.after))
             parts.append(format_samples(_samples(self.before), _samples(self.after)))
         samples_text = bool((self.after or {}).get("reward_names"))
         parts.append(next_commands(folder, can_predict=samples_text))
@@ -236,6 +244,58 @@ class Summary(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore them."""
         self.before, self.trained_s = state_dict["before"], state_dict["trained_s"]
+
+
+def digests_of(trainer: Trainer) -> dict[str, dict[int, str]]:
+    """Return {validation set: {index: digest of the prompt}}; {} for other data modules."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return data.validation_digests() if isinstance(data, HasDigests) else {}
+
+
+@runtime_checkable
+class HasDigests(Protocol):
+    """Data module that identifies its validation prompts."""
+
+    def validation_digests(self) -> dict[str, dict[int, str]]:
+        """Return {validation set: {index: digest of the prompt}}."""
+
+
+def match_prompts(
+    before: dict[str, list[float]], were: dict[int, str], are: dict[int, str]
+) -> dict[str, list[float]]:
+    """Return an earlier evaluation with the indices that its prompts have in later data.
+
+    Prompts that the later data do not have are left out.
+
+    Args:
+        before: {name: one number per prompt}, with `index`.
+        were: {index: digest} when it was measured; {} if unknown.
+        are: {index: digest} of the later data.
+
+    Example:
+        >>> match_prompts({"index": [0.0, 1.0], "x": [5.0, 6.0]}, {0: "a", 1: "b"}, {0: "b"})
+        {'index': [0.0], 'x': [6.0]}
+    """
+    if were == are or not (were and are):
+        return before
+    places = {digest: index for index, digest in are.items()}
+    matched = [places.get(were.get(int(index), "")) for index in before["index"]]
+    kept = [row for row, index in enumerate(matched) if index is not None]
+    found = {name: [values[row] for row in kept] for name, values in before.items()}
+    return found | {"index": [float(matched[row] or 0) for row in kept]}
+
+
+def note_on_changed_data(before: Evaluation | None, after: Evaluation | None) -> str:
+    """Return a note if a resumed run has other validation prompts than its first evaluation."""
+    were, are = ((each or {}).get("digests", {}) for each in (before, after))
+    if not (were and are) or were == are:
+        return ""
+    common = sum(len({*were.get(name, {}).values()} & {*are[name].values()}) for name in are)
+    old, new = (sum(map(len, each.values())) for each in (were, are))
+    return (
+        f"The validation data changed: `before` was measured on {old} prompts, `after` on {new}; "
+        f"{common} are in both, and changes are those of these prompts."
+    )
 
 
 def _write(trainer: Trainer, path: Path, content: dict[str, Any]) -> None:
@@ -376,13 +436,22 @@ def format_samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) ->
     blocks = []
     for n, sample in enumerate(after):
         if "messages" in sample:
-            known = [("before", old) for old in before[n : n + 1]] + [("after", sample)]
+            known = [("before", old) for old in _same_prompt(before, n, sample)]
+            known.append(("after", sample))
             blocks += [f"{when}:\n{format_episode(row)}" for when, row in known]
             continue
-        lines = [f"before: {old['completion'].strip()}" for old in before[n : n + 1]]
+        lines = [f"before: {old['completion'].strip()}" for old in _same_prompt(before, n, sample)]
         prompt, now = sample["prompt"].strip(), sample["completion"].strip()
         blocks.append("\n".join([f"prompt: {prompt}", *lines, f"after:  {now}"]))
     return "\n\n".join(blocks)
+
+
+def _same_prompt(
+    before: list[dict[str, Any]], n: int, sample: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the earlier sample of the same prompt, in a list; [] if there is none."""
+    candidates = [*before[n : n + 1], *before]
+    return [old for old in candidates if old["prompt"] == sample["prompt"]][:1]
 
 
 def next_commands(folder: Path, *, can_predict: bool) -> str:

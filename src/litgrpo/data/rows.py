@@ -17,7 +17,7 @@ TrainValOverlap = Literal["drop", "error", "keep"]
 # Arguments that every reward function may ask for; a column cannot have such a name.
 REWARD_ARGUMENTS = {
     *("prompts", "completions", "completion_ids", "completion_lengths", "truncated"),
-    "conversation",
+    *("conversation", "prompt_texts"),
 }
 KNOWN_COLUMNS = ("prompt", "completion", "messages", "answer", "id")
 

@@ -7,15 +7,18 @@ import json
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from litgrpo.arguments import one_of, require
 from litgrpo.environments.base import Message
 from litgrpo.environments.tool import Tool, ToolResult
 
+ARGUMENTS = ("arguments", "parameters")  # names of a call's arguments: Hermes, Llama 3
 MAX_CALL_CHARS = 20_000  # limit of one call, which bounds the parser's time and memory
+MAX_TRIED = 8  # closing tags up to which a call is tried; more are not in its texts
 NAME = r"[A-Za-z_][\w.]*"
 THOUGHTS_END = "</think>"
 NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
@@ -54,6 +57,22 @@ class CallFormat(ABC):
             tools: {name: tool}.
         """
 
+    def parse_turn(self, turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
+        """Return the calls of a turn that are not in its thoughts.
+
+        Thoughts end with the last `</think>` that is not in an argument of a call.
+
+        Args:
+            turn: what the policy generated.
+            tools: {name: tool}.
+        """
+        starts = [0, *(match.end() for match in re.finditer(THOUGHTS_END, turn))]
+        for start in starts[:MAX_TRIED]:
+            calls = self.parse(turn[start:], tools)
+            if turn.count(THOUGHTS_END, start) <= sum(map(_count_thought_ends, calls)):
+                return calls
+        return self.parse(turn[starts[-1] :], tools)
+
     @abstractmethod
     def example(self, tool: Tool) -> str:
         """Write an example call, with parameter names or dots as values."""
@@ -85,7 +104,7 @@ class HermesFormat(CallFormat):
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
         """See `CallFormat.parse`."""
-        return [_from_json(each) for each in _find_tagged(text, self.tag)]
+        return _parse_tagged(text, self.tag, _from_json)
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
@@ -122,12 +141,14 @@ class TagFormat(CallFormat):
         """See `CallFormat.parse`."""
         only = self._short(tools)
         known = re.compile(rf"\s*({'|'.join(map(re.escape, tools))})\s*\(")
-        return [
-            ToolCall(only, positional=(each,))
-            if only and not known.match(each)
-            else _one_expression(each, f"write <{self.call_tag}>name(arguments)</{self.call_tag}>")
-            for each in _find_tagged(text, self.call_tag)
-        ]
+        how = f"write <{self.call_tag}>name(arguments)</{self.call_tag}>"
+
+        def parse_one(each: str) -> ToolCall:
+            if only and not known.match(each):
+                return ToolCall(only, positional=(each,))
+            return _one_expression(each, how)
+
+        return _parse_tagged(text, self.call_tag, parse_one)
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
@@ -213,12 +234,33 @@ def _check_tag(name: str, tag: str) -> None:
     require(good, f"{name} is {tag!r}; it must be a word without brackets, such as 'call'.")
 
 
-def _find_tagged(text: str, tag: str) -> list[str]:
-    """Return the contents of these tags.
+def _parse_tagged(text: str, tag: str, parse_one: Callable[[str], ToolCall]) -> list[ToolCall]:
+    """Return the calls in these tags.
 
-    The last may be open: if the closing tag is a stop string, the turn ends without it.
+    A closing tag in a text of the call does not end it: the call ends at the first closing tag up
+    to which it is well-formed. The last one may be open: if the closing tag is a stop string, the
+    turn ends without it.
     """
-    return re.findall(rf"<{re.escape(tag)}>(.*?)(?:</{re.escape(tag)}>|\Z)", text, re.DOTALL)
+    opening, closing = f"<{tag}>", re.compile(f"</{re.escape(tag)}>")
+    calls, place = [], text.find(opening)
+    while place >= 0:
+        start = place + len(opening)
+        ends = islice(closing.finditer(text, start), MAX_TRIED)
+        tried = [match.start() for match in ends] or [len(text)]
+        parsed = [(end, parse_one(text[start:end])) for end in tried[:1]]
+        for end in tried[1:]:
+            if not parsed[-1][1].wrong or end - start > MAX_CALL_CHARS:
+                break
+            parsed.append((end, parse_one(text[start:end])))
+        end, call = parsed[0] if parsed[-1][1].wrong else parsed[-1]
+        calls.append(call)
+        place = text.find(opening, end)
+    return calls
+
+
+def _count_thought_ends(call: ToolCall) -> int:
+    """Count `</think>` in the arguments of a well-formed call."""
+    return json.dumps([*call.positional, call.arguments], ensure_ascii=False).count(THOUGHTS_END)
 
 
 TOO_LONG = ToolCall(wrong=f"a call has at most {MAX_CALL_CHARS} characters")
@@ -229,15 +271,30 @@ def _from_json(text: str) -> ToolCall:
     if len(text) > MAX_CALL_CHARS:
         return TOO_LONG
     try:
-        found = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        found = _load_object(text)
     except (ValueError, RecursionError):
         return ToolCall(wrong="the call is not JSON")
-    match found:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return ToolCall(name, arguments)
-        case {"name": str(name)} if "arguments" not in found:
-            return ToolCall(name)
-    return ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]  # OpenAI's format, in which the call is inside
+    how = ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return how
+    given = [key for key in ARGUMENTS if key in found]
+    if len(given) > 1:
+        return ToolCall(wrong=f"a call has both {given[0]} and {given[1]}")
+    arguments = found[given[0]] if given else {}
+    if isinstance(arguments, str):  # OpenAI's format: an object as text
+        try:
+            arguments = _load_object(arguments)
+        except (ValueError, RecursionError):
+            return ToolCall(wrong="the arguments are not JSON")
+    # A call without arguments may give null.
+    arguments = {} if arguments is None else arguments
+    return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else how
+
+
+def _load_object(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

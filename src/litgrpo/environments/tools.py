@@ -26,7 +26,7 @@ from litgrpo.environments.tool import (
     schema_of,
     to_result,
 )
-from litgrpo.environments.tool_calls import CallFormat, ToolCall, after_thoughts, format_of
+from litgrpo.environments.tool_calls import CallFormat, ToolCall, format_of
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 COLUMN = "environment"  # selects the class of a row if there are several
@@ -160,7 +160,7 @@ class Tools:
 
     def step(self, action: str) -> StepResult:
         """Execute the calls of a turn; see `Environment.step`."""
-        calls = self._format.parse(after_thoughts(action), self._tools)
+        calls = self._format.parse_turn(action, self._tools)
         allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
         results = self._execute(calls[:allowed]) + self._reject_excess(calls[allowed:], allowed)
         results = [replace(each, text=self._observation_text(each)) for each in results]

@@ -379,20 +379,20 @@ class Evaluator:
         """Generate one completion of each prompt.
 
         Returns:
-            One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns; of
-            an episode also messages, turn_rewards, calls, failed.
+            One dict per prompt: prompt, completion, reasoning, answer, truncated, and the columns
+            of the data under `columns`; of an episode also messages, turn_rewards, calls, failed.
         """
         settings = self.settings
         sampling = Sampling(temperature=settings.predict_temperature, top_p=settings.predict_top_p)
         rollout = rollouter.generate(prompts, "predict", group_size=1, sampling=sampling)
         return [
-            {name: values[row] for name, values in prompts.columns.items()}
-            | {
+            {
                 "prompt": rollout.prompts.prompts[row],  # with the text an environment added
                 "completion": text,
                 "reasoning": extract_reasoning(text),
                 "answer": extract_answer(text),
                 "truncated": bool(rollout.truncated[row]),
+                "columns": {name: values[row] for name, values in prompts.columns.items()},
             }
             | _describe_episode(rollout, row)
             for row, text in enumerate(rollout.completions)

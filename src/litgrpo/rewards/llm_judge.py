@@ -40,7 +40,7 @@ from litgrpo.http import (
 )
 from litgrpo.rewards.calls import run_coroutines
 from litgrpo.rewards.reward_model import Judge
-from litgrpo.text.answers import text_of
+from litgrpo.text.answers import prompt_text_of, text_of
 from litgrpo.text.secrets import find_masked, mask_settings, mask_text, remember_secret
 from litgrpo.text.visible import excerpt
 
@@ -434,7 +434,7 @@ class LLMJudge(Rubric):
         async with make_client() as client:
             asked = [
                 self.template.format(
-                    prompt=text_of(prompt),
+                    prompt=prompt_text_of(prompt),
                     completion=text_of(completion),
                     criterion=criterion,
                     max_score=self.max_score,

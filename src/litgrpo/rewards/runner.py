@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -75,9 +76,34 @@ def _failure_message(call: Call, scores: Scores, summary: str) -> str:
     )
     cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
     return (
-        f"{summary} ({reasons}), first {first}{cause}. Fix the function,"
-        " or raise reward_runner.max_failed_frac; --debug shows its traceback."
+        f"{summary} ({reasons}), first {first}{cause}.{_suggest_format(call, scores)} Fix the"
+        " function, or raise reward_runner.max_failed_frac; --debug shows its traceback."
     )
+
+
+# What functions for lists of messages raise for texts, and the other way round.
+NOT_TEXTS = re.compile(
+    "string (?:indices|index) must be|'str' object has no attribute '(?:get|items|keys)'"
+)
+NOT_MESSAGES = re.compile(
+    "'(?:list|dict)' object has no attribute|got '(?:list|dict)'|not \"?(?:list|dict)"
+)
+
+
+def _suggest_format(call: Call, scores: Scores) -> str:
+    """Name `reward_format` if a function expects completions in the other format."""
+    completions = call.rows.get("completions") or call.rows.get("prompts")
+    if not completions or scores.error is None:
+        return ""
+    is_text, cause = isinstance(completions[0], str), cause_of(scores.error)
+    if is_text and NOT_TEXTS.search(cause):
+        return (
+            " It reads texts as messages: set model.reward_format to chat for functions with TRL's"
+            " conversational format."
+        )
+    if not is_text and NOT_MESSAGES.search(cause):
+        return " It reads messages as texts: set model.reward_format to text."
+    return ""
 
 
 def _list_counts(counts: Mapping[str, int]) -> str:

@@ -298,7 +298,7 @@ class Scorer:
             ValueError: the function and what it needs.
         """
         added = (*OF_ROLLOUT, *(OF_EPISODES if episodes else ()))
-        given = ("prompts", *columns, "completions", *added)
+        given = ("prompts", "prompt_texts", *columns, "completions", *added)
         rows: dict[str, list[Any]] = {name: [] for name in given}
         for name in self.components:
             self._call(name, rows, {"group_size": 0, "trainer_state": None})
@@ -317,6 +317,7 @@ class Scorer:
         `numbers` are the positions of the prompts in the data, for error messages.
         """
         rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
+        rows["prompt_texts"] = rows["prompts"]
         num_rows = len(rows["completions"])
         if min(group_size, num_rows) < 1 or num_rows % group_size:
             raise ValueError(f"{num_rows} completions do not make whole groups of {group_size}")
@@ -325,7 +326,9 @@ class Scorer:
             name, length = next(iter(lengths.items()))
             raise ValueError(f"column '{name}' has {length} entries for {num_rows} completions")
         if self.reward_format == "chat":
-            rows["prompts"] = [_messages("user", text) for text in rows["prompts"]]
+            # Messages as the data have them; texts of data without chat format become one message.
+            asked = rows.get("conversation") or rows["prompts"]
+            rows["prompts"] = [_messages("user", prompt) for prompt in asked]
             rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
         context = {"group_size": group_size, **context}
         places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
@@ -351,7 +354,8 @@ class Scorer:
             raise missing_columns_error(name, missing, rows)
         # A kwarg goes before a column of its name. The context is only for those who name it, as
         # functions with `**kwargs` often hand everything on.
-        by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
+        by_name = named.keys() - kwargs.keys()
+        free = rows.keys() - kwargs.keys() - ({"prompt_texts"} - by_name)
         chosen = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
         asked = {key: context[key] for key in context if key in by_name}
         notes = tuple(each for each in Notes.NAMES if each in by_name)

@@ -70,6 +70,18 @@ def text_of(message: str | Sequence[Message]) -> str:
     return message if isinstance(message, str) else str(message[-1]["content"])
 
 
+def prompt_text_of(prompt: str | Sequence[Message]) -> str:
+    """The text of a prompt: itself, the content of its only message, or its messages with roles.
+
+    Example:
+        >>> prompt_text_of([{"role": "user", "content": "1+1?"}])
+        '1+1?'
+    """
+    if isinstance(prompt, str) or len(prompt) == 1:
+        return text_of(prompt)
+    return "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+
+
 def find_tagged(text: str, tag: str) -> list[str]:
     """Return the text between each `<tag>` and the next `</tag>`; skip unclosed tags.
 

@@ -10,7 +10,7 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.completions import format_episode
 from litgrpo.text.visible import visible
 
-SAMPLES, PREDICTIONS = "samples", "predictions.jsonl"
+SAMPLES, PREDICTIONS = "samples", "predictions*.jsonl"
 BEST, WORST = "best", "worst"
 
 
@@ -40,8 +40,9 @@ def find_samples(run: Path, iteration: int | None) -> Path:
     require(run.is_dir(), f"{run} is not a run folder or .jsonl file")
     written = sorted((run / SAMPLES).glob("iteration-*.jsonl"))
     if iteration is None:
-        if not written and (run / PREDICTIONS).is_file():
-            return run / PREDICTIONS
+        predicted = sorted(run.glob(PREDICTIONS), key=lambda path: path.stat().st_mtime_ns)
+        if not written and predicted:
+            return predicted[-1]
         require(
             bool(written),
             f"{run} has no {SAMPLES}/*.jsonl; `fit` writes them every "

@@ -72,4 +72,5 @@ def find_turn_end(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBas
     tail = text.rpartition(REPLY)[2] if REPLY in text else ""
     places = [(tail.find(each), -len(each), each) for each in special_token_texts(tokenizer)]
     found = min((place for place in places if place[0] >= 0), default=None)
-    return None if found is None else int(tokenizer.convert_tokens_to_ids(found[2]))
+    token_id: Any = None if found is None else tokenizer.convert_tokens_to_ids(found[2])
+    return token_id  # type: ignore[no-any-return]

@@ -17,19 +17,22 @@ def reasoning_answer(
     reasoning_tag: str = "reasoning",
     answer_tag: str = "answer",
     partial_credit: bool = False,
+    prompt_texts: Sequence[str] | None = None,
 ) -> list[float]:
     """Return 1 for `<reasoning>..</reasoning><answer>..</answer>`, else 0.
 
     Each tag must appear once and in this order, with only whitespace around and between the two
-    elements. Neither may be empty.
+    elements. Neither may be empty. A first tag with which the prompt ends, as some chat templates
+    write it, belongs to the completion.
 
     Args:
-        prompts: N prompts; not read.
+        prompts: N prompts.
         completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the first tag.
         answer_tag: name of the second tag.
         partial_credit: give a malformed completion 0.1 for each of the four tags that appears
             exactly once. Use it if the model never finds the whole format by chance.
+        prompt_texts: N rendered prompts, if `prompts` are messages.
 
     Returns:
         N rewards in [0, 1].
@@ -42,8 +45,7 @@ def reasoning_answer(
     tags = [f"<{reasoning_tag}>", f"</{reasoning_tag}>", f"<{answer_tag}>", f"</{answer_tag}>"]
     per_tag = 0.1 if partial_credit else 0.0
     rewards = []
-    for completion in completions:
-        text = text_of(completion)
+    for text in _with_opening(prompts, prompt_texts, completions, tags[0]):
         num_once = sum(text.count(tag) == 1 for tag in tags)
         well_formed = num_once == len(tags) and _is_well_formed(text, tags)
         rewards.append(1.0 if well_formed else per_tag * num_once)
@@ -61,12 +63,21 @@ def _is_well_formed(text: str, tags: Sequence[str]) -> bool:
     return bool(reasoning and answer) and not (before or between or text.strip())
 
 
-def think_format(prompts: Sequence[object], completions: Completions) -> list[float]:
-    """Return 1 for a completion that starts with `<think>`, has it once and closes it, else 0.
+def think_format(
+    prompts: Sequence[object],
+    completions: Completions,
+    *,
+    prompt_texts: Sequence[str] | None = None,
+) -> list[float]:
+    r"""Return 1 for a completion that starts with `<think>`, has it once and closes it, else 0.
+
+    If the prompt ends with `<think>`, as the chat templates of some reasoning models write it, the
+    tag belongs to the completion.
 
     Args:
-        prompts: N prompts; not read.
+        prompts: N prompts.
         completions: N completions, texts or lists of chat messages.
+        prompt_texts: N rendered prompts, if `prompts` are messages.
 
     Returns:
         N rewards in {0, 1}.
@@ -74,13 +85,29 @@ def think_format(prompts: Sequence[object], completions: Completions) -> list[fl
     Example:
         >>> think_format(["3 + 4?"] * 2, ["<think>3 + 4 = 7</think>7", "7"])
         [1.0, 0.0]
+        >>> think_format(["3 + 4?<think>\n"], ["3 + 4 = 7</think>7"])
+        [1.0]
 
     Source: TRL, `think_format_reward`.
     """
-    texts = [text_of(completion) for completion in completions]
+    texts = _with_opening(prompts, prompt_texts, completions, "<think>")
     return [
         float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
         for text in texts
+    ]
+
+
+def _with_opening(
+    prompts: Sequence[object],
+    prompt_texts: Sequence[str] | None,
+    completions: Completions,
+    tag: str,
+) -> list[str]:
+    """Return the completions, with the tag in front if the prompt ends with it."""
+    asked = prompts if prompt_texts is None else prompt_texts
+    return [
+        tag * (isinstance(prompt, str) and prompt.rstrip().endswith(tag)) + text_of(completion)
+        for prompt, completion in zip(asked, completions, strict=True)
     ]
 
 
