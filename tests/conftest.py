@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests run side by side (`pytest -n 3`); threads of each on top of that would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,16 @@ from litgrpo.rewards.runner import InProcessRunner  # noqa: E402
 from tests.support.command_line import cli  # noqa: E402, F401
 from tests.support.models import architecture  # noqa: E402, F401
 from tests.support.recipes import gsm8k, models, program, questions  # noqa: E402, F401
+
+# The same few examples in each run. Loaded machines are slow, so no example has a deadline.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
 
 # Under nohup hangups are ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from litgrpo.tensors import (
     apply_softcap,
+    compact_rows,
     head_chunk,
     length_buckets,
     positions,
@@ -17,6 +20,7 @@ from litgrpo.tensors import (
     safe_exp,
     token_logprobs,
     widen,
+    within,
 )
 from tests.oracle.reference import ARRAYS, CASES
 
@@ -251,6 +255,89 @@ def test_logprobs_over_a_support_are_those_of_the_renormalized_distribution():
         # A score has mean 0 over the set that it is normalized over, and does not see the others.
         assert logits.grad[0, [0, 2]].tolist() == [0, 0]
         assert logits.grad.sum(1).tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+@st.composite
+def candidate_sets(draw):
+    """Logits [k, V], candidates [k, S] with -1 behind them, and a target among the candidates."""
+    size = draw(st.integers(2, 6))
+    number = st.floats(-30, 30, width=32)
+    logits, candidates, targets = [], [], []
+    for _ in range(draw(st.integers(1, 4))):
+        logits.append(draw(st.lists(number, min_size=size, max_size=size)))
+        ids = draw(st.permutations(range(size)))[: draw(st.integers(1, size))]
+        candidates.append(ids + [-1] * (size - len(ids)))
+        targets.append(draw(st.sampled_from(ids)))
+    return torch.tensor(logits).double(), torch.tensor(candidates), torch.tensor(targets)
+
+
+@given(candidate_sets(), st.sampled_from([1e-3, 1.0, 3.0, 65536.0]), st.sampled_from([1, 100]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_candidate_set_is_a_distribution_over_its_tokens_at_any_scale_of_the_loss(
+    dtype, case, scale, chunk_size
+):
+    logits, candidates, targets = case
+    wanted = torch.zeros_like(logits)
+    expected = []
+    for row, (ids, target) in enumerate(zip(candidates, targets, strict=True)):
+        own = ids[ids >= 0]
+        alone = logits[row, own].clone().requires_grad_()
+        logprob = alone.log_softmax(0)
+        pair = torch.stack([logprob[own == target][0], -(logprob.exp() * logprob).sum()])
+        (scale * pair.sum()).backward()
+        wanted[row, own] = alone.grad
+        expected.append(pair.detach())
+
+    hidden = logits.to(dtype).requires_grad_()
+    found = torch.stack(
+        token_logprobs(
+            hidden,
+            targets,
+            torch.clone,
+            candidate_ids=candidates.int(),
+            chunk_size=chunk_size,
+            entropy_grad=True,
+        )
+    )
+    (scale * found.sum()).backward()
+
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    torch.testing.assert_close(found.T.double(), torch.stack(expected), **tolerance)
+    torch.testing.assert_close(hidden.grad.double() / scale, wanted / scale, **tolerance)
+
+
+@pytest.mark.parametrize("candidate_ids", [None, torch.tensor([[0, 1]] * 5)])
+def test_an_entropy_without_gradient_has_none_over_candidates(candidate_ids):
+    hidden = torch.randn(5, 3, requires_grad=True)
+    logprobs, entropy = token_logprobs(
+        hidden, torch.zeros(5).long(), torch.clone, candidate_ids=candidate_ids
+    )
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize(("chunk_size", "calls"), [(5, 1), (100, 1), (4, 4)])
+def test_the_logits_of_a_single_chunk_are_computed_once(chunk_size, calls):
+    hidden, computed = torch.randn(5, 3, requires_grad=True), []
+
+    def head(part):
+        computed.append(len(part))
+        return part * 2
+
+    logprobs, _ = token_logprobs(hidden, torch.zeros(5).long(), head, chunk_size=chunk_size)
+    logprobs.sum().backward()
+    assert len(computed) == calls
+
+
+def test_a_token_attends_to_itself_and_to_those_before_it_in_the_window():
+    back = torch.tensor([-1, 0, 1, 2, 3])
+    assert within(back, None).tolist() == [False, True, True, True, True]
+    assert within(back, 2).tolist() == [False, True, True, False, False]
+
+
+def test_the_last_active_rows_fill_the_places_of_ended_ones():
+    active = torch.tensor([True, False, True, True, False, True])
+    assert compact_rows(active, 4).tolist() == [0, 5, 2, 3]
 
 
 def test_a_soft_cap_bounds_scores_and_none_leaves_them_alone():

@@ -45,6 +45,7 @@ def test_lengths_count_real_tokens():
     assert rollout().lengths.tolist() == [1, 3, 2, 3]
     assert training_batch().tokens.lengths.tolist() == [4, 1, 2, 3]
     assert (len(prompts()), len(training_batch())) == (2, 4)
+    assert len(rollout().tokens) == 4
 
 
 def with_turns() -> Rollout:
@@ -61,6 +62,20 @@ def test_lengths_and_stats_count_generated_tokens_and_models_read_all_tokens():
     assert float(given.stats()["completion/len_max"]) == 2
     assert given.tokens.lengths.tolist() == [1, 3, 2, 3]
     assert [len(ids) for ids in given.token_lists()] == [1, 3, 2, 3]
+
+
+def test_tokens_mark_generated_tokens_only_if_there_are_turns():
+    given = with_turns()
+    numbers = torch.where(given.loss_mask, 0, -1)
+    assert torch.equal(replace(given, turns=numbers).tokens.loss_mask, given.loss_mask)
+    assert rollout().tokens.loss_mask is None
+
+
+def test_the_entropy_at_sampling_is_that_of_generated_tokens():
+    given = with_turns()
+    observed = given.completion_mask & ~given.loss_mask
+    given = replace(given, sampler_logprobs=torch.where(observed, -9.0, -0.5))
+    assert given.stats()["policy/entropy"].tolist() == [0.5 * 7, 7.0]
 
 
 def test_loss_mask_defaults_to_the_completion_mask():
@@ -191,6 +206,18 @@ def test_shares_and_cosines_of_components_by_hand():
     assert float(against["reward/cosine_a_b"]) == pytest.approx(-2 / (2 * 2.5) ** 0.5)
     assert float(against["reward/a_share"] + against["reward/b_share"]) == pytest.approx(1.0)
     assert float(against["reward/a_share"]) < 0
+
+
+def test_a_component_of_weight_zero_keeps_its_sign_in_the_cosine():
+    given = table([[0.0, 1.0]], a=[[0.0, 1.0]], b=[[0.0, 3.0]])
+    stats = replace(given, weights={"a": 1.0, "b": 0.0}).stats()
+    assert float(stats["reward/cosine_a_b"]) == pytest.approx(1.0)
+
+
+def test_a_single_component_is_not_compared():
+    assert {f"reward/{name}" for name in RewardTable.stat_names(["a"])} == set(
+        table([[0.0, 1.0]], a=[[0.0, 1.0]]).stats()
+    )
 
 
 def test_shares_use_counted_components_and_valid_rows():

@@ -137,15 +137,18 @@ def _of_logits(
         apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
         return apply(logits, targets)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    factor = logits
     if candidate_ids is not None:
-        # The smallest number, not -inf: in the entropy, p * logit would be 0 * -inf = NaN.
-        least = torch.finfo(logits.dtype).min
-        within = logits.gather(-1, candidate_ids.long().clamp(min=0))
-        logits = within.masked_fill(candidate_ids < 0, least)
+        # Places without a candidate have p = 0. Their logit in p * z is 0: 0 * -inf is NaN, and the
+        # gradient of p * -1e38 overflows if that of the entropy is above 1 (fp16 scales the loss).
+        absent = candidate_ids < 0
+        candidates = logits.gather(-1, candidate_ids.long().clamp(min=0))
+        logits = candidates.masked_fill(absent, torch.finfo(logits.dtype).min)
+        factor = candidates.masked_fill(absent, 0.0)
     log_z = logits.logsumexp(-1)
     # H = log Z - sum_v p_v z_v
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
+        entropy = log_z - (torch.exp(logits - log_z[:, None]) * factor).sum(-1)
     return chosen - log_z, entropy
 
 

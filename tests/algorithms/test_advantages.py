@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, check_centered
 from litgrpo.algorithms.losses import Objective
@@ -80,6 +82,54 @@ def test_gdpo_weighs_reward_functions_alike_whatever_their_spread():
     torch.testing.assert_close(found, expected)
 
 
+def test_gdpo_adds_eps_to_the_deviation_of_each_reward_function_and_of_the_batch():
+    # Distances -1/2 and 1/2 over h + 1, and those over their own deviation + 1.
+    normalized = 0.5 / (HALF + 1)
+    expected = normalized / (2 * normalized * HALF + 1)
+    found = advantages(GDPO(eps=1.0), table([[0.0, 1.0]], a=[[0.0, 1.0]]))
+
+    torch.testing.assert_close(found, torch.tensor([[-expected, expected]]).double())
+
+
+def test_gfpo_counts_an_empty_completion_as_one_token():
+    chosen = GFPO(0.5, "reward_per_token", advantages=Normalized(scale="none"))
+    check(chosen, [[0.0, 1.0]], [[0.0, 0.5]], lengths=[[0, 1]])
+
+
+def test_gfpo_never_keeps_a_completion_without_a_valid_reward():
+    chosen = GFPO(0.3, "shortest", advantages=Normalized(scale="none"))
+    rewards = table([[9.0, 1.0, 3.0]], [[False, True, True]])
+
+    assert advantages(chosen, rewards, [[1, 2, 3]]).tolist() == [[0.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-300, 1e-4])
+@pytest.mark.parametrize("baseline", ["group", "others", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "mean"])
+@pytest.mark.parametrize(
+    "rewards",
+    [[[1.0], [3.0]], [[1.0, 1.0], [3.0, 3.0]], [[2.0, 2.0], [2.0, 2.0]], [[-1.0, 1.0], [0.0, 0.0]]],
+)
+def test_a_scale_of_zero_gives_zero_advantages(baseline, scale, eps, rewards):
+    found = advantages(Normalized(baseline, scale, eps), table(rewards))
+
+    without_variance = {
+        "group": [len(set(group)) == 1 for group in rewards],
+        "batch": [len({each for group in rewards for each in group}) == 1] * 2,
+        "mean": [eps == 0 and sum(group) == 0 for group in rewards],
+    }
+    zero = torch.tensor(without_variance[scale])
+    assert (found[zero] == 0).all()
+    # A mean of 0 is raised to eps, which may be as small as its user likes.
+    if scale != "mean" or eps != 1e-300:
+        assert found.abs().max() <= 2 / 1e-4
+
+
+def test_a_standard_deviation_of_the_group_needs_a_group():
+    assert Normalized("batch", "group").needs_group
+    assert not Normalized("batch", "batch").needs_group
+
+
 def test_top_share_keeps_the_best_half_and_what_ties_with_it():
     centered = Normalized(scale="none")
     check(GFPO(advantages=centered), [[0.0, 1.0, 2.0, 5.0]], [[0.0, 0.0, 0.0, 3.0]])
@@ -137,7 +187,7 @@ def test_rewards_that_differ_by_more_than_noise_do_teach():
 
 
 @pytest.mark.parametrize("chosen", EVERY, ids=repr)
-@pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e300])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e300, 1e20])
 def test_a_row_that_teaches_nothing_gets_zero_and_moves_no_other(chosen, bad):
     lengths = [[2, 3, 4], [5, 6, 7]]
     rewards, valid = [[1.0, 3.0, 0.0], [2.0, 2.5, 1.0]], [[True, True, False], [True] * 3]
@@ -222,3 +272,63 @@ def test_advantages_that_do_not_sum_to_zero_in_a_group_raise_an_error():
 )
 def test_advantages_that_need_not_be_centered_raise_no_error(estimator, gamma):
     check_centered(torch.tensor([[1.0, 0.0]]), estimator, gamma)
+
+
+@st.composite
+def batches(draw):
+    """[B, G] whole rewards, which sums and powers of two leave exact, with some of them invalid."""
+    shape = draw(st.integers(1, 4)), draw(st.integers(2, 6))
+    number = shape[0] * shape[1]
+    rewards = draw(st.lists(st.integers(-4, 4), min_size=number, max_size=number))
+    valid = draw(st.lists(st.sampled_from([True, True, False]), min_size=number, max_size=number))
+    return torch.tensor(rewards).view(shape).double(), torch.tensor(valid).view(shape)
+
+
+def of(chosen, rewards, valid):
+    return advantages(chosen, table(rewards.tolist(), valid.tolist(), r=rewards.tolist()))
+
+
+RELATIVE = [
+    Normalized(baseline, scale, 0.0)
+    for baseline, scale in itertools.product(("group", "others"), ("group", "batch", "none"))
+] + [Normalized("batch", "batch", 0.0), Normalized("batch", "none"), GDPO(0.0)]
+RELATIVE.append(GFPO(advantages=Normalized(eps=0.0)))
+
+
+@given(batches(), st.integers(-50, 50))
+def test_a_constant_added_to_all_rewards_changes_no_advantage(batch, constant):
+    rewards, valid = batch
+    for chosen in RELATIVE:
+        shifted = of(chosen, rewards + constant, valid)
+        torch.testing.assert_close(shifted, of(chosen, rewards, valid), rtol=1e-9, atol=1e-9)
+
+
+@given(batches(), st.integers(-60, 60))
+def test_a_unit_of_reward_cancels_if_advantages_have_a_scale(batch, exponent):
+    rewards, valid = batch
+    for chosen in RELATIVE:
+        found = of(chosen, rewards * 2.0**exponent, valid)
+        unit = 2.0**exponent if getattr(chosen, "scale", "group") == "none" else 1.0
+        torch.testing.assert_close(found / unit, of(chosen, rewards, valid), rtol=1e-9, atol=1e-9)
+
+
+@given(batches(), st.randoms(use_true_random=False))
+def test_advantages_follow_their_completions_in_any_order(batch, random):
+    rewards, valid = batch
+    rows, columns = list(range(rewards.shape[0])), list(range(rewards.shape[1]))
+    random.shuffle(rows)
+    random.shuffle(columns)
+    for chosen in [*RELATIVE, Normalized("none", "mean")]:
+        expected = of(chosen, rewards, valid)[rows][:, columns]
+        found = of(chosen, rewards[rows][:, columns], valid[rows][:, columns])
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(batches())
+def test_advantages_with_a_group_baseline_sum_to_zero_in_each_group(batch):
+    rewards, valid = batch
+    for chosen in [each for each in RELATIVE if "baseline='batch'" not in repr(each)]:
+        if not isinstance(chosen, GFPO):
+            found = of(chosen, rewards, valid)
+            torch.testing.assert_close(found.sum(1), torch.zeros(len(found)).double())
+            assert (found[~valid] == 0).all()

@@ -246,6 +246,73 @@ def test_stats_are_sums_and_counts_of_tokens():
     assert "policy/kl" not in Objective().loss(TokenLogprobs(now, entropy), training_batch).stats
 
 
+def test_the_largest_ratio_is_a_statistic_of_the_step():
+    objective = Objective()
+    now, entropy, training_batch = batch(objective)
+    ratio = (now - training_batch.old_logprobs)[training_batch.loss_mask].exp()
+
+    largest, _ = objective.loss(TokenLogprobs(now, entropy), training_batch).stats[RATIO_MAX]
+
+    assert largest == pytest.approx(ratio.max().item())
+    assert largest > 1
+
+
+@pytest.mark.parametrize("surrogate", [PolicyGradient(), SAPO(), VESPO()])
+def test_a_surrogate_without_a_clip_range_counts_no_token_as_clipped(surrogate):
+    objective = Objective(surrogate=surrogate)
+    now, entropy, training_batch = batch(objective)
+    stats = objective.loss(TokenLogprobs(now, entropy), training_batch).stats
+
+    assert stats["policy/clip_low_frac"][0] == stats["policy/clip_high_frac"][0] == 0
+
+
+def test_the_importance_correction_is_that_of_the_policy_before_the_update():
+    objective = Objective(importance_correction=ImportanceCorrection(max=None))
+    now, entropy, training_batch = batch(objective)
+    gap = training_batch.old_logprobs - training_batch.sampler_logprobs
+
+    stats = objective.loss(TokenLogprobs(now, entropy), training_batch).stats
+
+    expected = gap[training_batch.loss_mask].exp().sum()
+    torch.testing.assert_close(stats["policy/sampler_weight"][0], expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_corrected_kl_penalty_of_one_token_has_the_gradient_minus_d(estimator):
+    objective = Objective(
+        kl_coef=1.0, kl_estimator=estimator, kl_bias_correction=True, loss_aggregation=TokenMean()
+    )
+    now, entropy, training_batch = batch(objective, old=False)
+    training_batch = replace(training_batch, advantages=torch.zeros_like(now))
+
+    _, grad, _ = gradients(objective, now, entropy, training_batch, ALL)
+
+    # k1: the derivative of -w d is w - w d, of which w has the mean 0 over the policy's tokens.
+    d, mask = training_batch.ref_logprobs - now, training_batch.loss_mask
+    expected = (1 - d if estimator == "k1" else -d) * mask / mask.sum()
+    torch.testing.assert_close(grad, expected)
+
+
+def test_a_loss_without_totals_takes_its_rows_as_the_whole_step():
+    objective = Objective(top_entropy_quantile=0.4, entropy_coef=0.5)
+    now, entropy, training_batch = batch(objective)
+    new = TokenLogprobs(now, entropy)
+    totals = objective.entropy_totals(training_batch.loss_weights, entropy)
+
+    assert objective.loss(new, training_batch).loss == pytest.approx(
+        objective.loss(new, training_batch, totals).loss.item(), rel=1e-12
+    )
+
+
+def test_the_fraction_of_kept_tokens_is_logged_only_if_tokens_are_left_out():
+    now, entropy, training_batch = batch(Objective())
+    new = TokenLogprobs(now, entropy)
+    stats = Objective(top_entropy_quantile=0.5).loss(new, training_batch).stats
+
+    assert stats["policy/kept_frac"].tolist() == [9, 18]
+    assert "policy/kept_frac" not in Objective().loss(new, training_batch).stats
+
+
 def test_masks_and_corrections_leave_the_kl_term_alone():
     plain = Objective(kl_coef=0.1)
     masked = replace(plain, top_entropy_quantile=0.3, off_policy_mask_threshold=-9.0)
@@ -285,6 +352,18 @@ def test_off_policy_limit_drops_bad_rows_that_became_unlikely():
     _, grad, _ = gradients(objective, now, entropy, moved, ALL)
 
     assert (grad != 0).any(1).tolist() == [False, True, True, False, True, False]
+
+
+def test_off_policy_limit_compares_the_mean_of_a_completion():
+    objective = Objective(off_policy_mask_threshold=0.5, surrogate=PolicyGradient())
+    now, entropy, training_batch = batch(objective, old=False)
+    drift = torch.tensor([1.2, 0.0, 0.0, 0.0, 0.0]).double()  # 0.24 of five, 0.4 of three tokens
+    moved = replace(training_batch, advantages=-torch.ones_like(now), sampler_logprobs=now + drift)
+
+    _, grad, _ = gradients(objective, now, entropy, moved, ALL)
+
+    # Only the completion of a single token has a mean above the limit.
+    assert (grad != 0).sum(1).tolist() == [5, 0, 3, 0, 4, 5]
 
 
 def test_entropy_bonus_raises_the_mean_entropy_of_all_tokens():
@@ -329,6 +408,20 @@ def test_entropy_totals_count_the_tokens_of_all_ranks():
     twins = objective.entropy_totals(training_batch.loss_weights, entropy, Twins())
 
     assert twins.num_tokens == 2 * alone.num_tokens == 2 * 9
+
+
+def test_the_entropy_threshold_is_the_quantile_of_all_ranks():
+    class Other(Twins):
+        def gather(self, values):
+            return torch.cat([values, torch.full((18,), 0.05, dtype=values.dtype)])
+
+    objective = Objective(top_entropy_quantile=0.5)
+    _, entropy, training_batch = batch(objective)
+    totals = objective.entropy_totals(training_batch.loss_weights, entropy, Other())
+
+    # All 18 tokens of the other rank have a lower entropy, so the upper half is this rank's.
+    assert totals.entropy_threshold <= entropy[training_batch.loss_mask].min()
+    assert totals.num_tokens == 2 * 18
 
 
 def with_turns(objective, junk=0.0):
@@ -627,6 +720,22 @@ def test_sapo_by_hand():
     assert gradients == pytest.approx([-3.0, 3.0])
 
 
+def test_sapo_takes_the_gate_of_the_advantages_sign():
+    losses, _ = evaluate(SAPO(2.0, 4.0), [1.5, 1.5], [0.5, -0.5])
+
+    gate = [4 / tau / (1 + math.exp(-tau * 0.5)) for tau in (2.0, 4.0)]
+    assert losses == pytest.approx([-0.5 * gate[0], 0.5 * gate[1]])
+
+
+def test_vespo_bounds_the_ratio_of_the_row_on_both_sides():
+    linear = VESPO(k=(1.0, 1.0), lam=(0.0, 0.0))  # phi = W
+    far = [math.exp(15.0), math.exp(15.0)]
+
+    assert evaluate(linear, far, [1.0, 1.0])[1] == pytest.approx([-math.exp(20.0)] * 2)
+    near = [1 / ratio for ratio in far]
+    assert evaluate(linear, near, [1.0, 1.0])[1] == pytest.approx([-1e-8] * 2)
+
+
 def test_vespo_weighs_by_the_ratio_of_the_whole_row():
     # W = 2 * 0.5 = 1: phi is 1. W = 2 * 1: phi = exp(3 + 2 log 2 - 3 * 2) = 4 e^-3.
     assert evaluate(VESPO(), [2.0, 0.5], [1.0, 1.0])[1] == pytest.approx([-1.0, -1.0])
@@ -764,6 +873,7 @@ def weights(**kwargs):
 def test_loss_weights_by_hand():
     # Unknown sampler log-probs and padding weigh 1.
     torch.testing.assert_close(weights(max=None), torch.tensor([[4.0, 0.5, 1.0], [1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(weights(), torch.tensor([[3.0, 0.5, 1.0], [1.0, 1.0, 1.0]]))
     torch.testing.assert_close(
         weights(min=0.8, max=2.0), torch.tensor([[2.0, 0.8, 1.0], [1.0, 1.0, 1.0]])
     )

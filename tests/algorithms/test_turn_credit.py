@@ -367,6 +367,17 @@ def test_a_last_turn_that_earned_nothing_has_no_rounding_of_the_others():
     assert found.rewards[..., 3].tolist() == [[0.0, 0.0, 0.0]]
 
 
+def test_the_rounding_of_a_long_episode_is_no_reward_of_its_last_turn():
+    earned = [0.1] * 100
+    total = sum(earned)  # one rounding after each turn: 2e-14 away from 10
+    assert total != 10.0
+    found = Turns.from_rollout(
+        rollout([list(range(100))], [earned], episodes=[episode([1] * 100, ["ok"])]),
+        table([total], counted=[total]),
+    )
+    assert found.rewards[0, 0].tolist() == earned
+
+
 @pytest.mark.parametrize("state", [["a"], ("a", [1])])
 def test_an_unhashable_state_raises(state):
     played = rollout([[0, 1]], [[0.0, 1.0]], states=[[state, None]])

@@ -65,6 +65,14 @@ def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
     assert target.next(1.0, 0.0) == pytest.approx(0.98)
 
 
+def test_a_checkpoint_written_right_after_resuming_holds_the_same_coefficients():
+    controllers = Controllers(entropy=EntropyTarget(target=1.0), kl=KLTarget(0.1))
+    saved = {"entropy_coef": 0.04, "kl_coef": 0.2}
+    coefficients = AdaptiveCoefficients(controllers, Objective(kl_coef=0.1, entropy_coef=0.01))
+    coefficients.load_state_dict(saved)
+    assert coefficients.state_dict() == saved
+
+
 def test_nothing_moves_unless_asked_for():
     objective = Objective(kl_coef=0.1, entropy_coef=0.2)
     coefficients = FixedCoefficients(objective)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective
+from litgrpo.algorithms.losses import RATIO_MAX, ImportanceCorrection, Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.models.reference import FrozenReference
@@ -171,6 +171,22 @@ def test_old_logprobs_are_needed_for_several_steps_only():
             torch.testing.assert_close(fresh, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0, top_k=5)])
+def test_old_logprobs_of_greedy_completions_are_those_of_the_policy(sampling):
+    policy = tiny_policy("qwen2")
+    rollout = rollouter_of(policy, sampling=sampling).generate(prompt_batch(*BATCH), "train")
+    for reuse in (True, False):
+        learner = learner_of(
+            policy,
+            config=UpdateConfig(epochs_per_rollout=2),
+            sampling=sampling,
+            reuse_sampler_logprobs=reuse,
+        )
+        old = learner.old_and_reference_logprobs(rollout).old
+        mask = rollout.loss_mask
+        torch.testing.assert_close(old[mask], rollout.sampler_logprobs[mask], atol=1e-5, rtol=1e-5)
+
+
 def test_reference_logprobs_are_the_references_own():
     policy, other = tiny_policy("qwen2"), tiny_policy("qwen2", seed=5)
     rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
@@ -281,6 +297,26 @@ def test_a_bad_number_of_the_rollout_is_named(field, name):
     assert stepper.optimizer.seen == [None]
 
 
+def test_a_row_outside_of_the_loss_is_not_named():
+    learner, training_batch = build_case("qwen2", Objective())
+    values = training_batch.sampler_logprobs.clone()
+    values[[2, 5], 0] = torch.nan
+    weights = training_batch.loss_weights.clone()
+    weights[2] = 0.0
+    broken = replace(training_batch, sampler_logprobs=values, loss_weights=weights)
+    report = learner.step(broken, recording(learner.policy))
+    assert report.skipped == {5: "log-probability at sampling"}
+
+
+def test_a_bad_number_is_named_if_a_weight_has_no_gradient():
+    learner, training_batch = build_case("qwen2", Objective())
+    learner.policy.model.register_parameter("unused", torch.nn.Parameter(torch.ones(1)))
+    values = training_batch.advantages.clone()
+    values[5, 0] = torch.nan
+    report = learner.step(replace(training_batch, advantages=values), recording(learner.policy))
+    assert report.skipped == {5: "advantage"}
+
+
 def test_a_process_drops_its_step_when_the_number_is_another_ones():
     class Other(Twins):
         def sum(self, value):
@@ -306,6 +342,28 @@ def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
     assert difference(found, whole) < 1e-6
     assert tight.row_limit.max_rows == 2
     gradient_of(tight, training_batch)  # begins with two rows, so there is no further warning
+
+
+@pytest.mark.filterwarnings("ignore:Out of memory")
+def test_the_gradient_of_an_attempt_that_ran_out_of_memory_is_dropped():
+    calls = []
+
+    @dataclass(frozen=True)
+    class Late(Objective):
+        """Memory runs out once, after the first micro-batch has added its gradient."""
+
+        def loss(self, new, training_batch, *rest):
+            calls.append(len(training_batch))
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
+            return super().loss(new, training_batch, *rest)
+
+    learner, training_batch = build_case("qwen2", Objective())
+    late, _ = build_case("qwen2", Late(), config=replace(ONE_PASS, micro_batch_size=4))
+    assert (
+        difference(gradient_of(late, training_batch), gradient_of(learner, training_batch)) < 1e-6
+    )
+    assert len(calls) > 4
 
 
 @pytest.mark.filterwarnings("ignore:Out of memory")
@@ -419,6 +477,20 @@ def test_an_average_counts_tokens_and_not_micro_batches():
     totals.add({"kl": pair(10, 1)})
     totals.add({"kl": pair(2, 3)})
     assert totals.averages(SingleProcess(), CPU)["kl"] == 3  # 12 / 4, no mean of 10 and 2 / 3
+
+
+def test_sums_of_many_micro_batches_do_not_lose_small_ones():
+    totals = Totals()
+    for number in (2**24, 1, 1, 1):
+        totals.add({"tokens": pair(number, number)})
+    assert totals.sums["tokens"].tolist() == [2**24 + 3, 2**24 + 3]
+
+
+def test_the_largest_ratio_of_all_micro_batches_is_kept():
+    totals = Totals()
+    for ratio in (1.5, 3.0, 0.5):
+        totals.add({RATIO_MAX: pair(ratio, 1)})
+    assert totals.averages(SingleProcess(), CPU)[RATIO_MAX] == 3.0
 
 
 def test_an_average_over_processes_weighs_each_by_what_it_counted():

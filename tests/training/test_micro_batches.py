@@ -1,6 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from litgrpo.algorithms.losses import Objective
+from litgrpo.distributed.device import backend
 from litgrpo.models.kernels import linear as linears
 from litgrpo.training.micro_batches import (
     BatchLimits,
@@ -8,8 +14,9 @@ from litgrpo.training.micro_batches import (
     mini_batches,
     rows_with_gradient,
 )
+from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.update_config import KEPT_BYTES, UpdateConfig
-from litgrpo.types import TrainingBatch
+from litgrpo.types import TokenLogprobs, TrainingBatch
 from tests.benchmarks.kept import kept_of
 from tests.support.models import tiny_policy
 
@@ -50,6 +57,78 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch():
     assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
     parts = RaggedBatches().buckets(rows, BatchLimits(max_tokens=8, shared=True))
     assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
+
+
+def test_the_last_micro_batch_of_a_step_is_marked():
+    rows = training_batch([1.0, 1.0, 1.0, 1.0])
+    found = list(RaggedBatches().split(rows, torch.tensor([3, 0, 2]), BatchLimits(max_rows=2)))
+    assert [micro.is_last for micro in found] == [False, True]
+    assert not any(micro.is_filler for micro in found)
+
+
+@pytest.mark.parametrize("limits", [BatchLimits(), BatchLimits(max_rows=1), BatchLimits(None, 9)])
+@pytest.mark.parametrize("batching", [RaggedBatches(), StaticBatches(backend(torch.device("cpu")))])
+def test_log_probabilities_of_micro_batches_are_written_to_their_rows(batching, limits):
+    tokens = training_batch([1.0, 1.0, 1.0, 1.0]).tokens
+    numbers = torch.arange(16.0).view(4, 4)
+    tokens = replace(tokens, completion_ids=numbers.long())
+
+    def logprobs_of(part):
+        values = part.completion_ids.float()
+        return TokenLogprobs(-values, values * 10)
+
+    found = batching.compute_logprobs(tokens, logprobs_of, limits)
+    mask = tokens.completion_mask
+    torch.testing.assert_close(found.logprobs[mask], -numbers[mask])
+    torch.testing.assert_close(found.entropy[mask], 10 * numbers[mask])
+    assert found.logprobs.shape == found.entropy.shape == (4, 4)
+
+
+@st.composite
+def step_rows(draw):
+    """Rows of one optimizer step, with a limit of rows and one of tokens for a micro-batch."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    limit = st.none() | st.integers(1, 12)
+    return lengths, draw(limit), draw(limit), draw(st.booleans()), draw(st.integers(0, 2**31))
+
+
+@given(step_rows())
+def test_the_gradient_is_that_of_all_rows_for_any_micro_batches(case):
+    lengths, max_rows, max_tokens, shared, seed = case
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(1, *lengths))
+    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+    objective = Objective(kl_coef=0.1, entropy_coef=0.1, loss_aggregation="sequence_mean")
+    logits = torch.randn(*shape, 3, generator=generator, dtype=torch.float64)
+    rows = TrainingBatch(
+        prompt_ids=torch.ones(2, 3, dtype=torch.long),
+        prompt_mask=torch.tensor([[False, True, True], [True, True, True]]),
+        prompt_of=torch.arange(len(lengths)) % 2,
+        completion_ids=torch.arange(shape[0] * shape[1]).view(shape),
+        completion_mask=mask,
+        loss_mask=mask,
+        sampler_logprobs=torch.zeros(shape),
+        advantages=torch.randn(shape, generator=generator) * mask,
+        loss_weights=objective.loss_weights(mask, torch.zeros(len(lengths)).bool(), 5),
+        ref_logprobs=torch.full(shape, -1.0),
+    )
+    totals = objective.entropy_totals(rows.loss_weights)
+    gradients = []
+    for limits in (BatchLimits(), BatchLimits(max_rows, max_tokens, shared)):
+        weight = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64, requires_grad=True)
+        for micro in RaggedBatches().split(rows, None, limits):
+            own = logits.flatten(0, 1)[micro.rows.completion_ids]
+            scores = (own * weight).log_softmax(-1)
+            new = TokenLogprobs(scores[..., 0], -(scores.exp() * scores).sum(-1))
+            objective.loss(new, micro.rows, totals).loss.backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("linear_outputs", [100, 1000, 5000])
+def test_auto_tokens_keep_at_most_512_mib_of_activations(linear_outputs):
+    tokens = UpdateConfig().resolve_auto(linear_outputs).max_tokens
+    assert 0.99 < tokens * 8.5 * linear_outputs / (512 * 2**20) <= 1
 
 
 def kept_of_token(model) -> float:

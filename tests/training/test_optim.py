@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from litgrpo.training.optim import DefaultAdamW, WarmupCosine, WarmupLinear
 
@@ -41,8 +43,9 @@ def test_it_steps_as_adamw_does():
         (DefaultAdamW(ours, lr=0.1), ours),
         (torch.optim.AdamW(theirs, lr=0.1), theirs),
     ):
-        made[0].grad = torch.tensor([1.0, -2.0])
-        optimizer.step()
+        for gradient in ([1.0, -2.0], [0.5, 3.0], [-4.0, 0.0]):
+            made[0].grad = torch.tensor(gradient)
+            optimizer.step()
     assert torch.equal(ours[0], theirs[0])
 
 
@@ -57,6 +60,29 @@ def test_half_a_cosine_passes_through_the_middle_and_ends_at_its_share():
     assert seen[0] == pytest.approx(0.5)
     assert seen[6] == pytest.approx((1 + 0.1) / 2)
     assert seen[10] == pytest.approx(0.1)
+
+
+def test_a_warm_up_of_one_is_one_step_and_not_the_whole_run():
+    assert rates(WarmupLinear(sgd(), warmup=1, total_steps=5), 3) == [1.0, 1.0, 0.75]
+
+
+@given(
+    st.sampled_from([WarmupLinear, WarmupCosine]),
+    st.floats(0, 0.99) | st.integers(1, 9),
+    st.floats(0, 1),
+    st.integers(10, 40),
+)
+def test_the_learning_rate_rises_to_the_peak_and_then_falls_to_its_fraction(
+    kind, warmup, ratio, total
+):
+    schedule = kind(sgd(), warmup=warmup, min_lr_ratio=ratio, total_steps=total)
+    factors = [schedule.factor(step) for step in range(total + 3)]
+    peak = factors.index(max(factors))
+    assert max(factors) <= 1 + 1e-12
+    assert factors[: peak + 1] == sorted(factors[: peak + 1])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[total:] == pytest.approx([ratio] * 3)
+    assert factors[0] > 0
 
 
 def test_without_warm_up_the_first_step_has_the_whole_learning_rate():

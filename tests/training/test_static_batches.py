@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from litgrpo.distributed.device import backend
+from litgrpo.distributed.device import Backend, backend
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.training.iteration_metrics import StepSums
 from litgrpo.training.micro_batches import BatchLimits
-from litgrpo.training.static_batches import StaticBatches
-from litgrpo.types import TrainingBatch
+from litgrpo.training.static_batches import StaticBatches, StaticSums
+from litgrpo.types import LossOutput, TrainingBatch
 from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
@@ -49,6 +50,30 @@ def test_tokens_limit_the_rows_with_padding_counted():
     data = training_batch()
     width = data.prompt_ids.shape[1] + 6
     assert STATIC.rows_at_once(data, BatchLimits(max_tokens=2 * width)) == 2
+
+
+@pytest.mark.parametrize(("max_rows", "rows"), [(None, 8), (1, 4), (4, 4), (5, 8)])
+def test_rows_are_a_multiple_of_the_chips_they_are_divided_among(max_rows, rows):
+    class FourChips(Backend):
+        num_chips = 4
+
+    batching = StaticBatches(FourChips(torch.device("cpu")))
+    assert batching.rows_at_once(training_batch(), BatchLimits(max_rows=max_rows)) == rows
+
+
+def test_sums_that_stay_on_the_device_are_those_of_every_micro_batch():
+    outputs = [
+        LossOutput(torch.tensor(loss), {"policy/kl": torch.tensor([loss * 8, 2.0])})
+        for loss in (0.5, 0.25, -2.0)
+    ]
+    found = []
+    for sums in (StepSums(), StaticSums(STATIC.device)):
+        for output in outputs:
+            sums.add(output)
+        found.append(sums.read(torch.tensor(3.0)))
+    for stats, loss, norm in found:
+        assert {name: value.tolist() for name, value in stats.items()} == {"policy/kl": [-10, 6]}
+        assert (float(loss), float(norm)) == (-1.25, 3.0)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2", "llama", "gpt2", "t5"])

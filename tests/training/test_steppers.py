@@ -41,6 +41,12 @@ def test_it_returns_what_finish_returned_and_steps_on_what_finish_left(weight):
     assert not stepper.optimizer.state
 
 
+def test_the_learning_rate_is_a_number_if_the_optimizer_keeps_a_tensor(weight):
+    stepper = PlainStepper(torch.optim.SGD([weight], lr=torch.tensor(0.5)))
+    assert isinstance(stepper.lr, float)
+    assert stepper.lr == 0.5
+
+
 def test_the_learning_rate_is_that_of_the_next_step(weight):
     optimizer = torch.optim.SGD([weight], lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -69,13 +69,16 @@ class Groups:
         return deviation, std, degrees_of_freedom
 
     def batch_statistics(self) -> tuple[Tensor, Tensor]:
-        """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation."""
+        """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation.
+
+        Both are exactly 0 if the rewards differ only by rounding.
+        """
         count = self.comm.sum((~self.values.isnan()).sum().double())
         mean = self.comm.sum(self.values.nansum()) / count.clamp(min=1)
         squares = self.comm.sum((self.values - mean).square().nansum())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         differ = std > 4 * self.table.precision * mean.abs()
-        return torch.where(differ, self.values - mean, 0.0), std
+        return torch.where(differ, self.values - mean, 0.0), std.where(differ, 0.0)
 
 
 class Advantages(ABC):
@@ -122,7 +125,8 @@ class Normalized(Advantages):
         baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`.
         scale: standard deviation (n - 1) of the `group` or `batch`, its absolute `mean`, or
             `none`.
-        eps: added to a standard deviation; the smallest absolute mean.
+        eps: added to a standard deviation; the smallest absolute mean. A standard deviation of 0,
+            and with `eps: 0` a mean of 0, gives zero advantages.
 
     Example:
         >>> from litgrpo.distributed.collectives import SingleProcess
@@ -138,8 +142,8 @@ class Normalized(Advantages):
 
     @property
     def needs_group(self) -> bool:
-        """Only baselines of the prompt's own group need further completions."""
-        return self.baseline in ("group", "others")
+        """A baseline or a standard deviation of the prompt's group needs further completions."""
+        return self.baseline in ("group", "others") or self.scale == "group"
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] (r - baseline) / scale."""
@@ -156,14 +160,23 @@ class Normalized(Advantages):
                 centered = groups.values
         match self.scale:
             case "group":
-                return centered / (std + self.eps)
+                return _divide(centered, std, self.eps)
             case "batch":
-                return centered / (groups.batch_statistics()[1] + self.eps)
+                return _divide(centered, groups.batch_statistics()[1], self.eps)
             case "mean":
                 mean = groups.values.nanmean(1, keepdim=True)
-                return centered / mean.abs().clamp(min=self.eps)
+                return _divide(centered, mean.abs().clamp(min=self.eps), 0.0)
             case "none":
                 return centered
+
+
+def _divide(centered: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Divide by scale + eps; 0 if the scale is 0.
+
+    The mean of a group without variance may differ from the mean of the batch. That difference,
+    divided by eps alone, would be an advantage whose size depends on eps only.
+    """
+    return torch.where(scale > 0, centered / (scale + eps), 0.0)
 
 
 @dataclass(frozen=True)
@@ -241,8 +254,8 @@ def check_centered(
     Raises:
         RuntimeError: a group's advantages do not sum to zero.
     """
-    by_group = isinstance(estimator, Normalized | GDPO)
-    if not (by_group and estimator.needs_group and gamma == 1):
+    by_group = isinstance(estimator, Normalized) and estimator.baseline in ("group", "others")
+    if not (by_group or isinstance(estimator, GDPO)) or gamma != 1:
         return
     off = values.mean(1).abs() / values.abs().amax(1).clamp(min=1)
     if bool((off > tolerance).any()):

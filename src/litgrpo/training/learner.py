@@ -131,8 +131,7 @@ class Learner:
     def _old_logprobs(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
         if self.config.num_steps == 1:
             return None
-        # Greedy decoding has log-probabilities at temperature 1, not the policy's.
-        if self.reuse_sampler_logprobs and not self.sampling.greedy:
+        if self.reuse_sampler_logprobs:
             return rollout.sampler_logprobs
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
         return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs

@@ -42,7 +42,7 @@ def check_sizes(
     if group_size == 1 and objective.advantages.needs_group:
         raise ValueError(
             "group_size is 1, but this objective compares completions of the same prompt. Set "
-            "group_size to 2 or more, or objective.advantages.baseline to batch or none."
+            "group_size to 2 or more, or objective.advantages.baseline and .scale to batch or none."
         )
 
 
