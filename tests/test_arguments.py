@@ -1,12 +1,23 @@
+import operator
+
 import pytest
 
 from litgrpo.arguments import above, at_least, at_most, did_you_mean, one_of
 
 
-def test_a_number_at_its_bound_passes():
-    at_least("a", 1, 1)
-    at_most("a", 1, 1)
-    at_least("a", None, 1)
+@pytest.mark.parametrize("bound", [-1, 0, 0.5, 7])
+@pytest.mark.parametrize(
+    ("check", "holds"),
+    [(at_least, operator.ge), (at_most, operator.le), (above, operator.gt)],
+)
+def test_a_number_passes_exactly_if_it_is_within_its_bound(check, holds, bound):
+    for value in (bound - 1, bound - 1e-9, bound, bound + 1e-9, bound + 1):
+        if holds(value, bound):
+            check("a", value, bound)
+        else:
+            with pytest.raises(ValueError, match="a is"):
+                check("a", value, bound)
+    check("a", None, bound)  # an option that is not set
 
 
 @pytest.mark.parametrize(

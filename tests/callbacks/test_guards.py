@@ -97,24 +97,28 @@ def test_a_run_that_makes_progress_is_not_terminated(tmp_path):
 
 
 class Slow(StandIn):
-    """An iteration takes a tenth of a second, a validation six."""
+    """By the clock of the callback an iteration takes 100 s, a validation 600 s."""
+
+    now = 0.0
 
     def training_step(self, batch, batch_idx):
-        time.sleep(0.1)
+        self.now += 100.0
         return super().training_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
-        time.sleep(0.6)
+        self.now += 600.0
         super().on_validation_epoch_end()
 
 
-def test_a_run_stops_early_enough_for_the_last_validation(tmp_path):
-    started = time.monotonic()
-    module = fit(tmp_path, TimeBudget({"seconds": 3}), module=Slow(None))
-    assert time.monotonic() - started < 3.5
-    # One validation before and one after: about a second and a half is left for iterations.
+def test_a_run_stops_early_enough_for_the_last_validation(tmp_path, monkeypatch):
+    module = Slow(None)
+    monkeypatch.setattr(guards, "time", SimpleNamespace(monotonic=lambda: module.now))
+    fit(tmp_path, TimeBudget({"seconds": 3000}), module=module)
+    # One validation before and one after leave 1800 s. After 17 iterations another one would fit,
+    # but then nothing would be left for the next: 600 + 1700 + 100 + 600 s.
     assert module.evaluations == 2
-    assert 3 <= module.iteration <= 18
+    assert module.iteration == 18
+    assert module.now == 3000
 
 
 def test_the_duration_is_written_as_lightning_does():
@@ -188,8 +192,12 @@ def test_repeated_compilation_stops_the_run_if_asked(monkeypatch):
         run(monkeypatch, callback, [7, 1])
 
 
-def test_allowed_compilation_does_not_warn(monkeypatch):
-    run(monkeypatch, Recompilation(warm_up=1, allowed=3), [7, 1, 2])
+def test_allowed_compilation_does_not_warn(monkeypatch, recwarn):
+    module = run(monkeypatch, Recompilation(warm_up=1, allowed=3), [7, 1, 2])
+    assert [each["perf/compilations"] for each in module.logged] == [7, 1, 2]
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="compil"):
+        run(monkeypatch, Recompilation(warm_up=1, allowed=3), [7, 1, 3])
 
 
 def test_a_device_that_does_not_compile_logs_nothing():

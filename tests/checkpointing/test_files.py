@@ -1,6 +1,7 @@
 """A checkpoint that is read equals the one that was written, or reading it raises."""
 
 import enum
+import os
 import resource
 import subprocess
 import sys
@@ -40,6 +41,21 @@ def test_reading_returns_what_was_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    path, synced = tmp_path / "a.ckpt", []
+    sync = os.fsync
+
+    def note(handle):
+        synced.append((os.readlink(f"/proc/self/fd/{handle}"), path.exists()))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_file(state(), path)
+    (file, named), (folder, _) = synced
+    assert Path(file).parent == Path(folder) == tmp_path
+    assert not named
+
+
 def test_an_object_that_could_not_be_loaded_raises_on_write(tmp_path):
     with raises_for("function", error=TypeError):
         write_file(state(extra=lambda: None), tmp_path / "a.ckpt")
@@ -55,6 +71,11 @@ def _nan(checkpoint):
     checkpoint[MANIFEST] = build_manifest(checkpoint)
 
 
+def _inf(checkpoint):
+    checkpoint["state_dict"]["b"][[0, 2]] = torch.tensor([torch.inf, -torch.inf]).bfloat16()
+    checkpoint[MANIFEST] = build_manifest(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -63,7 +84,9 @@ def _nan(checkpoint):
         (lambda c: c.pop("optimizer_states"), "optimizer_states"),
         (lambda c: c.update(more=1), "more"),
         (lambda c: c.pop(MANIFEST), "manifest"),
-        (_nan, "a has"),
+        (lambda c: c[MANIFEST].update(config="other"), "manifest"),
+        (_nan, "a has 1 of 6"),
+        (_inf, "b has 2 of 4"),
     ],
 )
 def test_the_error_names_the_changed_part(tmp_path, change, part):
@@ -140,6 +163,11 @@ def test_the_manifest_holds_parts_shapes_versions_config_and_data():
     assert manifest["versions"]["torch"] == version("torch")
     assert manifest["config"] == digest("a: 1")
     assert manifest["data"] == [{"prompts": "abc", "seed": 0}]
+    moved = state()
+    moved["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [
+        {"epoch": 7, "batches": 0, "drawn": 3, "prompts": "abc", "seed": 0}
+    ]
+    assert build_manifest(moved)["data"] == manifest["data"]
 
 
 def test_a_digest_depends_on_every_value_and_on_nothing_else():

@@ -1,9 +1,12 @@
 """The CheckpointIO plugin: background writes, and reading with a fallback."""
 
+import threading
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.files import DamagedCheckpoint, read_file
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
@@ -37,6 +40,39 @@ def test_a_save_holds_the_values_at_its_call(tmp_path):
     io.wait()
     io.teardown()
     assert read_file(tmp_path / "a.ckpt")["more"].sum() == 0
+
+
+def test_the_end_of_the_thread_waits_for_the_pending_file(tmp_path, monkeypatch):
+    write, release = checkpoint_io.write_file, threading.Event()
+
+    def slow(checkpoint, path):
+        release.wait(30)
+        write(checkpoint, path)
+
+    monkeypatch.setattr(checkpoint_io, "write_file", slow)
+    io = VerifiedCheckpointIO()
+    io.save_checkpoint(state(), tmp_path / "a.ckpt", lambda path: None)
+    threading.Timer(0.2, release.set).start()
+    io.teardown()
+    assert (tmp_path / "a.ckpt").exists()
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_the_size_of_a_folder_of_shards_is_in_mib(tmp_path, one_rank):
+    io = VerifiedCheckpointIO()
+    io.shards_for = torch.clone
+    io.save_checkpoint(state(more=torch.zeros(2**18)), tmp_path / "a.ckpt", lambda path: None)
+    (saved,) = io.stats
+    size = sum(path.stat().st_size for path in (tmp_path / "a.ckpt").iterdir())
+    assert saved.size_mib == pytest.approx(size / 2**20)
+    assert saved.size_mib > 1
 
 
 def test_a_trainer_takes_the_plugin_and_the_callback_uses_it():

@@ -3,6 +3,7 @@
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from litgrpo.checkpointing.resume import (
     set_all_random_state,
 )
 from tests.support.fitting import fit
+from tests.support.gloo import run_by
 from tests.support.optimizer_options import STEPS, Learns
 from tests.support.raises import raises_for
 from tests.support.standin import StandIn
@@ -56,6 +58,28 @@ class Draws(StandIn):
     def training_step(self, batch, batch_idx):
         self.seen.append(drawn())
         return super().training_step(batch, batch_idx)
+
+
+def save_states(number, folder):
+    """Save what the ranks put into a checkpoint."""
+    torch.distributed.init_process_group("gloo")
+    rank, checkpoint = torch.distributed.get_rank(), {}
+    torch.manual_seed(rank)
+    RngState().on_save_checkpoint(SimpleNamespace(world_size=number), None, checkpoint)
+    torch.save((torch.get_rng_state(), checkpoint["random_state"]), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_checkpoint_holds_the_random_state_of_every_rank(tmp_path):
+    run_by(2, save_states, str(tmp_path))
+    (first, states), (second, again) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)
+    )
+    assert len(states) == len(again) == 2
+    assert not torch.equal(first, second)
+    for own, state in zip((first, second), states, strict=True):
+        set_all_random_state(state)
+        assert torch.equal(torch.get_rng_state(), own)
 
 
 def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path):
@@ -202,6 +226,21 @@ def test_after_a_resume_each_iteration_is_logged_once(tmp_path, cut):
     whole, parts = seen(tmp_path / "whole"), seen(tmp_path / "parts")
     assert parts == whole
     assert whole[0] == ["step", "1", "2", "3", "3", "4", "5", "6", "6", "7", "7"]
+
+
+class FailsLater(StandIn):
+    """Fails in its second iteration."""
+
+    def training_step(self, batch, batch_idx):
+        if self.iteration == 1:
+            raise RuntimeError("a bug")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_that_fails_after_its_start_keeps_its_log(tmp_path):
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_with_loggers(tmp_path, FailsLater(4))
+    assert 1 in seen(tmp_path)[1]["reward/mean"]
 
 
 def test_a_new_run_does_not_truncate_files(tmp_path):

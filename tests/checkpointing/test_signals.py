@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from litgrpo.checkpointing.signals import SIGNALS, Stopped, StopRequest
+from litgrpo.checkpointing.signals import SIGNALS, Stopped, StopRequest, detach_from_terminal
 
 
 def one_process():
@@ -63,6 +63,12 @@ def test_the_message_about_a_second_signal_is_true(signum, said, capfd, monkeypa
     assert bool(ended) == (signum == signal.SIGTERM)  # a terminal that closes sends SIGHUP twice
     signal.raise_signal(signal.SIGTERM)
     assert ended
+
+
+def test_a_hangup_leaves_no_file_open():
+    before = sorted(os.listdir("/proc/self/fd"))
+    detach_from_terminal()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_several_processes_stop_together_at_a_check():

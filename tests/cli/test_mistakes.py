@@ -140,7 +140,7 @@ def test_options_of_other_commands_exist():
 @pytest.mark.parametrize("target", sorted({*OTHER_NAMES.values()}))
 def test_names_of_trl_and_verl_lead_to_options_that_exist(target):
     if target not in (*RUN_OPTIONS, "ckpt_path", "seed_everything"):
-        find_option(target, ROOTS)
+        assert find_option(target, ROOTS).key == target
 
 
 def test_the_longest_end_of_a_foreign_name_counts():

@@ -41,6 +41,17 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     )
 
 
+def test_sources_of_one_size_are_shuffled_independently():
+    # Of each of two sources of eight rows an epoch takes three; the third source has the rest.
+    sources = [row // 8 for row in range(24)]
+    chosen = []
+    for seed in range(4):
+        rows = {row % 24 for row in mix_sources(sources, [1, 1, 6], seed, 0)}
+        chosen.append([{row % 8 for row in rows if row // 8 == source} for source in (0, 1)])
+    assert all(len(rows) == 3 for pair in chosen for rows in pair)
+    assert any(first != second for first, second in chosen)
+
+
 def test_a_source_without_rows_is_refused():
     with pytest.raises(ValueError, match=r"source 2"):
         mix_sources([0, 0], [1, 1], 0, 0)

@@ -26,6 +26,11 @@ def test_a_renamed_column_keeps_its_own_name_too_and_others_stay():
     assert rows[0].values == both  # litgrpo gives `answer` a meaning, so it cannot keep its own
 
 
+def test_a_column_of_our_name_that_means_something_else_is_not_taken_for_ours():
+    with pytest.raises(ValueError, match="no field 'prompt'"):
+        table({"answer": "prompt"}).read([{"prompt": "42", "question": "6 * 7?"}], {"prompt"})
+
+
 def test_one_column_can_have_two_names():
     columns = {"prompt": "q", "answer": "a", "completion": "a"}
     rows = table(columns, {"answer": r"####\s*(.+)"}).read([{"q": "1+1?", "a": "one more\n#### 2"}])
@@ -94,6 +99,13 @@ def test_repeats_fall_on_one_side_and_are_counted(caplog):
         train, val = table(val_fraction=0.25).read_train_and_val(SUMS + SUMS[:2], None)
     assert not set(prompts(train)) & set(prompts(val))
     assert "prompts are repeats (the given list, row 401 = the given list, row 1)" in caplog.text
+
+
+def test_repeats_of_validation_are_counted_as_those_of_training(caplog):
+    with caplog.at_level("INFO"):
+        table().read_train_and_val(SUMS[:3], SUMS[5:8] + SUMS[5:6])
+    assert "val: 1 of 4 prompts are repeats" in caplog.text
+    assert "train:" not in caplog.text
 
 
 def test_training_prompts_that_are_in_validation_are_removed_and_counted():

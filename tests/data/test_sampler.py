@@ -5,6 +5,8 @@ from itertools import chain
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from litgrpo.data import loader as sampler
@@ -79,6 +81,32 @@ def test_buckets_hold_rows_of_about_equal_length():
     assert sorted(sorted(lengths[rows].tolist()) for rows in batches) == [[3, 3, 3], [39, 40, 40]]
 
 
+def test_lengths_are_rounded_by_at_most_a_sixteenth():
+    # 33 becomes 34 and 36 stays: no batch has both.
+    lengths = torch.tensor([33, 36] * 8)
+    for seed in range(5):
+        batches = batch_by_length(lengths, 4, None, seed=seed, epoch=0)
+        assert {len(set(lengths[rows].tolist())) for rows in batches} == {1}
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 400),
+    st.integers(0, 99),
+)
+def test_batches_by_length_hold_every_row_once_within_the_limits(lengths, rows, tokens, seed):
+    known = torch.tensor(lengths)
+    batches = batch_by_length(known, rows, tokens, seed, epoch=0)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert rows is None or len(batch) <= rows
+        padded = len(batch) * int(known[batch].max())
+        assert tokens is None or padded <= tokens or len(batch) == 1
+    other = batch_by_length(known, rows, tokens, seed, epoch=1)
+    assert len(other) == len(batches)
+
+
 def test_buckets_respect_the_token_budget_and_lose_no_row():
     lengths = torch.randint(1, 90, (400,), generator=torch.Generator().manual_seed(0))
     plans = [batch_by_length(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
@@ -129,6 +157,49 @@ def test_a_loader_goes_on_where_another_stopped(num_workers, cut):
     # At the end of an epoch Lightning may continue with this epoch, which has no batch left.
     rows += epochs(second, range(max(cut - 1, 0) // 5, 3))
     assert rows == whole
+
+
+@given(
+    st.integers(2, 12), st.integers(1, 4), st.integers(0, 99), st.integers(1, 3), st.integers(0, 12)
+)
+def test_a_loader_resumes_after_any_batch_on_every_rank(count, size, seed, world_size, cut):
+    size = min(size, count)
+    for rank in range(world_size):
+        whole = loader(0, count, size, seed, rank, world_size)
+        extra = [whole.draw(1).tolist() for _ in range(cut + 2)]
+        whole, first = (loader(0, count, size, seed, rank, world_size) for _ in range(2))
+        expected, rows = epochs(whole, range(cut + 2)), []
+        for _ in range(cut):
+            first.draw(1)
+        for epoch in range(cut + 1):
+            first.sampler.set_epoch(epoch)
+            for batch in first:
+                if len(rows) == cut:
+                    break
+                rows.append(batch.tolist())
+                state = first.state_dict()
+        if not cut:
+            state = loader(0, count, size, seed, rank, world_size).state_dict()
+        second = loader(0, count, size, seed, rank, world_size)
+        second.load_state_dict(state)
+        rows += epochs(second, range(state["epoch"], cut + 2))
+        assert rows == expected
+        assert [second.draw(1).tolist() for _ in range(2)] == extra[cut:]
+
+
+def test_the_next_batch_can_be_seen_before_it_is_taken():
+    for rank in (0, 1):
+        batches = loader(batch_size=4, rank=rank, world_size=2)
+        expected = epochs(loader(batch_size=4, rank=rank, world_size=2), [0, 1])
+        assert batches.peek().tolist() == expected[0]
+        found = []
+        for epoch in (0, 1):
+            batches.sampler.set_epoch(epoch)
+            for batch in batches:
+                found.append(batch.tolist())
+                if len(found) < len(expected):
+                    assert batches.peek().tolist() == expected[len(found)]
+        assert found == expected
 
 
 def test_a_second_pass_over_one_epoch_begins_at_its_start():

@@ -1,5 +1,7 @@
+import gc
 import io
 import tokenize
+import weakref
 from pathlib import Path
 
 import pytest
@@ -108,7 +110,9 @@ def test_each_backend_keeps_its_random_numbers_in_the_state(monkeypatch):
 
 def test_states_from_before_cuda_was_there_are_read():
     state = random_state()
+    expected = torch.rand(3)
     set_random_state({"cpu": state["cpu"]})
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_no_more_threads_than_there_were():
@@ -239,8 +243,20 @@ def test_each_way_to_say_that_memory_is_short_is_known():
     assert not is_out_of_memory(ValueError("not enough memory"))
 
 
-def test_freeing_memory_needs_no_device():
-    free_memory()
+def test_memory_of_a_cycle_of_objects_is_freed():
+    class Node:
+        pass
+
+    node = Node()
+    node.itself, reference = node, weakref.ref(node)
+    gc.disable()
+    try:
+        del node
+        assert reference() is not None
+        free_memory()
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_data_stay_on_the_host_of_a_compiling_device_and_go_to_others():

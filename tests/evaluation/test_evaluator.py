@@ -11,6 +11,7 @@ from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
 from tests.training.parts import letters, rollouter_of
 
@@ -24,6 +25,11 @@ def grade(prompts, completions, **_):
 
 def zero(prompts, completions, **_):
     return [0.0] * len(completions)
+
+
+def odd(prompts, completions, **_):
+    """Fails for every second completion."""
+    return [1.0 if row % 2 else float("nan") for row in range(len(completions))]
 
 
 def evaluator(*, function=letters, **settings):
@@ -76,6 +82,28 @@ def test_a_reward_that_failed_is_no_success():
     judge = Evaluator(Evaluation(success_threshold=-1.0), Scorer(parts, runner=InProcessRunner()))
     judge.evaluate(rollouter(), BATCH, "val", 0)
     assert judge.report("val")["val/avg@4"] == 0
+
+
+def test_a_completion_whose_other_reward_failed_is_no_success():
+    parts = {"first": Reward(lambda completions: [1.0] * len(completions)), "other": Reward(odd)}
+    runner = InProcessRunner(max_failed_frac=1.0)
+    judge = Evaluator(Evaluation(success_threshold=0.5, greedy=False), Scorer(parts, runner=runner))
+    evaluated = judge.evaluate(rollouter(), BATCH, "val", 0)
+    assert evaluated.correct.tolist() == evaluated.rewards.valid.tolist()
+    assert judge.report("val")["val/avg@4"] == 0.5
+
+
+def test_the_distance_from_the_initial_policy_is_the_same_measured_at_once_or_later():
+    policy, initial = rollouter(), lambda rollout: rollout.sampler_logprobs - 0.25
+    at_once, later = evaluator(greedy=False), evaluator(greedy=False)
+    at_once.initial_logprobs = initial
+    for judge in (at_once, later):
+        judge.evaluate(policy, BATCH, "val", 0)
+    report = at_once.report("val")
+    assert report["val/initial_kl"] == pytest.approx(0.25)
+    later.report("val")
+    later.measure_initial_distance(initial)
+    assert later.complete().items() <= report.items()
 
 
 def test_a_report_forgets_what_it_reported():
@@ -142,6 +170,17 @@ def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
     for row, other in zip(evaluator().predict(policy, named), rows, strict=True):
         assert row["columns"] == {"answer": "mine", "completion": "mine", "id": "mine"}
         assert (row["answer"], row["completion"]) == (other["answer"], other["completion"])
+
+
+def test_answers_of_episodes_hold_their_messages_and_rewards():
+    policy = rollouter_of(tiny_policy("qwen2"), episodes=episodes_of(Echo((3,))))
+    policy.max_completion_length = 40
+    for row in evaluator().predict(policy, BATCH):
+        assert [message["role"] for message in row["messages"]][::2] == ["assistant"] * 3
+        assert row["turn_rewards"] == [1.0, 2.0, 3.0]
+        assert row["calls"] == {"echo": [3, 0]}
+        assert not row["failed"]
+    assert "messages" not in evaluator().predict(rollouter(), BATCH)[0]
 
 
 def test_answers_are_drawn_from_the_filtered_distribution():

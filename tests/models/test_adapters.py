@@ -144,6 +144,30 @@ def test_settings_that_contradict_the_folder_raise(base, adapter):
     assert load_policy(base, lora=LoRA(rank=4, adapter_path=str(adapter))).has_adapter
 
 
+def test_an_adapter_continues_with_another_dropout(base, adapter):
+    policy = load_policy(base, lora=LoRA(rank=4, dropout=0.25, adapter_path=str(adapter)))
+    rates = {part.p for part in policy.modules() if isinstance(part, torch.nn.Dropout)}
+    assert rates == {0.25}
+
+
+def test_an_adapter_is_scaled_by_two_by_default(base):
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    policy = load_policy(base, lora=LoRA())
+    layers = [part for part in policy.modules() if isinstance(part, BaseTunerLayer)]
+    assert {scale for layer in layers for scale in layer.scaling.values()} == {2.0}
+
+
+def test_the_adapter_of_training_stays_active_next_to_the_initial_one(base, adapter):
+    policy = load_policy(base, lora=LoRA(rank=4, adapter_path=str(adapter)))
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    rows = tokens(policy)
+    InitialAdapterReference(policy, str(adapter))
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == trained
+    policy.logprobs(rows).logprobs.sum().backward()
+    assert all(p.grad is not None for name, p in policy.named_parameters() if name in trained)
+
+
 def test_a_folder_without_an_adapter_or_with_another_kind_raises(base, adapter):
     with raises_for("lora.adapter_path", "adapter_config.json"):
         load_policy(base, lora=LoRA(adapter_path=base))

@@ -67,6 +67,54 @@ def test_entropy_is_that_of_the_distribution():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_each_decoding_step_has_the_logits_of_the_plain_forward_pass(architecture, fused):
+    policy = tiny_policy(architecture)
+    prompts = prompt_batch("a longer prompt than the window", "b")
+    fed = torch.randint(3, 259, (4, 5), generator=torch.Generator().manual_seed(0))
+    ids, mask = (x.repeat_interleave(2, 0) for x in (prompts.prompt_ids, prompts.prompt_mask))
+    expected = policy.dense_logits(ids, mask, fed)
+    with policy.decoding(4, fused=fused):
+        logits, state = policy.prefill(prompts.prompt_ids, prompts.prompt_mask, 2, 6)
+        found = [logits.repeat_interleave(2, 0)]
+        for column in range(5):
+            found.append(policy.decode_step(fed[:, column], state))
+            if architecture != "t5":
+                assert state.get_seq_length() == prompts.prompt_ids.shape[1] + column + 1
+    torch.testing.assert_close(torch.stack(found, 1), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_tokens_of_an_environment_have_no_log_probability(architecture):
+    policy = tiny_policy(architecture)
+    rows = tokens(policy)
+    observed = rows.completion_mask.clone()
+    observed[:, 1::2] = False
+    whole, part = policy.logprobs(rows), policy.logprobs(replace(rows, loss_mask=observed))
+    assert not part.logprobs[~observed].any()
+    assert not part.entropy[~observed].any()
+    torch.testing.assert_close(part.logprobs[observed], whole.logprobs[observed])
+    torch.testing.assert_close(part.entropy[observed], whole.entropy[observed])
+
+
+def test_static_shapes_are_those_of_the_device_unless_set():
+    policy = tiny_policy("llama")
+    assert not policy.static_shapes
+    policy.static_shapes = True
+    assert policy.static_shapes
+    policy.static_shapes = None
+    assert not policy.static_shapes
+
+
+def test_a_reference_moves_by_its_fraction_to_the_policy():
+    policy, reference = tiny_policy("llama"), FrozenReference(tiny_policy("llama", seed=5))
+    old = [p.clone() for p in reference.parameters()]
+    reference.mix_in(policy, 0.25)
+    pairs = zip(old, policy.parameters(), reference.parameters(), strict=True)
+    for before, its, after in pairs:
+        torch.testing.assert_close(after, 0.75 * before + 0.25 * its)
+
+
 def test_gradient_checkpointing_changes_no_gradient():
     plain = tiny_policy("qwen2")
     precision = Precision(gradient_checkpointing=True)

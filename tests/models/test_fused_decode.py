@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from litgrpo.models.fused_decode import FusedDecoder, is_supported
+from litgrpo.models.kernels.linear import list_linear_layers
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
@@ -69,6 +70,58 @@ def test_the_fused_decoder_runs_only_if_enabled(monkeypatch):
     assert not steps
     generate(policy, fused=True)
     assert len(steps) == 11
+
+
+def test_a_weight_that_is_no_plain_parameter_is_decoded_by_transformers():
+    class Quantized(torch.nn.Parameter):
+        pass
+
+    model = tiny_model("llama")
+    assert is_supported(model)
+    projection = model.model.layers[0].mlp.down_proj
+    projection.weight = Quantized(projection.weight.data)
+    assert type(projection.weight) is Quantized
+    assert not is_supported(model)
+
+
+def test_a_fused_step_that_is_off_is_not_used(monkeypatch, caplog):
+    step = FusedDecoder.decode_step
+
+    def off(self, tokens, cache):
+        return step(self, tokens, cache) + 0.01 * torch.arange(259)
+
+    monkeypatch.setattr(FusedDecoder, "decode_step", off)
+    policy = build_policy(tiny_model("llama"), byte_tokenizer())
+    assert not policy.can_fuse
+    assert "differs from transformers" in caplog.text
+
+
+@torch.no_grad()
+def test_the_fused_step_of_lower_precision_is_that_without_autocast():
+    policy, prompts = tiny_policy("llama"), prompt_batch(*TEXTS)
+    tokens = torch.tensor([5, 6, 7])
+    found = []
+    for dtype in (torch.bfloat16, None):
+        with policy.decoding(3, dtype=dtype):
+            first, second = (
+                policy.prefill(prompts.prompt_ids, prompts.prompt_mask, 1, 4)[1] for _ in range(2)
+            )
+            found.append(policy.decode_step(tokens, first))
+            with torch.autocast("cpu", enabled=False):
+                own = policy._decoder.decode_step(tokens, second)
+            torch.testing.assert_close(own, found[-1], rtol=0, atol=0)
+    assert 1e-4 < (found[0] - found[1]).abs().max() < 0.5
+    assert torch.equal(found[0], found[0].bfloat16().float())  # products are rounded
+    assert not torch.equal(found[1], found[1].bfloat16().float())
+
+
+def test_weights_are_packed_only_if_the_fused_step_has_no_copy_of_them():
+    precision = Precision(linear_kernels="onednn")
+    policy = build_policy(tiny_model("llama"), byte_tokenizer(), precision=precision)
+    for fused in (True, False):
+        with policy.decoding(2, fused=fused):
+            packed = [layer.packed is not None for layer in list_linear_layers(policy.model)]
+        assert set(packed) == {not fused}
 
 
 def test_every_rollout_uses_the_current_weights():

@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.architectures import DECODER_ONLY
@@ -48,6 +50,77 @@ def test_packing_equals_an_example_computed_by_hand():
     assert packing.prefixes.to_grid(packing.ids).tolist() == [[11, 12, 0], [21, 22, 23]]
 
 
+@st.composite
+def token_rows(draw):
+    """Prompts padded on the left, completions of any of them, with token ids that all differ."""
+    prompts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    prompt_of = [draw(st.integers(0, len(prompts) - 1)) for _ in lengths]
+    width = max(prompts)
+    prompt_mask = torch.arange(width) >= width - torch.tensor(prompts)[:, None]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    prompt_ids = 1 + torch.arange(prompt_mask.numel()).view_as(prompt_mask) * prompt_mask
+    ids = (100 + torch.arange(mask.numel()).view_as(mask)) * mask
+    return TokenRows(prompt_ids * prompt_mask, prompt_mask, torch.tensor(prompt_of), ids, mask)
+
+
+@given(token_rows())
+def test_packed_tokens_are_predicted_by_the_token_before_them(given_rows):
+    packing = Packing.of_groups(given_rows)
+    before = []  # the token before each completion token, row by row
+    for row, own in enumerate(given_rows.prompt_of):
+        prompt = given_rows.prompt_ids[own][given_rows.prompt_mask[own]].tolist()
+        completion = given_rows.completion_ids[row][given_rows.completion_mask[row]].tolist()
+        before += [prompt[-1], *completion[:-1]]
+    assert packing.ids[packing.predicting].tolist() == before
+    # Prompts and fed tokens occur once each, at their positions, in their grids and back.
+    fed = int(given_rows.completion_mask[:, 1:].sum())
+    assert packing.num_tokens == int(given_rows.prompt_mask.sum()) + fed
+    for bucket in [packing.prefixes, *packing.suffixes]:
+        grid = bucket.from_grid(bucket.to_grid(packing.ids))
+        assert torch.equal(grid, packing.ids[bucket.tokens])
+    tokens = [packing.prefixes.tokens, *(bucket.tokens for bucket in packing.suffixes)]
+    assert sorted(torch.cat(tokens).tolist()) == list(range(packing.num_tokens))
+    longest = max(
+        int(given_rows.prompt_mask[own].sum()) + int(mask.sum()) - 1
+        for own, mask in zip(given_rows.prompt_of, given_rows.completion_mask, strict=True)
+    )
+    assert packing.longest >= longest
+
+
+@given(token_rows())
+def test_packed_rows_of_fine_tuning_are_predicted_by_the_token_before_them(given_rows):
+    own = given_rows.prompt_of
+    ids = torch.cat([given_rows.prompt_ids[own], given_rows.completion_ids], 1)
+    prompt_mask = given_rows.prompt_mask[own]
+    mask = torch.cat([prompt_mask, given_rows.completion_mask], 1)
+    targets = torch.cat([torch.zeros_like(prompt_mask), given_rows.completion_mask], 1)
+    packing = Packing.of_rows(ids, mask, targets)
+    assert packing.ids[packing.predicting].tolist() == ids[:, :-1][targets[:, 1:]].tolist()
+    assert packing.ids[packing.predicting + 1].tolist() == ids[targets].tolist()
+    assert packing.num_tokens == int(mask.sum())
+
+
+@pytest.mark.parametrize("window", [6, 7, 8, None])
+def test_a_window_shorter_than_a_row_by_one_still_hides_a_token(window):
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    packing = Packing.of_rows(torch.arange(7)[None], mask, mask & (torch.arange(7) > 0))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, len(packing.ids), 8, generator=generator)
+    found, _ = attend_packed(
+        torch.nn.Module(), q, k, v, None, packing=packing, scaling=0.5, sliding_window=window
+    )
+    back = torch.arange(7)[:, None] - torch.arange(7)
+    visible = (back >= 0) & (back < (window or 7))
+    q, k, v = (x[:, :, :7] for x in (q, k, v))
+    weights = (q @ k.mT * 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found[:, :7], (weights @ v).transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_this_processor_has_the_kernel_for_packed_rows():
+    assert flash._kernel_works()
+
+
 def test_rows_of_similar_length_share_a_bucket():
     lengths = torch.tensor([100, 1, 59, 60, 0, 40, 16, 3])
     parts = [lengths[part].tolist() for part in group_similar_lengths(lengths)]
@@ -56,6 +129,7 @@ def test_rows_of_similar_length_share_a_bucket():
 
 def test_unknown_models_and_dropout_read_rows_one_by_one():
     assert can_share(tiny_model("qwen2"))
+    assert can_share(tiny_model("gpt2", summary_first_dropout=0.1))  # of a head that is not used
     assert not can_share(tiny_model("gpt2", attn_pdrop=0.1))
     assert not can_share(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL)))
     off = build_policy(

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from litgrpo.models import shared_prefix
 from litgrpo.models.shared_prefix import PromptGrid, RowOffloader, SharedPrefixCache
 from tests.support.models import prompt_batch, tiny_policy
 
@@ -61,6 +62,31 @@ def test_a_restored_row_continues_where_it_was(name, fused):
     assert (logits[4] - expected[2][6]).abs().max() < 1e-4
     assert (last[0] - expected[2][10]).abs().max() < 1e-4
     assert (final[0] - expected[2][11]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_memory_that_was_never_written_is_never_read(fused, monkeypatch):
+    allocate = shared_prefix._allocate
+
+    def allocate_nan(*arguments):
+        return allocate(*arguments).fill_(torch.nan)
+
+    monkeypatch.setattr(shared_prefix, "_allocate", allocate_nan)
+    policy, fed = tiny_policy("llama"), {row: [] for row in range(4)}
+    with policy.decoding(4, fused=fused):
+        logits, state = policy.prefill(PROMPTS.prompt_ids, PROMPTS.prompt_mask, GROUP, 12)
+        offloader = policy.make_row_offloader(state)
+        feed(policy, state, logits, fed, {0: 5, 1: 6, 2: 7, 3: 8})
+        offloader.offload(0)
+        state.select(torch.tensor([3, 1, 2]))
+        # The restored row is longer than all others, whose tokens move to the right.
+        offloader.restore([0], [[20, 21, 22, 23, 24, 25]])
+        fed[0] += [20, 21, 22, 23, 24, 25]
+        logits = feed(policy, state, None, fed, {3: 30, 1: 31, 2: 32, 0: 33})
+    for place, row in enumerate((3, 1, 2, 0)):
+        expected = plain(policy, row, fed[row])[len(fed[row])]
+        assert (logits[place] - expected).abs().max() < 1e-4
 
 
 def plain(policy, row, fed):

@@ -71,6 +71,13 @@ def test_the_encoder_reads_each_prompt_once_for_all_completions_of_it():
     assert rows == [len(TEXTS)] * 2
 
 
+def test_prompts_are_computed_once_unless_shapes_are_static():
+    policy = tiny_policy("t5")
+    assert policy.computes_prompts_once
+    policy.static_shapes = True
+    assert not policy.computes_prompts_once
+
+
 def test_cross_attention_keys_are_held_once_per_prompt_and_leave_with_its_last_row():
     policy, prompts = tiny_policy("t5"), prompt_batch(*TEXTS)
     _, state = policy.prefill(prompts.prompt_ids, prompts.prompt_mask, 4, capacity=5)

@@ -269,6 +269,13 @@ def test_a_failed_gate_makes_its_sample_invalid_also_without_weight() -> None:
     assert result.total[result.valid].tolist() == [1, 3, 0]
 
 
+def test_a_failed_gate_masks_its_sample_even_if_another_reward_answers() -> None:
+    gate = Reward(returning([1, float("nan"), 1, 0]), weight=0.0)
+    one = Reward(returning([1] * 4))
+    result = shape_rewards(gate=gate, q=Reward(size, gate="gate"), one=one)()
+    assert result.valid.tolist() == [[True, False], [True, True]]
+
+
 def test_a_schedule_moves_the_weight_over_iterations() -> None:
     table_at = shape_rewards(
         size=Reward(size, weight=2.0, schedule={10: 1.0, 20: 0.0}), one=Reward(returning([1] * 4))
@@ -276,6 +283,24 @@ def test_a_schedule_moves_the_weight_over_iterations() -> None:
     assert [table_at(n).weights["size"] for n in (0, 10, 15, 20, 99)] == [2.0, 2.0, 1.0, 0.0, 0.0]
     assert table_at(15).total.tolist() == [[2, 3], [4, 5]]
     assert table_at(99).valid.all()
+
+
+def test_a_component_whose_schedule_is_at_zero_masks_the_same_rows() -> None:
+    broken = Reward(returning([1, float("nan"), 1, 1]), schedule={0: 1.0, 10: 0.0})
+    table_at = shape_rewards(broken=broken, one=Reward(returning([1] * 4)))
+    for iteration in (0, 10):
+        assert table_at(iteration).valid.tolist() == [[True, False], [True, True]]
+
+
+def test_a_single_completion_is_a_group_of_one() -> None:
+    composite = Scorer({"size": Reward(size)}, runner=InProcessRunner())
+    assert composite(["p"], ["abc"], {}, 1).total.tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_a_truth_value_is_no_weight(weight) -> None:
+    with pytest.raises(ValueError, match=f"weight of reward 'size' .* got {weight}"):
+        Scorer({"size": Reward(size, weight=weight)})
 
 
 def test_normalization_by_group_and_by_batch_by_hand() -> None:

@@ -1,5 +1,7 @@
 """One-step off-policy: equals a sequential run of the same schedule, and resumes bitwise."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,9 +16,10 @@ from tests.support.async_rollout import (
     assert_same_weights,
     run,
 )
-from tests.support.models import tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 from tests.support.training import batches, module, train
 from tests.support.vllm_stand_in import StandIn
+from tests.training.parts import rollouter_of
 
 
 def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit():
@@ -86,6 +89,18 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
     mixed = _select_prompts(kept, pending.index, torch.tensor([2, 7]))  # of three processes, say
     assert mixed.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
     assert mixed.truncated.tolist() == [False, False, True, False]
+
+
+def test_a_rollout_of_another_iteration_or_of_other_prompts_is_not_used():
+    rows = rollout_of([4, 7], [1, 2, 2, 1])
+    state = {"iteration": 2, "version": 1, "group": 2, "index": torch.tensor([4, 7])}
+    for iteration, asked in ((3, [4, 7]), (2, [4, 8])):
+        rollouter = rollouter_of(tiny_policy("qwen2"), group_size=2)
+        rollouter.prefetch = Prefetch(lambda: None)
+        rollouter.prefetch.load_state_dict(state | {"rollout": rows})
+        prompts = replace(prompt_batch("a", "b"), index=torch.tensor(asked))
+        with pytest.raises(ValueError, match=f"those of iteration {iteration}: the data have"):
+            rollouter.generate(prompts, "train", iteration)
 
 
 def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys():

@@ -1,5 +1,6 @@
 """Dynamic sampling: what is replaced, by what, how often, and that a resumed run does the same."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from litgrpo.rollout.dynamic_sampling import (
     groups_with_turn_advantages,
     groups_with_variance,
     with_groups,
+    with_rewards,
 )
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 from tests.support.algorithms import PUBLISHED
@@ -123,6 +125,14 @@ def test_groups_take_each_others_place_whatever_their_padding():
     assert mixed.sampler_logprobs[:, 0].tolist() == [-5, -5, -4, -4]
     assert (mixed.candidate_ids >= 0).sum(-1)[:, 0].tolist() == [3, 3, 2, 2]
     assert not mixed.candidate_ids[:2, 1:].ge(0).any()
+
+
+def test_mixed_rewards_have_the_coarser_precision():
+    fine, coarse = table([0, 1], [1, 1]), replace(table([2, 3], [4, 5]), precision=1e-3)
+    for old, new in ((fine, coarse), (coarse, fine)):
+        mixed = with_rewards(old, torch.tensor([1]), new, torch.tensor([0]))
+        assert mixed.precision == 1e-3
+        assert mixed.total.tolist() == [old.total[0].tolist(), new.total[0].tolist()]
 
 
 class Answers:

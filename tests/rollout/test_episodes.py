@@ -1,15 +1,17 @@
 """Tests."""
 
 import math
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from litgrpo.environments.base import EnvironmentFailure, StepResult
 from litgrpo.rollout.dynamic_sampling import with_groups
 from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey, episode_seed
-from litgrpo.rollout.sampling import Purpose
+from litgrpo.rollout.sampling import Purpose, draw_uniforms
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
@@ -86,6 +88,47 @@ def test_a_group_begins_in_the_same_state_and_each_iteration_in_another():
     assert calls[2] != calls[0]
     assert episode_seed(RolloutKey(0, "train", 0, 0), 0) == calls[0][0][1] < 2**31
     assert episode_seed(RolloutKey(0, "train", 0, 1), 0) != calls[0][0][1]
+
+
+def test_seeds_of_episodes_use_31_bits_and_no_random_numbers_of_completions():
+    keys = [RolloutKey(0, "train", iteration, 0) for iteration in range(20)]
+    seeds = [episode_seed(key, prompt) for key in keys for prompt in range(5)]
+    assert 2**30 <= max(seeds) < 2**31
+    for key in keys:
+        stream = [0, 3, key.iteration, key.attempt]
+        completion = draw_uniforms(0, "train", key.iteration, torch.tensor([3]), 1, 1)
+        philox = np.random.Philox(key=[key.seed, 0], counter=stream)
+        assert np.random.Generator(philox).random() == completion.item()
+        philox = np.random.Philox(key=[key.seed, 0], counter=stream)
+        assert episode_seed(key, 3) != np.random.Generator(philox).integers(2**31)
+
+
+class FailsFirst(Echo):
+    """The first episode of each prompt fails in its first turn."""
+
+    count = [0]  # noqa: RUF012 (shared by the copies)
+
+    def reset(self, row, seed):
+        self.number = self.count[0]
+        self.count[0] += 1
+        return super().reset(row, seed)
+
+    def step(self, action):
+        if self.number % 4 == 0:
+            raise OSError("no net")
+        return super().step(action)
+
+
+def test_an_episode_that_failed_has_its_reason_and_the_others_none():
+    FailsFirst.count[0] = 0
+    started = time.perf_counter()
+    _, _, rollout = play_episodes(FailsFirst())
+    elapsed = time.perf_counter() - started
+    failed = [episode.failed for episode in rollout.episodes]
+    assert [bool(each) for each in failed] == [True, False, False, False] * 2
+    assert "no net" in failed[0]
+    # Each episode waits for its environment within the rollout, not longer.
+    assert all(0 <= episode.seconds <= elapsed for episode in rollout.episodes)
 
 
 def test_episodes_of_an_evaluation_are_named_by_its_iteration(monkeypatch):

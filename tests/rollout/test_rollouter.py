@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import GROUP, LENGTH, rollouter_of
 
@@ -65,6 +67,28 @@ def test_settings_are_those_of_training_unless_others_are_given(rollouter, engin
     trained, evaluated = engine.asked
     assert (trained.group_size, trained.sampling) == (GROUP, Sampling(temperature=0.7))
     assert (evaluated.group_size, evaluated.sampling) == (1, Sampling(top_k=5))
+
+
+def test_samplings_of_an_evaluation_end_with_the_stop_tokens_of_training(engine):
+    training = Sampling(stop_token_ids=tuple(range(3, 100)), include_stop_str_in_output=True)
+    rollouter = rollouter_of(tiny_policy("qwen2"), engine=engine, sampling=training)
+    rollout = rollouter.generate(prompt_batch(*TEXTS), "val", sampling=Sampling(temperature=0.5))
+    assert engine.asked[-1].sampling == replace(training, temperature=0.5)
+    ended = ~rollout.truncated
+    assert ended.any()
+    last = rollout.completion_ids.gather(1, rollout.lengths[:, None] - 1).squeeze(1)
+    assert ((last < 100) == ended).all()
+
+
+def test_the_seed_is_zero_by_default(rollouter, engine):
+    prompts = prompt_batch(*TEXTS)
+    rollouter.generate(prompts, "train", 2)
+    expected = draw_uniforms(0, "train", 2, prompts.index, GROUP, LENGTH)
+    assert torch.equal(engine.asked[-1].uniforms, expected)
+
+
+def test_without_an_environment_nothing_is_logged_of_episodes(rollouter):
+    assert rollouter.episode_stats(rollouter.generate(prompt_batch("a"), "train")) == {}
 
 
 def test_weights_are_handed_over_once_for_each_iteration(rollouter, engine):

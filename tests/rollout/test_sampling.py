@@ -1,7 +1,10 @@
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from litgrpo.rollout.sampling import LARGE, Sampling, draw_uniforms, sample
 from tests.support.filter_reference import filter_logits
@@ -52,6 +55,44 @@ def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
     )
     candidate_ids = sample(logits, torch.zeros(1, dtype=torch.float64), sampling).candidate_ids
     assert sorted(candidate_ids.squeeze(0).tolist()) == kept
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_a_number_just_below_one_never_draws_an_impossible_token(static_shapes):
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
+    for uniform in (1.0, 1 - 2.0**-53):
+        uniforms = torch.tensor([uniform], dtype=torch.float64)
+        found = sample(logits, uniforms, Sampling(), static_shapes=static_shapes)
+        assert found.tokens.item() == 1
+
+
+@given(
+    st.lists(st.integers(-6, 6), min_size=2, max_size=9),
+    st.integers(0, 10),
+    st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.99, 1.0]),
+    st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.99]),
+    st.booleans(),
+)
+def test_filters_keep_the_tokens_of_their_definitions(logits, top_k, top_p, min_p, static_shapes):
+    # Scores differ by their position: any of those that tie for the last place may be kept.
+    scores = torch.tensor([[number + place / 16 for place, number in enumerate(logits)]])
+    kept = sorted(range(len(logits)), key=lambda token: -scores[0, token])
+    if top_k:
+        kept = kept[:top_k]
+    weight = {token: math.exp(float(scores[0, token])) for token in kept}
+    more_likely, total, nucleus = 0.0, sum(weight.values()), []
+    for token in kept:
+        if more_likely / total < top_p - 1e-6:
+            nucleus.append(token)
+        more_likely += weight[token]
+    expected = [each for each in nucleus if weight[each] >= min_p * weight[nucleus[0]]]
+
+    sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
+    uniforms = torch.zeros(1, dtype=torch.float64)
+    found = sample(scores, uniforms, sampling, static_shapes=static_shapes)
+    candidates = range(len(logits)) if found.candidate_ids is None else found.candidate_ids[0]
+    assert sorted(int(each) for each in candidates if each >= 0) == sorted(expected)
+    assert found.tokens.item() == min(expected)
 
 
 static_or_not = pytest.mark.parametrize("static_shapes", [False, True], ids=["free", "static"])
@@ -189,6 +230,17 @@ def test_streams_of_different_keys_differ(change):
     one, other = draw_uniforms(**key, **arguments), draw_uniforms(**(key | change), **arguments)
     assert not (one == other).any()
     assert not (one[0] == one[1]).any()
+
+
+def test_no_completion_of_two_attempts_draws_the_same():
+    index = torch.tensor([3, 4])
+    attempts = [draw_uniforms(1, "train", 5, index, 4, 6, attempt=number) for number in range(4)]
+    rows = {tuple(row) for each in attempts for row in each.tolist()}
+    assert len(rows) == 4 * 2 * 4
+
+
+def test_the_smallest_settings_are_accepted():
+    assert Sampling(max_candidates=1, top_k=1).max_candidates == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
@@ -142,6 +147,65 @@ def test_a_stop_string_may_be_a_special_token_or_span_several_tokens():
     assert strings("\u00e9").length(ids_of("a\u00e9b")) == 3  # two bytes, a token each
 
 
+def words_tokenizer():
+    """Tokens of words, which decode with a space in front if they are not the first."""
+    words = ["<pad>", "\u2581a", "\u2581b", "\u2581ab", "c", "\u2581", "."]
+    fast = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "<pad>"))
+    fast.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>")
+
+
+WORDS, BYTES = words_tokenizer(), byte_tokenizer()
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    st.lists(st.text("ab c.", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+@example([1, 2], ["a "])  # the space is that in front of the second word
+def test_a_stop_string_is_found_at_the_first_token_that_shows_it(ids, stops):
+    check_stops(WORDS, ids, stops)
+
+
+@given(
+    st.text("ab\u00e9\u20ac ", min_size=1, max_size=8),
+    st.lists(st.text("ab\u00e9\u20ac ", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_a_stop_string_of_several_bytes_is_found_at_its_last_token(text, stops):
+    check_stops(BYTES, ids_of(text), stops)
+
+
+def check_stops(tokenizer, ids, stops):
+    """Compare with decoding every beginning of the tokens."""
+    found = StopStrings(tuple(stops), tokenizer, len(tokenizer))
+    decoded = [tokenizer.decode(ids[:end]) for end in range(1, len(ids) + 1)]
+    shown = [end for end, text in enumerate(decoded, 1) if any(stop in text for stop in stops)]
+    assert found.length(ids) == (shown[0] if shown else len(ids) + 1)
+    assert found.found(ids) == bool(shown)
+    text = decoded[-1]
+    places = [(text.index(stop), stop) for stop in stops if stop in text]
+    place, stop = min(places, default=(len(text), ""))
+    assert found.cut(text, include=False) == text[:place]
+    assert found.cut(text, include=True) == text[:place] + stop
+
+
+def test_a_row_that_stops_with_its_first_token_is_seen_at_once():
+    watch = strings("a").watch(torch.zeros(2, 3))
+    cursor, active = torch.tensor([0, 3]), torch.tensor([True, True])
+    watch.note(cursor, active, torch.tensor([*ids_of("b"), *ids_of("a")]))
+    assert watch.still_active(cursor + 1, active).tolist() == [True, False]
+
+
+def test_texts_with_observations_are_not_cut():
+    whole = rollout_of(LocalEngine(), Sampling())
+    generated, row = whole.loss_mask.clone(), int(whole.lengths.argmax())
+    generated[row, 1] = False
+    rollout = replace(whole, loss_mask=generated)
+    texts = ["xay"] * len(generated)
+    expected = ["xay" if each == row else "x" for each in range(len(texts))]
+    assert strings("a").cut_all(texts, rollout, include=False) == expected
+
+
 def test_the_first_of_several_stop_strings_cuts_the_text():
     assert strings("c", "bc").cut("abcd", include=False) == "a"
     assert strings("c", "bc").cut("abcd", include=True) == "abc"
@@ -159,6 +223,6 @@ def test_stops_that_make_no_sense_are_refused(settings, said):
 
 
 def test_a_stop_token_beyond_the_vocabulary_is_refused():
-    rollouter = rollouter_of(tiny_policy("qwen2"), sampling=Sampling(stop_token_ids=(10**6,)))
+    rollouter = rollouter_of(tiny_policy("qwen2"), sampling=Sampling(stop_token_ids=(5, 10**6)))
     with pytest.raises(ValueError, match=r"stop_token_ids has 1000000, but the model has \d+"):
         rollouter.generate(prompt_batch("a"), "train")

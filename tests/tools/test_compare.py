@@ -118,7 +118,11 @@ def test_a_failed_run_is_named_with_the_end_of_its_log(tmp_path):
 
 def test_a_finished_run_is_not_repeated(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
-    fit(tmp_path, ["--no-such-key"], {})
+    fit(tmp_path, ["--no-such-key"], {})  # a run would fail
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(ValueError, match="failed with exit code"):
+        fit(tmp_path, ["--no-such-key"], {})
 
 
 def test_a_run_is_read_from_its_metrics(tmp_path):

@@ -304,7 +304,7 @@ def test_a_row_outside_of_the_loss_is_not_named():
     weights = training_batch.loss_weights.clone()
     weights[2] = 0.0
     broken = replace(training_batch, sampler_logprobs=values, loss_weights=weights)
-    report = learner.step(broken, recording(learner.policy))
+    report = learner.take_optimizer_step(broken, recording(learner.policy))
     assert report.skipped == {5: "log-probability at sampling"}
 
 
@@ -313,7 +313,9 @@ def test_a_bad_number_is_named_if_a_weight_has_no_gradient():
     learner.policy.model.register_parameter("unused", torch.nn.Parameter(torch.ones(1)))
     values = training_batch.advantages.clone()
     values[5, 0] = torch.nan
-    report = learner.step(replace(training_batch, advantages=values), recording(learner.policy))
+    report = learner.take_optimizer_step(
+        replace(training_batch, advantages=values), recording(learner.policy)
+    )
     assert report.skipped == {5: "advantage"}
 
 
@@ -480,14 +482,14 @@ def test_an_average_counts_tokens_and_not_micro_batches():
 
 
 def test_sums_of_many_micro_batches_do_not_lose_small_ones():
-    totals = Totals()
+    totals = SumsAndCounts()
     for number in (2**24, 1, 1, 1):
         totals.add({"tokens": pair(number, number)})
     assert totals.sums["tokens"].tolist() == [2**24 + 3, 2**24 + 3]
 
 
 def test_the_largest_ratio_of_all_micro_batches_is_kept():
-    totals = Totals()
+    totals = SumsAndCounts()
     for ratio in (1.5, 3.0, 0.5):
         totals.add({RATIO_MAX: pair(ratio, 1)})
     assert totals.averages(SingleProcess(), CPU)[RATIO_MAX] == 3.0

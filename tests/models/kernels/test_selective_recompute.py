@@ -7,6 +7,7 @@ from litgrpo.models.kernels.selective_recompute import (
     _Gated,
     _multiply_gate,
     _Norm,
+    _SavedTensors,
     find_recomputed_modules,
     recompute_in_backward,
 )
@@ -94,6 +95,14 @@ def test_a_pass_leaves_the_model_as_it_was_even_if_it_fails():
     assert all("forward" not in vars(module) for module in model.modules())
     after = gradient(model)
     assert all(map(torch.equal, before, after))
+
+
+def test_a_tensor_that_was_changed_after_it_was_announced_is_kept():
+    saved, output = _SavedTensors(), torch.ones(3)
+    saved.register(output, lambda: torch.ones(3))
+    assert torch.equal(saved.unpack(saved.pack(output)), torch.ones(3))
+    output.mul_(2)
+    assert saved.unpack(saved.pack(output)).tolist() == [2, 2, 2]
 
 
 def test_two_forward_passes_before_the_backward_passes():

@@ -28,5 +28,10 @@ def test_group_diversity_by_hand() -> None:
     assert group_diversity(["?"] * 2, ["a b", ""], 2) == [1, 0]
 
 
+def test_group_diversity_compares_with_the_own_group_only() -> None:
+    texts = ["a b", "a b", "c d", "a b", "e f", "e f"]
+    assert group_diversity(["?"] * 6, texts, 2) == [0, 0, 1, 1, 0, 0]
+
+
 def test_repeated_words_add_no_group_diversity() -> None:
     assert group_diversity(["?"] * 2, ["a b a b a b c", "a b"], 2)[0] == pytest.approx(2 / 3)

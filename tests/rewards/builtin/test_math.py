@@ -152,6 +152,11 @@ def test_closeness_falls_linearly_with_the_relative_error() -> None:
         near(tag("1"), tolerance=0)
 
 
+@pytest.mark.parametrize("answer", ["-95", "-105"])
+def test_closeness_is_relative_to_the_size_of_a_negative_number(answer) -> None:
+    assert closeness(["?"], [tag(answer)], [-100]) == [0.5]
+
+
 def group_digits(gold: str) -> str:
     return f"{int(gold):,}"
 

@@ -88,6 +88,12 @@ def test_copies_and_lists_of_the_questions_words_are_not_relevant() -> None:
     assert max(judge(relevance, lists, QUESTIONS)) == 0.0
 
 
+def test_frequent_words_alone_are_not_relevant() -> None:
+    question = "How many of the apples are in her box?"
+    assert judge(relevance, ["There are many of her own in the blue one."], [question]) == [0]
+    assert judge(relevance, ["She puts six apples there."], [question])[0] > 0
+
+
 def test_the_wording_of_the_task_counts_next_to_nothing() -> None:
     task = "Think carefully about arithmetic, please reason within tags."
     questions = [f"{question} {task}" for question in QUESTIONS]

@@ -1,3 +1,5 @@
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -77,11 +79,25 @@ def test_one_answer_between_tags_counts():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"min_score": 2}, {"timeout_s": 0}, {"isolation": "maybe"}], ids=str
+    "setting",
+    [{"min_score": 2}, {"min_score": -0.1}, {"timeout_s": 0}, {"isolation": "maybe"}],
+    ids=str,
 )
 def test_settings_that_mean_nothing_are_refused(setting):
     with raises_for(next(iter(setting))):
         reward.reasoning_gym([], [], [], [], **setting)
+
+
+def test_a_sandbox_that_died_scores_zero_and_is_replaced(monkeypatch):
+    scorer = object.__new__(reward.SandboxedScorer)
+    scorer.end, other = socket.socketpair()
+    other.close()
+    scorer.lines = scorer.end.makefile("r")
+    scorer.running = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setitem(reward._scorers, 7.0, scorer)
+    assert reward._score_in_sandbox("basic_arithmetic", "7", "{}", 7.0) == 0
+    assert 7.0 not in reward._scorers
+    assert scorer.running.wait() != 0  # killed
 
 
 def names():

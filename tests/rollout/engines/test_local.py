@@ -1,5 +1,7 @@
 """Guarantees of the local engine beyond those of every engine (test_engines.py)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,8 @@ from tests.support.engines import (
 )
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.reference_engine import write_column
+
+PLAIN = LocalEngine(fused_decode=False)  # the check of the fused step would count as steps
 
 
 def requests_for(policy, **settings):
@@ -45,6 +49,37 @@ def test_no_step_is_taken_after_the_last_token():
     assert rows == [len(TEXTS) * GROUP] * (LENGTH - 1)
     assert rollout.truncated.all()
     assert rollout.completion_mask.all()
+
+
+def test_no_step_is_taken_if_completions_end_with_their_first_token():
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = tuple(range(policy.vocab_size))
+    prompts = prompt_batch(*TEXTS)
+    # Checks every 100 tokens must not decode short completions to their limit.
+    for length, engine in ((12, PLAIN), (7, replace(PLAIN, sync_every_tokens=100))):
+        uniforms = uniforms_for(prompts, length=length)
+        request = RolloutRequest(policy, prompts, GROUP, uniforms, Sampling())
+        with steps_counted(policy) as rows:
+            rollout = engine.generate(request)
+        assert rows == []
+        assert (rollout.lengths == 1).all()
+
+
+@pytest.mark.parametrize("length", [5, 11, 12])
+def test_the_length_limit_ends_decoding_between_two_checks(length):
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = ()
+    prompts = prompt_batch(*TEXTS)
+    uniforms = uniforms_for(prompts, length=length)
+    request = RolloutRequest(policy, prompts, GROUP, uniforms, Sampling())
+    with steps_counted(policy) as rows:
+        replace(PLAIN, sync_every_tokens=2).generate(request)
+    assert len(rows) == length - 1
+
+
+def test_log_probabilities_of_lower_precision_are_not_those_of_the_policy():
+    assert LocalEngine().exact_logprobs
+    assert not LocalEngine(dtype="bfloat16").exact_logprobs
 
 
 def test_no_gradient_is_kept():
@@ -104,6 +139,23 @@ def test_columns_that_no_row_uses_are_cut_off_but_one_stays():
     rollout = empty().rollout(prompt_batch("a"), group_size=2)
     assert rollout.completion_ids.shape == (2, 1)
     assert not rollout.completion_mask.any()
+
+
+def test_candidates_are_written_to_the_columns_of_their_tokens():
+    buffer = empty()
+    places = [torch.tensor([0, 4]), torch.tensor([1, 5]), torch.tensor([1, 6])]
+    active = [torch.tensor([True, True])] * 2 + [torch.tensor([False, True])]
+    steps = [
+        drawn(5, 7, candidates=[[5], [7]]),
+        drawn(END, 8, candidates=[[END, 4], [8, 3]]),
+        drawn(6, 9, candidates=[[6], [9]]),
+    ]
+    buffer.write_steps(zip(places, active, steps, strict=True), IS_END)
+    rollout = buffer.rollout(prompt_batch("a"), group_size=2)
+    assert rollout.candidate_ids.tolist() == [
+        [[5, -1], [END, 4], [-1, -1]],
+        [[7, -1], [8, 3], [9, -1]],
+    ]
 
 
 def test_candidates_of_different_widths_are_filled_up():

@@ -4,6 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutRequest
@@ -22,6 +24,7 @@ from tests.support.turns_support import (
     requests_of,
 )
 
+TINY = ending(tiny_policy("qwen2"))
 POOLS = [Echo, lambda: SlowPool(Echo()), lambda: SlowPool(Echo(), 1, 0.0)]
 ENGINES = [LocalEngine(), LocalEngine(fused_decode=False), LocalEngine(max_rows=3)]
 
@@ -48,6 +51,46 @@ def test_filters_hold_in_every_turn_and_what_is_heard_has_no_candidates(sampling
     if found.candidate_ids is not None:
         heard = found.completion_mask & ~found.loss_mask
         assert (found.candidate_ids[heard] == -1).all()
+
+
+@given(
+    st.integers(6, 40),
+    st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 99),
+)
+@settings(max_examples=15)
+def test_masks_of_turns_are_consistent_for_any_limits(length, lengths, turns, turn_tokens, seed):
+    requests = requests_of(TINY, length=length)
+    limits = {"max_turns": turns, "max_turn_tokens": turn_tokens}
+    found = play_turns(LocalEngine(), requests, SlowPool(Echo(tuple(lengths)), seed), **limits)
+    assert_same(found, play_turns(ReferenceEngine(), requests, Echo(tuple(lengths)), **limits))
+    assert torch.equal(found.loss_mask, found.turns >= 0)
+    number = found.completion_mask.sum(1)
+    columns = torch.arange(found.completion_ids.shape[1])
+    assert torch.equal(found.completion_mask, columns < number[:, None])
+    for row, episode in enumerate(found.episodes):
+        own, end = found.turns[row], int(number[row])
+        assert own[end - 1] >= 0  # an observation without a turn after it is not read
+        assert own[own >= 0].tolist() == sorted(own[own >= 0].tolist())
+        assert int(own.max()) + 1 == len(episode.assistant_texts) <= turns
+        assert all(int((own == turn).sum()) <= turn_tokens for turn in range(turns))
+        assert not found.sampler_logprobs[row][own < 0].any()
+        if len(episode.assistant_texts) < turns:  # ended by the length limit
+            assert found.truncated[row]
+
+
+@pytest.mark.parametrize(("length", "turns"), [(9, 1), (10, 1), (11, 2)])
+def test_an_observation_is_read_only_if_a_token_fits_behind_it(length, turns):
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = (2,)  # turns end at their limit: 4 tokens, then an end token and 5 observed
+    found = play_turns(LocalEngine(), requests_of(policy, length=length), Echo((5,)))
+    assert [len(episode.assistant_texts) for episode in found.episodes] == [turns] * len(
+        found.turns
+    )
+    assert found.lengths.tolist() == [5 if turns == 2 else 4] * len(found.turns)
+    assert found.truncated.all()
 
 
 def test_a_stop_string_ends_a_turn_and_is_not_looked_for_in_what_is_heard():

@@ -71,6 +71,16 @@ def test_the_whole_family_of_t5_says_what_the_reference_engine_says(name):
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
 
 
+def test_parts_of_different_lengths_have_no_candidates_on_padding():
+    policy = spread_lengths(tiny_policy("qwen2"))
+    prompts = prompt_batch(*TEXTS)
+    uniforms = uniforms_for(prompts, length=20)
+    request = RolloutRequest(policy, prompts, GROUP, uniforms, Sampling(top_k=5), max_rows=GROUP)
+    rollout = StaticEngine(prompt_buckets=8).generate(request)
+    assert rollout.lengths.view(-1, GROUP).amax(1).unique().numel() > 1
+    assert ((rollout.candidate_ids >= 0).any(-1) == rollout.completion_mask).all()
+
+
 def test_one_graph_reads_prompts_and_one_serves_every_step_of_every_rollout(architecture, graphs):
     policy = spread_lengths(tiny_policy(architecture))
     sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9)
