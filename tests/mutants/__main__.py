@@ -1,12 +1,14 @@
 """`python -m tests.mutants [--package NAME] [--limit N] [--seed S]`: do the tests notice a change?
 
 Each mutant is one small change of the source: a comparison, a constant, an operator, a dropped
-statement, or one of the list in `tests/mutants/picked.py`. It runs in a copy of the repository
+statement, or one of the list in `tests/mutants/picked.yaml`. It runs in a copy of the repository
 against the tests of its package, those of its module first, until one fails. Prints each mutant
 that no test notices and is not listed as equivalent, and the kill rate of each package.
 """
 
 import argparse
+import importlib
+import math
 import os
 import random
 import resource
@@ -16,26 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 from typing import NamedTuple
 
+import yaml
+
 from tests.mutants.changes import ROOT, SOURCE, Mutant, automatic, files
-from tests.mutants.picked import EQUIVALENT, PICKED
 
 PACKAGES = [
     *("algorithms", "training", "rollout", "rewards", "evaluation", "models", "data"),
     *("checkpointing", "tensors", "types"),
 ]
+LISTED = yaml.safe_load(Path(__file__).with_name("picked.yaml").read_text(encoding="utf-8"))
 MEMORY = 16 * 2**30  # a mutant may allocate without end
-
-
-class Outcome(NamedTuple):
-    """A mutant after its tests: `killed`, `survived` or `equivalent`."""
-
-    mutant: Mutant
-    verdict: str
 
 
 def mutants(package: str) -> list[Mutant]:
@@ -43,19 +38,19 @@ def mutants(package: str) -> list[Mutant]:
     found = []
     for file in files(package):
         text = (SOURCE / file).read_text(encoding="utf-8")
-        for name, old, new in PICKED:
-            if name == file and text.count(old) == 1:
+        for old, new in LISTED["picked"].get(file, []):
+            if text.count(old) == 1:
                 found.append(Mutant(file, text.index(old), old, new))
-            elif name == file:
-                print(f"picked.py: {file} contains {text.count(old)} times, expected 1: {old}")
+            else:
+                print(f"picked.yaml: {file} contains {text.count(old)} times, expected 1: {old}")
         found += automatic(file)
     return found
 
 
 def is_equivalent(mutant: Mutant) -> bool:
-    """True if the changed line is in the list of changes without an effect."""
-    line = mutant.text().splitlines()[mutant.line() - 1].strip()
-    return any((mutant.file, line) == (file, changed) for file, changed, _ in EQUIVALENT)
+    """True if the change is listed as one without an effect."""
+    listed = LISTED["equivalent"].get(mutant.file, [])
+    return any(mutant.lines() == (before, after) for before, after, _ in listed)
 
 
 def tests_of(file: str) -> list[str]:
@@ -80,99 +75,123 @@ def copy_repository(to: Path) -> Path:
     return to
 
 
-def run_tests(folder: Path, paths: list[str], limit: float) -> int | None:
-    """Exit code of pytest in a copy, or None if it took longer than `limit` seconds."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestWarning"]
-    env = os.environ | {"PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *paths],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    resource.prlimit(process.pid, resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # Tests start processes of their own; those of a mutant may not end.
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+class Running(NamedTuple):
+    """A mutant whose tests run in a child process.
+
+    Args:
+        mutant: the change; None: none, to see that the tests pass.
+        copy: folder of the changed repository.
+        deadline: time at which the child is killed.
+    """
+
+    mutant: Mutant | None
+    copy: Path
+    deadline: float
 
 
-def run(chosen: list[Mutant], num_workers: int) -> list[Outcome]:
-    """Run mutants, `num_workers` at a time; print the survivors as they are found."""
-    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(num_workers) as pool:
-        copies: Queue[Path] = Queue()
-        for number in range(num_workers):
-            copies.put(copy_repository(Path(root, str(number), "repository")))
-        unchanged: dict[str, float] = {}
-        for mutant in chosen:
-            if mutant.file not in unchanged:
-                unchanged[mutant.file] = check_unchanged(copies, mutant.file)
+def preload() -> None:
+    """Import the large libraries once: children are forked and need not import them again."""
+    for name in ("torch", "lightning", "transformers", "datasets", "hypothesis", "pytest"):
+        importlib.import_module(name)
 
-        def judge(mutant: Mutant) -> Outcome:
-            if is_equivalent(mutant):
-                return Outcome(mutant, "equivalent")
-            copy = copies.get()
-            path = copy / "src" / "litgrpo" / mutant.file
-            original = path.read_text(encoding="utf-8")
-            try:
-                path.write_text(mutant.text(), encoding="utf-8")
-                code = run_tests(copy, tests_of(mutant.file), 3 * unchanged[mutant.file] + 60)
-            finally:
-                path.write_text(original, encoding="utf-8")
-                copies.put(copy)
+
+def start(copy: Path, paths: list[str]) -> int:
+    """Start a child process that runs pytest on `paths` in a copy; return its process id."""
+    if (child := os.fork()) != 0:
+        return child
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    os.chdir(copy)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "litgrpo")]:
+        del sys.modules[name]
+    sys.path[:0] = [str(copy), str(copy / "src")]
+    os.environ |= {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {"TMPDIR": str(copy.parent), "OMP_NUM_THREADS": "1"}
+    import pytest
+
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider"]
+    os._exit(int(pytest.main(["-x", "-q", *quiet, *paths])))
+
+
+def wait(running: dict[int, Running]) -> tuple[Running, int | None]:
+    """Wait for a child; return it and its exit code, None if it was killed at its deadline."""
+    while True:
+        for child, each in running.items():
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended or time.monotonic() > each.deadline:
+                if not ended:
+                    os.killpg(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                return running.pop(child), os.waitstatus_to_exitcode(status) if ended else None
+        time.sleep(0.1)
+
+
+def run(chosen: list[Mutant], num_workers: int, longest_s: float) -> int:
+    """Run mutants of a package, `num_workers` at a time; print the survivors, return their number.
+
+    The tests run once without a change; if they fail, the program ends.
+    """
+    survivors, waiting, running = 0, list(chosen), dict[int, Running]()
+    with tempfile.TemporaryDirectory() as root:
+        copies = [copy_repository(Path(root, str(n), "repository")) for n in range(num_workers)]
+        if waiting:
+            paths = tests_of(waiting[0].file)
+            first = {start(copies[0], paths): Running(None, copies[0], math.inf)}
+            if wait(first)[1] != 0:
+                sys.exit(f"Tests fail without a change: pytest {' '.join(paths)}")
+        while waiting or running:
+            if waiting and copies:
+                mutant, copy = waiting.pop(0), copies.pop()
+                (copy / mutant.path).write_text(mutant.text(), encoding="utf-8")
+                each = Running(mutant, copy, time.monotonic() + longest_s)
+                running[start(copy, tests_of(mutant.file))] = each
+                continue
+            ended, code = wait(running)
+            assert ended.mutant is not None
+            shutil.copy2(ROOT / ended.mutant.path, ended.copy / ended.mutant.path)
+            copies.append(ended.copy)
             if code == 0:
-                print(f"survived: {mutant}", flush=True)
-            return Outcome(mutant, "survived" if code == 0 else "killed")
-
-        return list(pool.map(judge, chosen))
-
-
-def check_unchanged(copies: "Queue[Path]", file: str) -> float:
-    """Seconds that the tests of a file take without a change; exit if they fail."""
-    copy, started = copies.get(), time.monotonic()
-    if run_tests(copy, tests_of(file), limit=3600) != 0:
-        sys.exit(f"The tests of {file} fail without a change: pytest {' '.join(tests_of(file))}")
-    copies.put(copy)
-    return time.monotonic() - started
+                survivors += 1
+                print(f"survived: {ended.mutant}", flush=True)
+    return survivors
 
 
 def main() -> int:
-    """Run a sample, or all mutants, of the packages; exit code 1 if one survives."""
+    """Run all mutants of the packages, or a sample; exit code 1 if one survives."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--package", action="append", choices=PACKAGES, help="default: all")
     parser.add_argument("--file", default="", help="only files whose path contains this")
-    parser.add_argument("--picked", action="store_true", help="only those of picked.py")
+    parser.add_argument("--picked", action="store_true", help="only those of picked.yaml")
     parser.add_argument("--limit", type=int, help="at most N mutants of each package, sampled")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--workers", type=int, default=2, help="mutants that run side by side")
+    parser.add_argument(
+        "--longest_s", type=float, default=900, help="a longer run counts as killed"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants, run none")
     given = parser.parse_args()
-    rows, survivors = [], 0
+    rows, survivors = ["| package | killed | of | equivalent |", "|---|---|---|---|"], 0
+    if not given.list:
+        preload()
     for package in given.package or PACKAGES:
         chosen = [mutant for mutant in mutants(package) if given.file in mutant.file]
         if given.picked:
-            listed = {each[:3] for each in PICKED}
-            chosen = [each for each in chosen if (each.file, each.old, each.new) in listed]
+            listed = LISTED["picked"]
+            chosen = [each for each in chosen if [each.old, each.new] in listed.get(each.file, [])]
         if given.limit is not None and given.limit < len(chosen):
             chosen = random.Random(given.seed).sample(chosen, given.limit)
         if given.list:
             print("\n".join(map(str, chosen)))
             continue
-        verdicts = [outcome.verdict for outcome in run(chosen, given.workers)]
-        killed, of = verdicts.count("killed"), len(verdicts) - verdicts.count("equivalent")
-        survivors += verdicts.count("survived")
-        rows.append(f"| {package} | {killed} | {of} | {verdicts.count('equivalent')} |")
+        counted = [mutant for mutant in chosen if not is_equivalent(mutant)]
+        lived = run(counted, given.workers, given.longest_s)
+        survivors, equivalent = survivors + lived, len(chosen) - len(counted)
+        rows.append(f"| {package} | {len(counted) - lived} | {len(counted)} | {equivalent} |")
         print(rows[-1], flush=True)
-    if rows:
-        print("\n| package | killed | of | equivalent |\n|---|---|---|---|", *rows, sep="\n")
+    print("\n".join([] if given.list else rows))
     return int(survivors > 0)
 
 

@@ -45,6 +45,11 @@ class Mutant:
     old: str
     new: str
 
+    @property
+    def path(self) -> Path:
+        """Path of the file in the repository."""
+        return Path("src", "litgrpo", self.file)
+
     def text(self) -> str:
         """The whole file after the change."""
         text = (SOURCE / self.file).read_text(encoding="utf-8")
@@ -56,11 +61,15 @@ class Mutant:
         before = (SOURCE / self.file).read_text(encoding="utf-8")[: self.start]
         return before.count("\n") + 1
 
+    def lines(self) -> tuple[str, str]:
+        """The first changed line, before and after."""
+        number = self.line() - 1
+        before = (SOURCE / self.file).read_text(encoding="utf-8").splitlines()[number]
+        return before.strip(), self.text().splitlines()[number].strip()
+
     def __str__(self) -> str:
-        number = self.line()
-        before = (SOURCE / self.file).read_text(encoding="utf-8").splitlines()[number - 1]
-        after = self.text().splitlines()[number - 1]
-        return f"src/litgrpo/{self.file}:{number} {before.strip()} -> {after.strip()}"
+        before, after = self.lines()
+        return f"src/litgrpo/{self.file}:{self.line()} {before} -> {after}"
 
 
 def files(package: str) -> list[str]:
@@ -85,10 +94,10 @@ def automatic(file: str) -> list[Mutant]:
         return first, offset(node.end_lineno, node.end_col_offset)
 
     found = {}
-    for node in _visited(ast.parse(text)):
+    for node in _walk(ast.parse(text)):
         for (start, end), new in _changes(node, text, place):
             mutant = Mutant(file, start, text[start:end], new)
-            if mutant.old != new and _parses(mutant.text()):
+            if mutant.old != new and _parses(text[:start] + new + text[end:]):
                 found[start, end, new] = mutant
     return [found[key] for key in sorted(found)]
 
@@ -101,7 +110,7 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _visited(node: ast.AST) -> Iterator[ast.AST]:
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Yield nodes that decide behavior: without annotations, texts, errors and assertions."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
         return
@@ -112,7 +121,7 @@ def _visited(node: ast.AST) -> Iterator[ast.AST]:
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _visited(child)
+                yield from _walk(child)
 
 
 def _changes(node: ast.AST, text: str, place: Callable[[Any], Place]) -> Iterator[Change]:

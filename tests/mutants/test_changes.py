@@ -1,0 +1,48 @@
+"""The automatic changes of a small file."""
+
+import pytest
+
+from tests.mutants import changes
+from tests.mutants.changes import automatic
+
+SOURCE = '''"""A text with 1 < 2."""
+
+
+def count(rows: list[int] = (1, 2), limit: float | None = None) -> int:
+    """Return 3 < 4."""
+    if limit is None or not rows:
+        return 0
+    rows.sort()
+    assert rows[0] > 5
+    return (max(rows) + 1) % 2
+'''
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text(SOURCE)
+    monkeypatch.setattr(changes, "SOURCE", tmp_path)
+    return [str(mutant).partition(" ")[2] for mutant in automatic("small.py")]
+
+
+def test_conditions_operators_constants_and_statements_are_changed(lines):
+    signature = "def count(rows: list[int] = (1, 2), limit: float | None = None) -> int:"
+    condition, result = "if limit is None or not rows:", "return (max(rows) + 1) % 2"
+    expected = {
+        (signature, signature.replace("(1", "(2")),
+        (signature, signature.replace("2)", "3)")),
+        (condition, "if True:"),
+        (condition, "if False:"),
+        (condition, "if limit is not None or not rows:"),
+        (condition, "if limit is None and not rows:"),
+        (condition, "if limit is None or (rows):"),
+        ("return 0", "return 1"),
+        ("rows.sort()", "pass"),
+        (result, "return (min(rows) + 1) % 2"),
+        (result, "return ((rows) + 1) % 2"),
+        (result, "return (max(rows) - 1) % 2"),
+        (result, "return (max(rows) + 2) % 2"),
+        (result, "return (max(rows) + 1) // 2"),
+        (result, "return (max(rows) + 1) % 3"),
+    }
+    assert sorted(lines) == sorted(f"{old} -> {new}" for old, new in expected)
