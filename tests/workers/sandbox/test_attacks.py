@@ -418,6 +418,34 @@ EXHAUSTION = {
                 time.sleep(60)
         time.sleep(60)
     """,
+    "processes whose first thread has exited": """
+        import ctypes, platform, threading
+
+        def hold():
+            time.sleep(0.5)
+            kept = bytearray(40 << 20)
+            time.sleep(60)
+
+        for _ in range(6):
+            if os.fork() == 0:
+                threading.Thread(target=hold).start()
+                ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)
+        time.sleep(60)
+    """,
+    "processes that hide their files in /proc": """
+        import ctypes
+        ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
+        for folder in ("/tmp", "/dev/shm", "/proc", "/"):
+            try:
+                os.chmod(folder, 0)
+            except OSError:
+                pass
+        for _ in range(6):
+            if os.fork() == 0:
+                break
+        kept = bytearray(40 << 20)
+        time.sleep(60)
+    """,
     "files": """
         for folder in ("/tmp", "/dev/shm"):
             for n in range(100):

@@ -48,8 +48,17 @@ def memory_of(first: int) -> int | None:
         return None
     for each in processes:
         with suppress(OSError):  # it exited in the meantime
-            total += sum(map(int, COUNTED.findall(_read(f"{root}/proc/{each}/status")))) * 1024
+            total += _memory_of_process(f"{root}/proc/{each}")
     return total
+
+
+def _memory_of_process(folder: str) -> int:
+    found = COUNTED.findall(_read(f"{folder}/status"))
+    if not found:
+        # The first thread has exited; the others show the memory that they shared with it.
+        for thread in os.listdir(f"{folder}/task"):
+            found = found or COUNTED.findall(_read(f"{folder}/task/{thread}/status"))
+    return sum(map(int, found)) * 1024
 
 
 def _size_of(folder: str) -> int:
