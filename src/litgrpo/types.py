@@ -599,7 +599,7 @@ class LossOutput:
     """Loss and metrics of one micro-batch.
 
     Args:
-        loss: [] sum over tokens of loss weight times token loss.
+        loss: [] sum over tokens of loss weight times token loss, minus the entropy bonus.
         stats: {name: [2]} a sum over tokens (or rows) and the count to divide it by, so that sums
             over micro-batches and ranks give exact averages.
 
@@ -619,8 +619,8 @@ class StepReport:
 
     Args:
         lr: learning rate of the step.
-        sums: {name: [2]} a sum and the count to divide it by, over the rows in the loss; empty if
-            the step was skipped.
+        sums: {name: [2]} a sum and the count to divide it by, over the rows in the loss (rows
+            without a gradient are left out); empty if the step was skipped.
         skipped: None if the step was taken. It is skipped if a loss or gradient is not finite:
             {row of the rollout: the number that is not finite}, empty if no single row explains it.
 

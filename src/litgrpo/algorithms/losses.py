@@ -256,16 +256,19 @@ class PolicyGradient(Surrogate):
 
 
 class LossAggregation(ABC):
-    """Weight of each token in the loss of one optimizer step, which is the weighted sum."""
+    """Weight of each token in the loss of one optimizer step, which is the weighted sum.
+
+    In the formulas m is the mask, and K the number of completions of the step on all ranks.
+    """
 
     @abstractmethod
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[N, C] weights, 0 off `mask`.
+        """[M, C] weights of a step's rows on this rank, 0 off `mask`.
 
         Args:
-            mask: [N, C] 1 marks a token that contributes to the loss; of the weights' dtype.
+            mask: [M, C] 1 marks a token that contributes to the loss; of the weights' dtype.
             num_completions: [] of the optimizer step, over all ranks.
             num_tokens: [] that contribute, over all ranks.
             max_completion_length: in tokens.
@@ -286,13 +289,13 @@ class TokenMean(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[N, C] m / tokens."""
+        """[M, C] m / tokens."""
         return mask / num_tokens
 
 
 @dataclass(frozen=True)
 class SequenceMean(LossAggregation):
-    """GRPO's paper (`sequence_mean`): every completion counts the same, m / length / N.
+    """GRPO's paper (`sequence_mean`): every completion counts the same, m / length / K.
 
     Source: arXiv:2402.03300. TRL: `grpo`; verl: `seq-mean-token-mean`.
     """
@@ -300,13 +303,13 @@ class SequenceMean(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[N, C] m / length / N."""
+        """[M, C] m / length / K."""
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / num_completions
 
 
 @dataclass(frozen=True)
 class ConstantLength(LossAggregation):
-    """Dr. GRPO (`constant_length`): m / (N * max_completion_length).
+    """Dr. GRPO (`constant_length`): m / (K * max_completion_length).
 
     Source: arXiv:2503.20783. TRL: `dr_grpo`; verl: `seq-mean-token-sum-norm`.
     """
@@ -314,13 +317,13 @@ class ConstantLength(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[N, C] m / (N * max_completion_length)."""
+        """[M, C] m / (K * max_completion_length)."""
         return mask / (num_completions * max_completion_length)
 
 
 @dataclass(frozen=True)
 class SequenceSum(LossAggregation):
-    """LUSPO, RLOO, REINFORCE (`sequence_sum`): the sum over a completion's tokens, m / N.
+    """LUSPO, RLOO, REINFORCE (`sequence_sum`): the sum over a completion's tokens, m / K.
 
     Source: arXiv:2602.05261. TRL: `luspo`; verl: `seq-mean-token-sum`.
     """
@@ -328,7 +331,7 @@ class SequenceSum(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[N, C] m / N."""
+        """[M, C] m / K."""
         return mask / num_completions
 
 
@@ -336,14 +339,14 @@ class SequenceSum(LossAggregation):
 class MicroBatchTokenMean(LossAggregation):
     """BNPO (`micro_batch_token_mean`), discouraged: the mean over each micro-batch's tokens.
 
-    The gradient depends on the split; a micro-batch of M rows counts M / N. It exists for
-    comparison with TRL's `bnpo`; prefer `token_mean`.
+    The gradient depends on the split; a micro-batch counts by its share of the step's rows. It
+    exists for comparison with TRL's `bnpo`; prefer `token_mean`.
     """
 
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[N, C] m / N, completed by `rescale_micro_batch`."""
+        """[M, C] m / K, completed by `rescale_micro_batch`."""
         return mask / num_completions
 
     def rescale_micro_batch(self, weights: Tensor, mask: Tensor) -> Tensor:
@@ -445,7 +448,7 @@ class ImportanceCorrection:
     def __call__(self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
         """[M, C] weights, 1 on padding, or [M, 1].
 
-        An unknown (NaN) sampler log-probability gets the weight 1.
+        An unknown (NaN) sampler log-probability gets the weight 1 here; the learner skips the step.
         """
         # rho = p_old / p_sampler corrects for tokens sampled from another distribution:
         # E_sampler[rho f] = E_old[f]. Truncation trades a little bias for bounded variance.
@@ -580,7 +583,7 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """True if `entropy_totals` needs every token's entropy before the update."""
+        """True if `entropy_totals` needs every token's entropy before the step."""
         return self.top_entropy_quantile < 1
 
     def token_advantages(
@@ -636,8 +639,8 @@ class Objective:
         """Compute the totals that all micro-batches of an optimizer step share.
 
         Args:
-            weights: [N, C] of all rows of the step on this rank.
-            entropy: [N, C] before the update; needed only if `needs_entropy`.
+            weights: [M, C] of all rows of the step on this rank.
+            entropy: [M, C] before the step; needed only if `needs_entropy`.
             comm: of the ranks that share the step.
         """
         in_loss, threshold = weights != 0, None

@@ -40,7 +40,8 @@ class Rollouter:
         clock: measures the phases.
         row_limit: rows decoded at once after out-of-memory errors.
 
-    `prefetch`, if set, generates the next iteration's rollout during the update.
+    `prefetch`, if set, generates the next iteration's rollout with this iteration's weights: during
+    the update if the engine samples elsewhere, else before it.
     `dataclasses.replace` resets it to None, so that the start-up checks do not prefetch.
     """
 

@@ -431,7 +431,7 @@ class GRPO(LightningModule):
             rollout/rollouter.py         Rollouter.generate, prompts -> N = B * G completions
             rollout/engines/local.py       LocalEngine.generate
             models/causal.py                 CausalPolicy.prefill, then decode_step for each token
-            rewards/scorer.py            Scorer.start, worker processes compute rewards meanwhile
+            rewards/scorer.py            Scorer.start, workers run the user's reward functions
             training/learner.py          Learner.old_and_reference_logprobs, if needed (*)
             rewards/scorer.py            PendingRewards.wait -> [B, G] weighted sum of components
             training/learner.py          Learner.build_batch
@@ -450,8 +450,8 @@ class GRPO(LightningModule):
             training/steppers.py                 TrainerStepper.clip_before_step
             training/learner.py                    Learner._clip_gradients
 
-        (*) With dynamic sampling after `DynamicSampling.replace_zero_variance_groups`
-        (rollout/dynamic_sampling.py), which follows `PendingRewards.wait`.
+        (*) With dynamic sampling it runs after `PendingRewards.wait` and
+        `DynamicSampling.replace_zero_variance_groups` (rollout/dynamic_sampling.py).
 
         Args:
             prompts: B prompts.
@@ -464,8 +464,9 @@ class GRPO(LightningModule):
         iteration = self.iteration
         rollout = self.rollouter.generate(prompts, "train", iteration)
 
-        # Workers compute rewards. Meanwhile compute the old log-probabilities (if there are several
-        # steps per rollout) and the reference's (if there is a KL term).
+        # Workers run the user's reward functions. Meanwhile get the old log-probabilities (if there
+        # are several steps per rollout) and the reference's (if there is a KL term). Built-in
+        # reward functions and reward models run in `wait`.
         with self.clock.phase("time/reward_s"):
             pending = self.scorer.start(rollout, iteration)
         if self.dynamic_sampling is None:
@@ -497,7 +498,7 @@ class GRPO(LightningModule):
         }
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip gradients: only here are they reduced over ranks and unscaled (fp16)."""
+        """Clip gradients, which are complete only here: with fp16, Lightning has unscaled them."""
         assert self.stepper is not None
         self.stepper.clip_before_step()
 

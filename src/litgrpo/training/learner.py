@@ -73,7 +73,7 @@ class Learner:
         max_completion_length: limit on the tokens of a completion.
         reference: for the KL term; None without one.
         exact_logprobs: True if the engine's log-probabilities are the policy's, up to rounding;
-            decides the tolerance of start-up checks.
+            not used by the update, but by the start-up checks.
         reuse_sampler_logprobs: use the sampler's log-probabilities as those before the update,
             which is correct only if the engine is exact and computes in the same full precision.
         comm: collectives of the ranks.
@@ -113,8 +113,9 @@ class Learner:
         """Compute the log-probabilities that the objective compares with.
 
         With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
-        1). A stale or inexact sampler is handled by `importance_correction`. Without a KL term
-        `ref` is None.
+        1). With several steps and an exact engine it is the sampler's, without a forward pass. A
+        stale or inexact sampler is handled by `importance_correction`. Without a KL term `ref` is
+        None.
 
         Args:
             rollout: N completions.

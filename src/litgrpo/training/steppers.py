@@ -34,8 +34,8 @@ class Stepper(Protocol):
 
         Args:
             loss: [] of one micro-batch.
-            last: True for the last micro-batch of an optimizer step on this rank: only then are
-                gradients averaged over ranks.
+            last: True for the last micro-batch of an optimizer step on this rank: its backward pass
+                averages the gradients over ranks (on XLA devices `step` does).
         """
 
     def step(self, clip_gradients: ClipGradients) -> Stats | None:
@@ -130,8 +130,8 @@ class TrainerStepper:
 
     def step(self, clip_gradients: ClipGradients) -> Stats | None:
         """Take an optimizer step and one of the schedule."""
-        # With fp16 and FSDP gradients are unscaled and reduced inside of Lightning's `step`, which
-        # then calls the module's hook: only there can they be clipped. The call chain is
+        # Inside of Lightning's `step` gradients are unscaled (fp16) and averaged over ranks (XLA);
+        # it then calls the module's hook, where they can be clipped. The calls are
         # optimizer.step -> GRPO.on_before_optimizer_step -> clip_before_step -> clip_gradients
         # (Learner._clip_gradients). Hooks return nothing, so the result is left in `self.stats`.
         self.clip_gradients = clip_gradients
