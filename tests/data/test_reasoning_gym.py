@@ -107,4 +107,4 @@ def test_the_recipes_learn_from_demonstrations_of_other_problems_than_they_pract
     assert len({row["prompt"] for row in shown}) > 5000
     assert not {row["prompt"] for row in shown} & {row["prompt"] for row in rows}
     assert supervised["kwargs"]["settings"] == practice["init_args"]["configs"]["chain_sum"]
-    assert supervised["kwargs"]["apart_from"] == {"size": source.size, "seed": source.seed}
+    assert supervised["kwargs"]["exclude"] == {"size": source.size, "seed": source.seed}

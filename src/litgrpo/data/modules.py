@@ -653,10 +653,13 @@ def validation_set_names(trainer: Trainer) -> list[str]:
     ]
 
 
-def reward_columns(trainer: Trainer) -> list[list[str]]:
-    """Return the columns of each set whose completions are rewarded."""
+def reward_columns(trainer: Trainer) -> list[dict[str, list[Any]]]:
+    """Return {column: values} of each set whose completions are rewarded.
+
+    Of a streamed set, these are the rows that are read before training.
+    """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
     kinds = (PromptSet, StreamedPrompts)
     rewarded = {name: each for name, each in sets.items() if name != "predict"}
-    return [list(each.columns) for each in rewarded.values() if isinstance(each, kinds)]
+    return [each.columns for each in rewarded.values() if isinstance(each, kinds)]

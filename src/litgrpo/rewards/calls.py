@@ -48,10 +48,34 @@ def isolated(function: Function) -> Function:  # glossary: ok (a decorator, as `
 def is_marked(function: Any, mark: str) -> bool:
     """Return True if a function, or the function inside a partial, has a mark."""
     assert mark in MARKS
+    # The function is foreign: most functions have none of these attributes.
+    return bool(getattr(_innermost(function), mark, False))
+
+
+def checked_by(check: Function) -> Callable[[Function], Function]:
+    """Attach a check of the data, which runs before training.
+
+    The check gets the columns and kwargs that its signature names, as the function would, and
+    raises `UnusableReward`.
+    """
+
+    def attach(function: Function) -> Function:
+        function.check = check  # type: ignore[attr-defined]
+        return function
+
+    return attach
+
+
+def find_check(function: Any) -> Function | None:
+    """Return the check that `checked_by` attached to a function, if any."""
+    check: Function | None = getattr(_innermost(function), "check", None)
+    return check if inspect.isfunction(_innermost(function)) else None
+
+
+def _innermost(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
-    # The function is foreign: most functions have none of these attributes.
-    return bool(getattr(function, mark, False))
+    return function
 
 
 DOUBLE_EPS = sys.float_info.epsilon
@@ -62,6 +86,13 @@ ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
 
 class MalformedResult(ValueError):
     """A function returned something that is not one reward per completion."""
+
+
+class UnusableReward(ValueError):
+    """A function cannot score a row, whatever the completion is: this stops the run.
+
+    For mistakes in the data or in the installation, which must not become rewards.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +161,8 @@ class Scores:
             self.values[row] = value
         self.failures |= {rows[place]: reason for place, reason in other.failures.items()}
         self.precision = max(self.precision, other.precision)
-        self.error = self.error or other.error
+        final = isinstance(other.error, UnusableReward)
+        self.error = other.error if final else self.error or other.error
         for name, numbers in other.metrics.items():
             self.metrics.setdefault(name, []).extend(numbers)
         for column, noted in other.extras.items():
@@ -406,6 +438,6 @@ def _load_call(loaded: dict[str, Any], question: Question) -> tuple[Function, di
 
 
 def _pack_answer(number: int, scores: Scores, started: float) -> Answer:
-    if scores.error is not None and not isinstance(scores.error, MalformedResult):
+    if scores.error is not None and not isinstance(scores.error, MalformedResult | UnusableReward):
         scores.error = to_picklable(scores.error)
     return number, scores, time.perf_counter() - started

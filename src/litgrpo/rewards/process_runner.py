@@ -18,7 +18,15 @@ from types import CellType
 from typing import Any
 
 from litgrpo.arguments import at_least
-from litgrpo.rewards.calls import Call, Message, Question, Scores, is_marked, make_failed_scores
+from litgrpo.rewards.calls import (
+    Call,
+    Message,
+    Question,
+    Scores,
+    UnusableReward,
+    is_marked,
+    make_failed_scores,
+)
 from litgrpo.rewards.runner import RewardRunner, StartedCalls, run_in_process
 from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.pool import Worker, WorkerPool
@@ -361,7 +369,12 @@ class Batch:
             self.num_single[n] -= 1
         # Coroutines that wait together fail each for itself, unless their worker was lost.
         alone = task.attempt is Attempt.ROW or (task.attempt is Attempt.TOGETHER and not lost)
-        if alone or scores.error is None or is_marked(call.function, "whole_batch"):
+        if (
+            alone
+            or scores.error is None
+            or isinstance(scores.error, UnusableReward)
+            or is_marked(call.function, "whole_batch")
+        ):
             result.put(rows, scores)
             return
         result.error = result.error or scores.error

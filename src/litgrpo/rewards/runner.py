@@ -19,6 +19,7 @@ from litgrpo.rewards.calls import (
     Call,
     MalformedResult,
     Scores,
+    UnusableReward,
     call_function,
     is_marked,
     make_failed_scores,
@@ -137,7 +138,8 @@ class StartedCalls(ABC):
 
         Raises:
             ValueError: a function that never worked before returned no list of N rewards, neither
-                for all rows together nor for any row alone: a mistake in its code.
+                for all rows together nor for any row alone: a mistake in its code; or it raised
+                `UnusableReward`.
             RewardFailure: more than `max_failed_frac` of a function's rows failed.
             RuntimeError: the runner was closed, or has started other calls.
         """
@@ -243,6 +245,8 @@ class RewardRunner(ABC):
         """
         for call, scores in zip(calls, results, strict=True):
             worked = len(scores.failures) < call.num_rows
+            if isinstance(scores.error, UnusableReward):
+                raise ValueError(f"reward '{call.name}': {scores.error}")
             if worked:
                 self.proven.add(call.name)
             elif isinstance(scores.error, MalformedResult) and call.name not in self.proven:
@@ -310,7 +314,8 @@ def _score(runner: RewardRunner, call: Call) -> Scores:
     """Call the function for all rows; if that fails, for each row until the deadline."""
     deadline = time.monotonic() + runner.timeout_s
     whole = _call_rows(runner, call, range(call.num_rows))
-    if whole.error is None or is_marked(call.function, "whole_batch"):
+    final = whole.error is None or isinstance(whole.error, UnusableReward)
+    if final or is_marked(call.function, "whole_batch"):
         return whole
     scores = Scores([nan] * call.num_rows, error=whole.error)
     for row in range(call.num_rows):

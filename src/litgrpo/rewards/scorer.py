@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isnan
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import one_of
-from litgrpo.rewards.calls import DOUBLE_EPS, Call, Notes, Scores
+from litgrpo.rewards.calls import DOUBLE_EPS, Call, Notes, Scores, UnusableReward, find_check
 from litgrpo.rewards.process_runner import ProcessRunner
 from litgrpo.rewards.reward import (
     Normalize,
@@ -287,21 +287,31 @@ class Scorer:
             pending.rollout = rollout
         return pending
 
-    def check(self, columns: Iterable[str], episodes: bool = False) -> None:
-        """Raise if the data lack a column that a function needs, before anything is generated.
+    def check(self, columns: Mapping[str, Sequence[Any]], episodes: bool = False) -> None:
+        """Raise if the data do not suit a function, before anything is generated.
 
         Args:
-            columns: the names of what is known of each prompt.
+            columns: {name: values}, what is known of the prompts of one set.
             episodes: completions are episodes.
 
         Raises:
-            ValueError: the function and what it needs.
+            ValueError: a column is missing, or a function's own check rejects the values.
         """
         added = (*OF_ROLLOUT, *(OF_EPISODES if episodes else ()))
-        given = ("prompts", "prompt_texts", *columns, "completions", *added)
-        rows: dict[str, list[Any]] = {name: [] for name in given}
+        rows: dict[str, list[Any]] = {
+            **{"prompts": [], "prompt_texts": []},
+            **{name: list(values) for name, values in columns.items()},
+            **{name: [] for name in ("completions", *added)},
+        }
         for name in self.components:
-            self._call(name, rows, {"group_size": 0, "trainer_state": None})
+            call = self._call(name, rows, {"group_size": 0, "trainer_state": None})
+            check = find_check(call.function)
+            if check is not None:
+                given, known = call.rows | call.settings, parameters(check)[0]
+                try:
+                    check(**{key: given[key] for key in known if key in given})
+                except UnusableReward as error:
+                    raise ValueError(f"reward '{name}': {error}") from error
 
     def _start(
         self,

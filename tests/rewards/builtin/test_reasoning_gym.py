@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from litgrpo.data.sources import ReasoningGym, row_of_entry
+from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as reward
 from litgrpo.rewards.calls import Call
 from litgrpo.rewards.process_runner import stays_in_process
@@ -30,24 +31,47 @@ def test_it_runs_in_a_worker_and_not_in_the_training_process():
         "__import__('os').system('ls')",
         "exit()",
         "open ('x')",
+        "open#\n('x')",
+        "open\\\n('x')",
+        "[open#\n('x', 'w')]",
+        "[open\\\n('x', 'w')]",
+        "[[open][0]#\n('x', 'w')]",
+        "[open\f('x', 'w')]",
+        "(open)('x')",
+        "open('x')!",
+        "[exec(x) for x in y]",
+        "f'{exit()}'",
+        "x[exit()]",
         "(lambda: 1)()",
         "[f][0](1)",
         "9**9**9",
         "9**(9**9)",
+        "9**(99*99*99)",
         "(9**99)**99",
         "2**99999",
+        "2**" + "-" * 1900 + "1",
         "1" * 2_001,
-        "'{0.__class__}'",
+        "'{0.__class__}'.x",
         "x.y(1)",
         "sin(exit())",
+        "sin(*exit())",
         "print(sin(1))",
+        "import os",
+        "2**'a'",
     ],
 )
 def test_dangerous_answers_are_screened_where_answers_are_executed(answer, monkeypatch):
     monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     assert not reward.passes_screen("countdown", answer, "{}")
+    assert not reward.passes_screen("n_queens", answer, "{}")
     monkeypatch.setattr(reward, "installed_version", lambda: "9.9")  # nothing is known of it
     assert not reward.passes_screen("gcd", answer, "{}")
+
+
+@pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "self", "entry", "answer"])
+def test_a_list_cannot_name_the_variables_of_the_function_that_scores_it(answer, monkeypatch):
+    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
+    assert not reward.passes_screen("string_insertion", answer, "{}")
 
 
 @pytest.mark.parametrize(
@@ -57,12 +81,23 @@ def test_dangerous_answers_are_screened_where_answers_are_executed(answer, monke
         ("polynomial_multiplication", "-84912*x**6 - 658068*x**5 + 7"),
         ("simple_integration", "7*X**9 - X**(2/3) + sin(2*X)*exp(X) + C"),
         ("intermediate_integration", "3*Integral(x**3*cos(3*x), x) + C"),
+        ("n_queens", "_ Q _ _\n_ _ _ Q"),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]"),
+        ("spiral_matrix", "1 2 3 6 9"),
+        ("spiral_matrix", "[1, -2, 3.5]"),
         ("gcd", "f(x) __"),
     ],
 )
 def test_honest_answers_pass_the_screen(task, answer, monkeypatch):
     monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     assert reward.passes_screen(task, answer, "{}")
+
+
+def test_the_reference_answer_passes_the_screen_whatever_it_is(monkeypatch):
+    monkeypatch.setattr(reward, "installed_version", lambda: "9.9")
+    entry = row_of_entry("string_insertion", {"question": "", "answer": " f(x)! "})["metadata"]
+    assert reward.passes_screen("string_insertion", "f(x)!", entry)
+    assert not reward.passes_screen("string_insertion", "f(y)!", entry)
 
 
 def test_a_word_that_is_no_verdict_of_halting_passes_no_screen(monkeypatch):
@@ -80,7 +115,7 @@ def test_one_answer_between_tags_counts():
 
 @pytest.mark.parametrize(
     "setting",
-    [{"min_score": 2}, {"min_score": -0.1}, {"timeout_s": 0}, {"isolation": "maybe"}],
+    [{"min_score": 2}, {"min_score": -0.1}, {"timeout_s": 0}, {"isolation": "never"}],
     ids=str,
 )
 def test_settings_that_mean_nothing_are_refused(setting):
@@ -121,38 +156,168 @@ def test_gold_answers_of_all_tasks_pass_the_screen_and_score_as_the_package_does
             continue
         said, entry = f"<answer>{row['answer']}</answer>", row["metadata"]
         assert reward.passes_screen(task, row["answer"], entry), task
-        ours = reward.reasoning_gym([""], [said], [entry], [task], isolation="never")
+        ours = reward.reasoning_gym([""], [said], [entry], [task], isolation="none")
         assert ours == [from_package(task)(row["answer"], loads(entry))], task
     assert len(without) == 5
+
+
+HOSTILE = {
+    "writes replies": """
+import os
+for fd in range(64):
+    for text in (b"1.0\\n" * 50, b'{"number": 0, "score": 1.0}\\n' * 50):
+        try: os.write(fd, text)
+        except OSError: pass
+""",
+    "leaves a process that writes": """
+import os, time
+try: forked = os.fork()
+except OSError: forked = 1
+if not forked:
+    os.setsid()
+    for _ in range(10**6):
+        for fd in range(64):
+            try: os.write(fd, b"1.0\\n")
+            except OSError: pass
+""",
+    "leaves files": """
+import os
+open("/tmp/reasoning_gym.py", "w").close()
+os.mkdir("/dev/shm/full")
+""",
+    "fills the disk": "open('/tmp/full', 'wb').write(bytes(10**8))",
+    "exits": "import os\nos._exit(0)",
+    "sleeps": "import time\ntime.sleep(100)",
+    "takes memory": "kept = [bytearray(10**8) for _ in range(100)]",
+    "kills the others": "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "stops its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)",
+    "interrupts its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)",
+    "limits its parent's memory": """
+import os, resource
+resource.prlimit(os.getppid(), resource.RLIMIT_AS, (1 << 20, 1 << 20))
+""",
+    "limits its parent's time": """
+import os, resource
+resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))
+""",
+    "slows its parent down": "import os\nos.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "writes its parent's memory": """
+import os, re
+parent = os.getppid()
+for line in open(f"/proc/{parent}/maps"):
+    low, high, rights = re.match(r"(\\w+)-(\\w+) (\\S+)", line).groups()
+    if rights.startswith("rw"):
+        with open(f"/proc/{parent}/mem", "r+b", 0) as memory:
+            memory.seek(int(low, 16))
+            memory.write(bytes(4096))
+""",
+    "its own score is no number": """
+import os
+for fd in range(3, 64):
+    for text in (b"1e999", b"[" * 4000, b"\\xff", b"NaN", b'{"score": 1}'):
+        try: os.write(fd, text)
+        except OSError: pass
+""",
+}
+
+ITS_OWN = """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b"1.0")
+    except OSError: pass
+os._exit(0)
+"""
+
+
+def attack(program):
+    """Return an answer that executes a program, for `eval` and for sympy, which replaces names."""
+    builtins = "__import__('builtins')"
+    return f"{builtins}.exec({builtins}.bytes.fromhex('{program.encode().hex()}'), {{}})"
+
+
+def scores_with(task, program, **settings):
+    """Return the scores of a correct, a hostile, an incorrect and a correct answer."""
+    row, other = ReasoningGym({task: 1}, size=2, seed=4).rows()
+    incorrect = "0" if row["answer"] != "0" else "1"
+    answers = [row["answer"], attack(program), incorrect, other["answer"]]
+    entries = [row["metadata"]] * 3 + [other["metadata"]]
+    said = [f"<answer>{each}</answer>" for each in answers]
+    return reward.reasoning_gym([""] * 4, said, entries, [task] * 4, **settings)
+
+
+@in_sandbox
+@pytest.mark.parametrize("task", sorted({*reward.EXECUTED} - {"composite"}))
+def test_no_answer_of_any_executing_task_changes_the_score_of_another(task, monkeypatch):
+    pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
+    # The second wall alone: as if the screen had let the answer through.
+    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)
+    alone = scores_with(task, "")
+    assert alone[0] == alone[3] == 1.0
+    assert alone[2] < 1.0
+    programs = ["writes replies", "leaves a process that writes", "leaves files"]
+    found = scores_with(task, "".join(HOSTILE[each] for each in programs))
+    assert [found[0], *found[2:]] == [alone[0], *alone[2:]]
+    # A process that was taken over has its own score: the programs above did run.
+    assert scores_with(task, ITS_OWN)[1] == 1.0
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_hostile_answer_changes_the_score_of_another(name, monkeypatch):
+    pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
+    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)
+    for task in ("n_queens", "countdown"):
+        found = scores_with(task, HOSTILE[name], min_score=0.5)
+        assert [found[0], *found[2:]] == [1.0, 0.0, 1.0]
 
 
 @in_sandbox
 def test_what_an_executed_answer_does_stays_in_the_sandbox(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
-    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)  # the second wall alone
+    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)
     marker = tmp_path / "marker"
-    row = ReasoningGym({"countdown": 1}, size=1).rows()[0]
-    attacks = [
-        f"__import__('os').mkdir({str(marker)!r})",
-        "__import__('os')._exit(0)",
-        "__import__('os').kill(__import__('os').getppid(), 9)",
-        "9**9**9**9",
-        row["answer"],
-    ]
-    said = [f"<answer>{each}</answer>" for each in attacks]
-    rest = ([row["metadata"]] * 5, ["countdown"] * 5)
-    scores = reward.reasoning_gym([""] * 5, said, *rest, min_score=0.5, timeout_s=1.0)
-    assert scores == [0.0, 0.0, 0.0, 0.0, 1.0]
+    found = scores_with("countdown", f"import os\nos.mkdir({str(marker)!r})", min_score=0.5)
+    assert found == [1.0, 0.0, 0.0, 1.0]
     assert not marker.exists()
 
 
-def test_always_refuses_to_go_without_a_sandbox(monkeypatch):
-    monkeypatch.setattr(sandbox, "available", lambda: False)
-    monkeypatch.setattr(sandbox, "unavailable_reason", lambda: "there is no bubblewrap")
+@pytest.fixture
+def no_sandbox(monkeypatch, tmp_path):
+    """Hide bubblewrap from this process and from workers."""
+    sandbox.unavailable_reason.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
-    monkeypatch.setattr(reward, "_scorers", {})
-    row = row_of_entry("countdown", {"question": "", "answer": "1"})
-    with raises_for("isolation", "bubblewrap"):
-        reward.reasoning_gym(
-            [""], ["<answer>1</answer>"], [row["metadata"]], ["countdown"], isolation="always"
-        )
+    yield
+    sandbox.unavailable_reason.cache_clear()
+
+
+def test_a_task_that_executes_answers_is_rejected_before_training_without_a_sandbox(no_sandbox):
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
+    columns = {"metadata": ["{}"] * 2, "task": ["gcd", "countdown"]}
+    with raises_for("right", "countdown", "bubblewrap", "isolation: none"):
+        scorer.check(columns)
+    scorer.check({"metadata": ["{}"], "task": ["gcd"]})
+
+
+def test_isolation_none_is_allowed_with_a_warning_in_each_run(no_sandbox, caplog):
+    columns = {"metadata": ["{}"] * 2, "task": ["gcd", "countdown"]}
+    for _ in range(2):
+        part = Reward("litgrpo.rewards.reasoning_gym", kwargs={"isolation": "none"})
+        Scorer({"right": part}).check(columns)
+    said = [each for each in caplog.messages if "without a sandbox" in each]
+    assert len(said) == 2
+    assert "countdown" in said[0]
+    assert "gcd" not in said[0]
+
+
+@pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
+def test_a_task_that_executes_answers_stops_the_run_if_only_scoring_finds_it(no_sandbox, runner):
+    pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=runner())
+    metadata = row_of_entry("countdown", {"question": "", "answer": "1"})["metadata"]
+    columns = {"metadata": [metadata] * 4, "task": ["gcd"] * 3 + ["countdown"]}
+    said = ["no tags"] * 3 + ["<answer>1</answer>"]
+    with raises_for("right", "countdown", "bubblewrap"):
+        scorer(["?"] * 4, said, columns, group_size=4)
+    scorer.close()

@@ -2,55 +2,93 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
 import os
-import re
+import secrets
+import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Literal, get_args
 
-from litgrpo.arguments import above, at_least, at_most, one_of, require
+from litgrpo.arguments import above, at_least, at_most, one_of
 from litgrpo.rewards.builtin.math import find_claims
-from litgrpo.rewards.calls import isolated
+from litgrpo.rewards.calls import UnusableReward, checked_by, isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 
-Isolation = Literal["auto", "always", "never"]
+log = logging.getLogger(__name__)
+
+Isolation = Literal["bubblewrap", "none"]
 
 # The tasks whose scorer executes the answer as Python, as found by running
 # `python -m tests.oracle.reasoning_gym` with the version below. With any other version, all tasks
 # are treated as if they executed answers.
 TESTED_VERSION = "0.1.25"
-EXECUTED = (
-    *("binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens"),
-    *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix"),
-    "string_insertion",
+# Their answers are formulas for `sympy.parse_expr`, which evaluates them.
+ALGEBRA = (
+    *("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24"),
+    "simple_integration",
 )
+# Their answers are texts. One that is not the reference answer is evaluated: it may be a list.
+LITERALS = ("binary_matrix", "composite", "n_queens", "spiral_matrix", "string_insertion")
+EXECUTED = (*ALGEBRA, *LITERALS)
 MAX_ANSWER_CHARS = 2_000  # or the length of the whole entry, if that is longer
 # Functions of which integrals are written; answers with any other call are rejected.
 FUNCTIONS = (
     *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
     *("exp", "log", "ln", "sqrt", "Abs", "erf", "Integral"),
 )
-CALL = re.compile(
-    rf"(?<!\w)(?!(?:{'|'.join(FUNCTIONS)})\s*\()(?=\d*[^\W\d])\w++\s*\(" + r"""|[\])'"}]\s*\("""
-)
-# a**b**c, a**(b**c), a**(b(c)), (a**b)**c, a**1000
-TOWER = re.compile(
-    r"\*\*\s*[-+]?[\w.]+\s*\*\*|\*\*\s*[-+]?\([^()]*(?:\*\*|\()"
-    r"|\([^()]*\*\*[^()]*\)\s*\*\*|\*\*\s*[-+(]*\s*\d{4,}"
+MAX_EXPONENT = 1_000
+CONTAINERS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
+ARITHMETIC = (
+    *(ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow),
+    *(ast.Name, ast.Load, ast.Call, ast.Tuple),  # a tuple: Integral(x, (x, 0, 1))
 )
 # Tasks with two possible answers, whose scorer gives credit for anything but the incorrect one.
 WORDS = {"game_of_life_halting": ("true", "false")}
+START_S, SLACK_S = 60.0, 3.0  # for the import in the sandbox; beyond the time of an answer
+MAX_REPLY_BYTES = 4096
 _FOLDER = Path(sandbox.__file__).parent
 
 
+def check_isolation(task: Sequence[str], isolation: Isolation = "bubblewrap") -> None:
+    """Check before training that answers which are executed run in a sandbox.
+
+    Raises:
+        UnusableReward: there is no sandbox, and `isolation` is not `none`.
+    """
+    one_of("isolation", isolation, get_args(Isolation))
+    executed = sorted({str(each) for each in task if is_executed(str(each))})
+    if executed and isolation == "none":
+        log.warning(
+            "reasoning_gym: isolation is none: answers to %s are executed as Python without a"
+            " sandbox, as your user. A screen rejects calls that it does not know.",
+            ", ".join(executed),
+        )
+    elif executed:
+        _require_sandbox(executed)
+
+
+def _require_sandbox(tasks: Sequence[str]) -> None:
+    if not sandbox.available():
+        raise UnusableReward(
+            f"Could not score the reasoning-gym tasks {', '.join(tasks)}: they execute answers as"
+            f" Python, which needs a sandbox: {sandbox.unavailable_reason()}. `isolation: none`"
+            " executes them without one."
+        )
+
+
+@checked_by(check_isolation)
 @isolated
 def reasoning_gym(
     prompts: Sequence[object],
@@ -61,14 +99,14 @@ def reasoning_gym(
     require_tags: bool = True,
     answer_tag: str = "answer",
     min_score: float = 0.0,
-    isolation: Isolation = "auto",
+    isolation: Isolation = "bubblewrap",
     timeout_s: float = 2.0,
 ) -> list[float | None]:
     """Return the score of the task's own function, for rows of `litgrpo.data.ReasoningGym`.
 
-    Ten of the tasks execute what the model wrote. For these, answers that call a function, contain
-    `__`, raise powers to powers or are longer than 2,000 characters get 0 without being run. The
-    others are scored in a bubblewrap sandbox if it is installed, else in the worker process. Needs
+    Ten of the tasks execute what the model wrote. Their answers must be formulas or lists of
+    numbers and texts: anything else, powers of powers, and more than 2,000 characters get 0
+    without being executed. The others are scored in a bubblewrap sandbox. Needs
     `pip install reasoning-gym`.
 
     Args:
@@ -81,15 +119,15 @@ def reasoning_gym(
         answer_tag: name of the tag.
         min_score: lower scores count as 0, because some tasks give any answer a little
             (`countdown`: 0.05).
-        isolation: for tasks that execute answers: `auto` uses bubblewrap if it is installed,
-            `always` requires it, `never` scores in the worker process.
+        isolation: for tasks that execute answers: `bubblewrap`, or `none` to execute them in the
+            worker process as your user, which is not safe.
         timeout_s: seconds for one answer in bubblewrap; slower ones get 0.
 
     Returns:
         N rewards in [0, 1]; 0 for an answer that the task's function cannot parse.
 
     Raises:
-        ValueError: `isolation` is `always`, and there is no sandbox.
+        UnusableReward: a task executes answers, and there is no sandbox.
 
     Example:
         >>> tasks = ["basic_arithmetic"]
@@ -123,10 +161,12 @@ def score_answer(
     task: str, answer: str, entry: str, isolation: Isolation, timeout_s: float
 ) -> float:
     """Score one answer, screened and sandboxed if its task executes answers."""
+    executed = is_executed(task)
+    if executed and isolation == "bubblewrap":
+        _require_sandbox([task])
     if not passes_screen(task, answer, entry):
         return 0.0
-    sandboxed = isolation == "always" or (isolation == "auto" and sandbox.available())
-    if sandboxed and is_executed(task):
+    if executed and isolation == "bubblewrap":
         return _score_in_sandbox(task, answer, entry, timeout_s)
     from reasoning_gym import get_score_answer_fn  # type: ignore[import-not-found, unused-ignore]
 
@@ -158,17 +198,98 @@ def passes_screen(task: str, answer: str, entry: str) -> bool:
     """
     if task in WORDS and answer.lower() not in WORDS[task]:
         return False
+    if not is_executed(task) or answer == _reference(entry):
+        return True
     if len(answer) > max(MAX_ANSWER_CHARS, len(entry)):
         return False
-    if not is_executed(task):
-        return True
-    dangerous = ("__" in answer, CALL.search(answer), TOWER.search(answer))
-    return not any(dangerous)
+    try:
+        # sympy splits comments and continued lines by its own rules.
+        if task in ALGEBRA:
+            return not set("#\\") & set(answer) and _is_algebra(_parse(answer))
+        tree = _parse(answer)
+        # Python does not execute text that is not Python; sympy inserts calls, but for "!" only.
+        return _is_literal(tree) if tree is not None else not set("(!") & set(answer)
+    except (ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _parse(text: str) -> ast.AST | None:
+    """Return the syntax tree of an expression, or of statements; None if the text is neither."""
+    for mode in ("eval", "exec"):
+        try:
+            tree = ast.parse(text.strip(), mode=mode)
+        except SyntaxError:
+            continue
+        return tree.body if isinstance(tree, ast.Expression) else tree
+    return None
+
+
+def _reference(entry: str) -> str | None:
+    try:
+        reference = loads(entry)["answer"]
+    except (ValueError, KeyError):
+        return None
+    return reference.strip() if isinstance(reference, str) else None
+
+
+def _is_literal(tree: ast.AST) -> bool:
+    """Return True for numbers, texts, and lists, tuples, sets and dicts of them."""
+    nodes = list(ast.walk(tree))
+    signs = {each.operand for each in nodes if isinstance(each, ast.UnaryOp)}
+    plain = (ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, *CONTAINERS)
+    return all(isinstance(each, plain) for each in nodes) and all(
+        isinstance(each, ast.Constant) for each in signs
+    )
+
+
+def _is_algebra(tree: ast.AST | None) -> bool:
+    """Return True for a formula of numbers, names and known functions without huge powers."""
+    if tree is None:
+        return False
+    nodes = list(ast.walk(tree))
+    constants = [each.value for each in nodes if isinstance(each, ast.Constant)]
+    calls = [each for each in nodes if isinstance(each, ast.Call)]
+    powers = [
+        each for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow)
+    ]
+    return (
+        all(isinstance(each, (*ARITHMETIC, ast.Constant)) for each in nodes)
+        and all(type(each) in (int, float) for each in constants)
+        and all(isinstance(each.func, ast.Name) and each.func.id in FUNCTIONS for each in calls)
+        and not any(each.keywords for each in calls)
+        and not any(_has_power(each.left) or _has_power(each.right) for each in powers)
+        and all(_bound(each.right) < MAX_EXPONENT for each in powers)
+    )
+
+
+def _has_power(tree: ast.expr) -> bool:
+    return any(isinstance(each, ast.Pow) for each in ast.walk(tree))
+
+
+def _bound(tree: ast.expr) -> float:  # noqa: PLR0911 (one for each kind of node)
+    """Return an upper bound of the absolute value of an exponent; a name counts 1."""
+    match tree:
+        case ast.Constant(value=int(value) | float(value)):
+            return float(min(abs(value), MAX_EXPONENT))
+        case ast.Name():
+            return 1.0
+        case ast.UnaryOp(operand=operand):
+            return _bound(operand)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            return _bound(left) + _bound(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _bound(left) * _bound(right)
+        case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int(value))) if value:
+            return _bound(left)
+        case _:
+            return float(MAX_EXPONENT)
 
 
 def _score_in_sandbox(task: str, answer: str, entry: str, timeout_s: float) -> float:
     """Score in this process's sandbox, which is started on first use and after a failure."""
     with _lock:
+        if timeout_s in _scorers and not _scorers[timeout_s].is_idle():
+            _scorers.pop(timeout_s).close()
         if timeout_s not in _scorers:
             _scorers[timeout_s] = SandboxedScorer(timeout_s)
         try:
@@ -176,7 +297,7 @@ def _score_in_sandbox(task: str, answer: str, entry: str, timeout_s: float) -> f
         except (OSError, ValueError):
             _scorers.pop(timeout_s).close()
             return 0.0
-    return float(found) if isinstance(found, float | int) else 0.0
+    return max(0.0, min(1.0, found)) if found is not None and isfinite(found) else 0.0
 
 
 class SandboxedScorer:
@@ -186,18 +307,14 @@ class SandboxedScorer:
         timeout_s: seconds for one answer.
 
     Raises:
-        ValueError: there is no sandbox.
-        ImportError: reasoning-gym cannot be imported in it.
+        UnusableReward: there is no sandbox, or reasoning-gym cannot be imported in it.
     """
 
     def __init__(self, timeout_s: float) -> None:
         limits = sandbox.SandboxLimits(seconds=1e6, memory_mib=1024)
         text = "".join((_FOLDER / f"{name}.py").read_text("utf-8") for name in ("wire", "scorer"))
         text = text.replace("from __future__ import annotations\n", "")
-        require(
-            sandbox.available(),
-            f"reasoning_gym: isolation is always, but {sandbox.unavailable_reason()}",
-        )
+        self.timeout_s, self.reusable = timeout_s, True
         self.end, theirs = socket.socketpair()
         with theirs:
             names = {"channel": theirs.fileno(), "seconds": timeout_s}
@@ -208,28 +325,51 @@ class SandboxedScorer:
                 descriptors=[theirs.fileno()],
                 packages=package_folders(),
             )
-        self.end.settimeout(60.0)
-        self.lines = self.end.makefile("r")
-        if self.lines.readline() != '"ready"\n':
+        try:
+            ready = self._read_line(time.monotonic() + START_S) == b'"ready"\n'
+        except OSError:
+            ready = False
+        if not ready:
+            self.running.process.kill()
             printed = self.running.wait().output
             self.close()
-            raise ImportError(f"Could not import reasoning-gym in the sandbox: {printed[-300:]}")
-        self.end.settimeout(timeout_s + 5.0)
+            raise UnusableReward(f"Could not import reasoning-gym in the sandbox: {printed[-300:]}")
 
-    def score(self, task: str, answer: str, entry: str) -> object:
-        """Return the score, or a text that says why there is none.
+    def is_idle(self) -> bool:
+        """Return True if the next reply can only be that of the next request."""
+        return self.reusable and not select.select([self.end], [], [], 0)[0]
+
+    def score(self, task: str, answer: str, entry: str) -> float | None:
+        """Return the score; None if the task's function raised, ran too long or exited.
 
         Raises:
-            OSError: the sandbox does not respond.
-            ValueError: its response is not JSON.
+            OSError: the sandbox does not reply.
+            ValueError: its reply is not the one to this request.
         """
-        self.end.sendall(json.dumps([task, answer, entry]).encode() + b"\n")
-        return json.loads(self.lines.readline(4096))
+        number = secrets.token_hex(8)  # an answer cannot know that of a later request
+        request = json.dumps([number, task, answer, entry]).encode() + b"\n"
+        self.end.settimeout(self.timeout_s + SLACK_S)
+        self.end.sendall(request)
+        reply = json.loads(self._read_line(time.monotonic() + self.timeout_s + SLACK_S))
+        if not isinstance(reply, dict) or reply.get("number") != number:
+            raise ValueError("a reply to another request")
+        self.reusable = reply.get("reusable") is True
+        score = reply.get("score")
+        return float(score) if isinstance(score, float | int) else None
+
+    def _read_line(self, until: float) -> bytes:
+        """Read one line and nothing behind it."""
+        line = b""
+        while not line.endswith(b"\n") and len(line) < MAX_REPLY_BYTES:
+            self.end.settimeout(max(0.001, until - time.monotonic()))
+            if not (byte := self.end.recv(1)):
+                raise ConnectionResetError("the sandbox has exited")
+            line += byte
+        return line
 
     def close(self) -> None:
         """Kill the sandbox."""
         self.running.kill()
-        self.lines.close()
         self.end.close()
 
 

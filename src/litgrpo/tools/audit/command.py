@@ -27,7 +27,6 @@ from litgrpo.tools.audit.open_text import OpenReport, audit_open_text
 from litgrpo.tools.audit.report import KindResult, Report
 from litgrpo.tools.audit.run import audit_rewards
 from litgrpo.training.episode_setup import check_own_reward
-from litgrpo.workers.sandbox import available, unavailable_reason
 
 FAILED = 1  # exit code
 SHOWN = 44  # characters of an example
@@ -99,11 +98,13 @@ def execution_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
         return []
     tasks = sorted({str(problem.columns.get("task")) for problem in problems})
     executed = [task for task in tasks if is_executed(task)]
-    where = "bubblewrap" if available() else f"worker processes alone ({unavailable_reason()})"
     how = "executed by none of their scorers"
     if executed:
+        (name,) = [n for n, each in scorer.functions.items() if each is reasoning_gym][:1]
+        isolated = scorer.components[name].kwargs.get("isolation") != "none"
+        where = "in bubblewrap" if isolated else "without a sandbox"
         names = ", ".join(executed)
-        how = f"executed as Python by the scorers of: {names}; screened, and run in {where}"
+        how = f"executed as Python by the scorers of: {names}; screened, and run {where}"
     return [
         f"tasks of reasoning-gym: {', '.join(tasks)}",
         f"answers are {how}",
