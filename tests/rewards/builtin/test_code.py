@@ -3,8 +3,9 @@
 
 import pytest
 
-from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.builtin.code import extract_code, read_tests, unit_tests
+from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
+from litgrpo.rewards.builtin.code import extract_code, read_tests, undefined_names, unit_tests
+from litgrpo.rewards.calls import UnusableReward
 from litgrpo.workers import sandbox
 from tests.support.raises import raises_for
 
@@ -235,11 +236,289 @@ def test_the_reward_has_the_path_that_recipes_name_and_runs_in_a_worker():
 
 
 @pytest.mark.parametrize(
-    "tests", [7, [7], [["f(1)"]], ["assert f("], "def f(:", [{"call": "f(1)"}]]
+    "tests", [7, [7], [["f(1)"]], ["assert f("], "def f(:", [{"call": "f(1)"}], "return f(1)"]
 )
 def test_tests_that_are_none_are_refused(tests):
-    with raises_for("tests"):
+    with raises_for("tests", error=UnusableReward):
         read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("assert f(2) == 4", {"f"}),
+        ("assert np.isclose(f(2), 4)", {"np", "f"}),
+        ("import numpy as np\nassert np.isclose(f(2), 4)", {"f"}),
+        ("assert math.isclose(f(2), 4)", {"f"}),
+        ("assert bisect([1], 1) == 1", {"bisect"}),  # the module is not called
+        ("def check(f):\n assert f(1) == 1\ncheck(f)", {"f"}),
+        ("def g(x):\n return x\nassert f(g(1)) == [y for y in g(2)]", {"f"}),
+        ("def t():\n global x\n x = f(1)\nt()\nassert x == 1", {"f"}),
+        ("try:\n f(1)\nexcept Own as e:\n assert str(e)", {"f", "Own"}),
+        ("class A:\n def __eq__(self, o): return almost(o)\nassert A() == f(1)", {"almost", "f"}),
+    ],
+)
+def test_the_names_that_nobody_defines_are_found(script, names):
+    assert undefined_names(script) == names
+
+
+UNDEFINED = {
+    "numpy": "np.testing.assert_allclose(f(2), 4)",
+    "a method of TestCase": "assertEqual(f(2), 4)",
+    "a helper": "assert almost_equal(f(2), 4)",
+    "a helper in one of several": ["assert f(2) == 4", "assert close(f(2), 4)"],
+    "a helper in a call": [["approx(f(2))", 4]],
+    "no name at all": "assert 1 + 1 == 2",
+    "only Python's names": "assert max(1, 2) == 2",
+    "no assert": "print(f(2))",
+    "no assert in a list": ["f(2)"],
+    "a fixture": "def test_f(tmp_path):\n assert f(2) == 4",
+}
+
+
+@pytest.mark.parametrize("tests", UNDEFINED.values(), ids=list(UNDEFINED))
+def test_tests_that_cannot_judge_code_are_rejected_as_they_are_read(tests):
+    with raises_for("tests", error=UnusableReward):
+        read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry_point", "reference", "names"),
+    [
+        ("assert f(g(2)) == 4", ["f", "g"], None, ("f", "g")),
+        ("assert f(g(2)) == 4", None, "def f(x): pass\ndef g(x): pass", ("f", "g")),
+        ("assert bisect.bisect([1], 1) == 1\nassert f(1)", None, None, ("f",)),
+        ("assert max([1, 2]) == 2", "max", None, ("max",)),
+        ("def check(g):\n assert g([1]) == 1", "Solution().total", None, ("Solution",)),
+    ],
+)
+def test_the_names_of_the_code_can_be_declared(tests, entry_point, reference, names):
+    assert read_tests(tests, entry_point, reference).names == names
+
+
+def test_a_helper_that_is_neither_declared_nor_in_the_reference_is_rejected():
+    with raises_for("close", "entry_point", error=UnusableReward):
+        read_tests("assert close(f(2), 4)", "f")
+    with raises_for("close", "entry_point", error=UnusableReward):
+        read_tests("assert close(f(2), 4)", None, "def f(x): return x * x")
+
+
+@in_sandbox
+def test_the_code_cannot_define_a_helper_that_the_tests_lack():
+    code = "def f(x): return 0\ndef close(a, b): return True\nclass np: isclose = close"
+    with raises_for("close", "entry_point", error=UnusableReward):
+        share(code, "assert close(f(2), 4)")
+
+
+SAME_FOR_ALL = {
+    "a TestCase without a call": (
+        "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)"
+    ),
+    "a TestCase behind __main__": (
+        "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\n"
+        "if __name__ == '__main__': unittest.main()"
+    ),
+    "unittest.main": (
+        "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\n"
+        "unittest.main()"
+    ),
+    "sys.exit": "import sys\nassert sys\nsys.exit(f(2) != 4)",
+    "a module that is not there": "import numpy as np\nassert np.isclose(f(2), 4)",
+    "pytest": "import pytest\ndef test_f():\n assert f(2) == pytest.approx(4)",
+    "an import in a function": "def test_f():\n assert f(2) == 4\n import numpy",
+    "the code as a module": "from solution import f\nassert f(2) == 4",
+    "asserts in a function that nobody calls": "def run():\n assert f(2) == 4",
+    "a test that nobody awaits": "async def test_f():\n assert f(2) == 4",
+    "a class of pytest": "class TestF:\n def test_f(self):\n  assert f(2) == 4",
+    "an assert on a pair": "assert (f(2) == 4, 'f(2)')",
+    "an assert that is caught": "try:\n assert f(2) == 4\nexcept Exception:\n pass",
+    "an assert that is always true": "assert f(2) == 4 or True",
+    "any error": "try:\n f(2)\n assert False\nexcept:\n pass",
+    "a loop over nothing": "for x in []:\n assert f(x) == x",
+    "nothing expected": [["f(1)", None], {"call": "f(2)", "expected": None}],
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", SAME_FOR_ALL)
+def test_tests_that_judge_all_code_the_same_stop_the_run(name):
+    tests = SAME_FOR_ALL[name]
+    entry = {"entry_point": ["f"]} if "module" in name else {}
+    with raises_for("tests", error=UnusableReward):
+        share("def f(x): return x * x", tests, **entry)
+    scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")})
+    columns = {"tests": [SQUARES, tests]} | ({"entry_point": [None, "f"]} if entry else {})
+    with raises_for("tests"):
+        scorer.check(columns)
+
+
+@in_sandbox
+@pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
+def test_a_row_that_is_first_seen_in_training_stops_the_run(runner):
+    scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")}, runner=runner())
+    columns = {"tests": [SQUARES] * 3 + [SAME_FOR_ALL["unittest.main"]]}
+    with raises_for("tests", "unittest.main"):
+        scorer([""] * 4, ["def f(x): return x * x"] * 4, columns, group_size=4)
+    scorer.close()
+
+
+@in_sandbox
+def test_tests_are_run_against_the_reference_solution():
+    good, bad = "def f(x): return x * x", "def f(x): return 4"
+    assert share(good, reference_solution=[good]) == 1.0
+    assert share(bad, reference_solution=[f"```python\n{good}\n```"]) == 0.5
+    with raises_for("reference_solution", "1 of 2", error=UnusableReward):
+        share(good, reference_solution=[bad])
+
+
+@in_sandbox
+@pytest.mark.parametrize(
+    "raised",
+    ["StopIteration", "StopIteration(4)", "StopAsyncIteration", "type('E', (StopIteration,), {})"],
+)
+def test_code_cannot_end_a_loop_of_a_test(raised):
+    tests = [
+        "for got, want in zip(map(f, [1, 2, 3]), [1, 4, 9]): assert got == want",
+        "assert all(map(lambda i: f(i) == i * i, range(3)))",
+        "assert list(map(f, [1, 2])) != [7]",
+        "for got in iter(lambda: f(1), 7): assert got == 7",
+        "assert not [x for x in map(f, [1])]",
+    ]
+    assert share(f"def f(x): raise {raised}", tests) == 0.0
+    assert share("def f(x): return x * x", tests[:2]) == 1.0
+
+
+@in_sandbox
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise ValueError(1)",
+        "import sys\nsys.exit()",
+        "x = 1",
+        "def f(x): import sys; sys.exit()",
+        "import os\ndef f(x): os._exit(0)",
+    ],
+)
+def test_code_without_the_function_or_that_exits_raises_no_error_that_a_test_expects(code):
+    tests = [
+        "try:\n f(-1)\nexcept Exception:\n pass\nelse:\n assert False",
+        "try:\n f(-1)\nexcept ValueError:\n pass\nelse:\n assert False",
+        "assert f(2) == 4",
+    ]
+    assert share(code, tests) == 0.0
+    right = "def f(x):\n if x < 0: raise ValueError(x)\n return x * x"
+    assert share(right, tests) == 1.0
+
+
+HONEST = {
+    "a list changed in place": ("def f(x): x.sort()", "xs = [3, 1]\nf(xs)\nassert xs == [1, 3]"),
+    "a list grown in place": ("def f(x): x += [{4}]", "xs = [3]\nf(xs)\nassert xs == [3, {4}]"),
+    "a dict changed in place": ("def f(*, d): d.pop(1)", "d = {1: 2}\nf(d=d)\nassert d == {}"),
+    "a set changed in place": ("def f(s): s.add(2)", "s = {1}\nf(s)\nassert s == {1, 2}"),
+    "a matrix changed in place": (
+        "def f(m):\n for r in m: r.reverse()",
+        "m = [[1, 2], [3, 4]]\nf(m)\nassert m == [[2, 1], [4, 3]]",
+    ),
+    "a callback": ("def f(g, x): return g(g(x))", "assert f(lambda x: x + 1, 1) == 3"),
+    "a callback with effects": (
+        "def f(g, xs):\n for x in xs: g(x)",
+        "seen = []\nf(seen.append, [1, 2])\nassert seen == [1, 2]",
+    ),
+    "a callback in a list": (
+        "def f(gs): return [g(2) for g in gs]",
+        "assert f([abs, str]) == [2, '2']",
+    ),
+    "a type": ("def f(kind, x): return kind(x)", "assert f(int, '3') == 3"),
+    "a callback that raises": (
+        "def f(g):\n try: g()\n except KeyError: return 'caught'",
+        "def g(): return {}[1]\nassert f(g) == 'caught'",
+    ),
+    "a callback that calls the code": (
+        "def f(g, n): return 1 if n == 0 else g(n - 1)",
+        "assert f(lambda n: f(lambda m: m + 5, n), 2) == 5",
+    ),
+    "a generator": ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "a generator in a loop": (
+        "def f(n):\n for x in range(n): yield x",
+        "total = 0\nfor x in f(4): total += x\nassert total == 6",
+    ),
+    "next": (
+        "def f(n):\n yield n",
+        "g = f(1)\nassert next(g) == 1\ntry:\n next(g)\nexcept StopIteration:\n g = None\nassert g is None",
+    ),
+    "a range": ("def f(n): return range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "an argument that is a range": ("def f(xs): return sum(xs)", "assert f(range(4)) == 6"),
+    "a map": ("def f(xs): return map(abs, xs)", "assert list(f([-1])) == [1]"),
+    "its own exception": (
+        "class Own(Exception): pass\ndef f(x):\n if x < 0: raise Own('negative')\n return x",
+        "try:\n f(-1)\nexcept Own as error:\n said = str(error)\nelse:\n said = ''\n"
+        "assert said == 'negative' and f(1) == 1",
+    ),
+    "the parent of its own exception": (
+        "class Own(ValueError): pass\nclass Less(Own): pass\ndef f(x):\n if x < 0: raise Less(x)\n return x",
+        "seen = []\nfor kind in (ValueError, Own):\n try: f(-1)\n except kind as e: seen.append(e.args)\n"
+        "assert seen == [(-1,), (-1,)]",
+    ),
+    "the text of a KeyError": (
+        "def f(x): return {}[x]",
+        "try:\n f('a')\nexcept KeyError as error:\n said = str(error)\nassert said == repr('a')",
+    ),
+    "objects in a list": (
+        "class P:\n def __init__(s, x): s.x = x\ndef f(): return [P(1), P(2)]",
+        "assert [p.x for p in f()] == [1, 2]",
+    ),
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_code_passes(name):
+    code, script = HONEST[name]
+    entry = [["f", "Own"]] if "Own" in script else None
+    assert share(code, [script], entry_point=entry) == 1.0
+
+
+@in_sandbox
+def test_code_that_returns_a_value_cannot_change_what_it_is_compared_with():
+    tests = ["xs = [3, 1]\nassert f(xs) == sorted(xs)", "d = {1: 2}\nassert f(d) == list(d)"]
+    assert share("def f(x):\n x.clear()\n return []", tests) == 0.0
+    assert share("def f(x): return sorted(x)", tests) == 1.0
+
+
+@in_sandbox
+def test_a_loop_behind_the_last_assert_is_a_test():
+    script = "assert f(0) == 0\nfor x in range(3):\n assert f(x) == x * x"
+    assert share("def f(x): return 0", script) == 0.5
+    assert share("def f(x): return x * x", script) == 1.0
+
+
+@in_sandbox
+def test_hostile_code_does_not_change_the_score_of_the_code_beside_it():
+    right, wrong = "def f(x): return x * x", "def f(x): return 4"
+    codes = [each for trick in TRICKS.values() for each in (right, trick, wrong)]
+    found = unit_tests([""] * len(codes), codes, [SQUARES] * len(codes), timeout_s=8.0)
+    assert found[::3] == [1.0] * len(TRICKS)
+    assert found[2::3] == [0.5] * len(TRICKS)
+
+
+@pytest.fixture
+def no_sandbox(monkeypatch, tmp_path):
+    """Hide bubblewrap from this process and from workers."""
+    sandbox.unavailable_reason.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    yield
+    sandbox.unavailable_reason.cache_clear()
+
+
+@pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
+def test_without_a_sandbox_the_run_is_rejected_before_training_and_in_it(no_sandbox, runner):
+    scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")}, runner=runner())
+    columns = {"tests": [SQUARES] * 2}
+    with raises_for("tests", "sandbox", "bubblewrap"):
+        scorer.check(columns)
+    with raises_for("tests", "sandbox", "bubblewrap"):
+        scorer(["?"] * 2, ["no Python", "def f(x): return x"], columns, group_size=2)
+    scorer.close()
 
 
 def test_the_last_block_of_python_is_the_code():

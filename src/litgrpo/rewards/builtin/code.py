@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import hashlib
+import json
+import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import symtable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import above, require
-from litgrpo.rewards.calls import isolated
+from litgrpo.rewards.calls import UnusableReward, checked_by, isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
+
+log = logging.getLogger(__name__)
 
 FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
@@ -23,17 +32,57 @@ TEST_FORMATS = (
     "a test script, a list of assert lines, or a list of [call, expected] or"
     " {call: ..., expected: ...}"
 )
+NUM_RUN = (
+    64  # rows whose tests are run before training, evenly spread; all others are when first seen
+)
 _FOLDER = Path(sandbox.__file__).parent
 
 Tests = str | Sequence[Any] | None
+Names = str | Sequence[str] | None
 
 
+def check_tests(
+    tests: Sequence[Tests],
+    entry_point: Sequence[Names] | None = None,
+    reference_solution: Sequence[str | None] | None = None,
+    timeout_s: float = 4.0,
+    memory_mib: int = 256,
+) -> None:
+    """Check before training that the tests of each row can distinguish correct code from other.
+
+    All rows are read, and the tests of at most 64 are run.
+
+    Raises:
+        UnusableReward: there is no sandbox; the tests have another format, or use names that nobody
+            defines; code that does nothing passes them, or the reference solution does not.
+    """
+    require_sandbox()
+    rows = list(dict.fromkeys(_read_rows(tests, entry_point, reference_solution)))
+    step = max(1, -(-len(rows) // NUM_RUN))
+    _require_good([row for row in rows[::step] if row.tests], _limits(timeout_s, memory_mib))
+
+
+def require_sandbox() -> None:
+    """Check that programs can be sandboxed on this machine.
+
+    Raises:
+        UnusableReward: no sandbox is available, with the reason and the fix.
+    """
+    if not sandbox.available():
+        raise UnusableReward(
+            f"Could not run the tests: code of a model needs a sandbox:"
+            f" {sandbox.unavailable_reason()}"
+        )
+
+
+@checked_by(check_tests)
 @isolated
 def unit_tests(
     prompts: Sequence[object],
     completions: Completions,
     tests: Sequence[Tests],
-    entry_point: Sequence[str | None] | None = None,
+    entry_point: Sequence[Names] | None = None,
+    reference_solution: Sequence[str | None] | None = None,
     *,
     timeout_s: float = 4.0,
     memory_mib: int = 256,
@@ -46,6 +95,9 @@ def unit_tests(
     the expected values, nor the results. It returns plain data, which the other sandbox compares
     with Python's comparison. Each test uses a fresh process of the code.
 
+    The tests of a row are run once against code that does nothing, and against the reference
+    solution. If the first passes all of them or the second does not, the run stops.
+
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages. The code is the last fenced
@@ -54,7 +106,9 @@ def unit_tests(
             one test), `[call, expected]` or `{call: "f(1)", expected: 2}`, where lists and tuples
             are equal. In a script, each assert and each function `test_*` is one test. Rows
             without tests are not scored.
-        entry_point: N names of functions, for scripts that define `check(candidate)`.
+        entry_point: N names, or lists of names, that the code must define; needed if the tests use
+            several of them. The first is the argument of scripts that define `check(candidate)`.
+        reference_solution: N programs that must pass the tests.
         timeout_s: seconds for all tests of a completion together, including the start-up; one test
             may take half of it.
         memory_mib: memory limit of the code.
@@ -64,7 +118,7 @@ def unit_tests(
         N rewards in [0, 1]; None without tests.
 
     Raises:
-        ValueError: there is no sandbox, or the tests have another format.
+        UnusableReward: there is no sandbox, or the tests of a row cannot score any code.
 
     Example:
         >>> completion = "```python\ndef double(x):\n    return 2 * x\n```"
@@ -72,15 +126,24 @@ def unit_tests(
         >>> unit_tests(["?"], [completion], [tests])  # doctest: +SKIP
         [0.5]
     """
-    above("timeout_s", timeout_s, 0)
-    limits = sandbox.SandboxLimits(seconds=timeout_s, memory_mib=memory_mib)
-    names = entry_point or [None] * len(completions)
+    require_sandbox()
+    limits = _limits(timeout_s, memory_mib)
+    rows = _read_rows(tests, entry_point, reference_solution)
+    _require_good([row for row in dict.fromkeys(rows) if row.tests], limits)
     codes = [
         extract_code(text_of(each), require_code_block=require_code_block) for each in completions
     ]
-    listed = [read_tests(each, name) for each, name in zip(tests, names, strict=True)]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        return list(threads.map(_pass_share, codes, listed, [limits] * len(codes)))
+    with _threads() as threads:
+        return list(threads.map(_pass_share, codes, rows, [limits] * len(codes)))
+
+
+def _limits(timeout_s: float, memory_mib: int) -> sandbox.SandboxLimits:
+    above("timeout_s", timeout_s, 0)
+    return sandbox.SandboxLimits(seconds=timeout_s, memory_mib=memory_mib)
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1)
 
 
 def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
@@ -96,18 +159,75 @@ def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
     return None if require_code_block else text
 
 
-def read_tests(given: Tests, entry_point: str | None = None) -> list[dict[str, Any]]:
-    """Return the tests of a row, each `{script}` or `{call, expected}`; none for None.
+# --- reading the tests of a row ---
+
+
+@dataclass(frozen=True)
+class RowTests:
+    """The tests of a row.
+
+    Args:
+        tests: JSON list of tests, each `{script}` or `{call, expected}`; "" without any.
+        names: names that the code must define.
+        reference: program that must pass them.
+
+    Example:
+        >>> read_tests("assert f(2) == 4").names
+        ('f',)
+    """
+
+    tests: str = ""
+    names: tuple[str, ...] = ()
+    reference: str | None = None
+
+    @property
+    def listed(self) -> list[dict[str, Any]]:
+        """The tests."""
+        return list(json.loads(self.tests)) if self.tests else []
+
+
+def _read_rows(
+    tests: Sequence[Tests],
+    entry_point: Sequence[Names] | None,
+    reference_solution: Sequence[str | None] | None,
+) -> list[RowTests]:
+    names = entry_point or [None] * len(tests)
+    references = reference_solution or [None] * len(tests)
+    return list(map(read_tests, tests, names, references))
+
+
+def read_tests(given: Tests, entry_point: Names = None, reference: str | None = None) -> RowTests:
+    """Return the tests of a row; none for None and for an empty list.
 
     Raises:
-        ValueError: the tests have another format, or cannot be parsed.
+        UnusableReward: the tests have another format, cannot be parsed, or use names that nobody
+            defines.
     """
-    if given is None:
-        return []
+    if given is None or given == []:
+        return RowTests()
+    declared = [entry_point] if isinstance(entry_point, str) else list(entry_point or [])
     if isinstance(given, str):
-        return _split_script(given, entry_point)
-    require(isinstance(given, Sequence), f"tests: got {given!r:.60}; give {TEST_FORMATS}")
-    return [_read_test(each) for each in given]
+        tests = _split_script(given, declared[0] if declared else None)
+    else:
+        _require(isinstance(given, Sequence), f"got {given!r:.60}; give {TEST_FORMATS}")
+        tests = [_read_test(each) for each in given]
+    scripts = [test["script"] for test in tests if "script" in test]
+    _require(
+        len(scripts) < len(tests) or any(map(_can_fail, scripts)),
+        f"{given!r:.60} has no assert, so any code would pass",
+    )
+    code = None if reference is None else extract_code(reference)
+    names = _find_code_names(tests, declared, code)
+    return RowTests(json.dumps(tests, default=_not_json), tuple(names), code)
+
+
+def _not_json(value: object) -> None:
+    raise UnusableReward(f"tests: {value!r:.60} is not plain data")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UnusableReward(f"tests: {message}")
 
 
 def _read_test(given: Any) -> dict[str, Any]:
@@ -118,7 +238,7 @@ def _read_test(given: Any) -> dict[str, Any]:
     if isinstance(given, Sequence):
         test = dict(zip(PAIR, given, strict=False))
     good = set(test) == set(PAIR) and isinstance(test["call"], str)
-    require(good and len(given) == len(PAIR), f"tests: got {given!r:.60}; give {TEST_FORMATS}")
+    _require(good and len(given) == len(PAIR), f"got {given!r:.60}; give {TEST_FORMATS}")
     _parse(test["call"])
     return dict(test)
 
@@ -127,7 +247,14 @@ def _split_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
     """Make each assert and each function `test_*` a test, after the rest of the script."""
     body = _parse(script).body
     named = [each for each in body if isinstance(each, ast.FunctionDef)]
-    calls = [f"{each.name}()" for each in named if each.name.startswith("test_")]
+    functions = [each for each in named if each.name.startswith("test_")]
+    for function in functions:
+        given = function.args
+        _require(
+            len(given.args) + len(given.posonlyargs) <= len(given.defaults),
+            f"{function.name} takes arguments; fixtures and parametrize are not supported",
+        )
+    calls = [f"{each.name}()" for each in functions]
     if any(each.name == "check" for each in named) and entry_point:
         calls.append(f"check({entry_point})")
     tests = []
@@ -135,30 +262,205 @@ def _split_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
         if isinstance(each, ast.Assert):
             before = [other for other in body[:number] if not isinstance(other, ast.Assert)]
             tests.append(ast.unparse(ast.Module([*before, each], [])))
-    rest = ast.unparse(ast.Module([each for each in body if not isinstance(each, ast.Assert)], []))
+    others = [each for each in body if not isinstance(each, ast.Assert)]
+    rest = ast.unparse(ast.Module(others, []))
     tests += [f"{rest}\n{call}" for call in calls]
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    # Asserts in loops and conditions are one test together.
+    if any(_has_assert(each) for each in others if not isinstance(each, definitions)):
+        tests.append(rest)
     return [{"script": each} for each in tests or [script]]
 
 
 def _parse(text: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"tests: {text!r:.60} is not Python: {error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnusableReward(f"tests: {text!r:.60} is not Python: {error}") from error
 
 
-def _pass_share(
-    code: str | None, tests: Sequence[Mapping[str, Any]], limits: sandbox.SandboxLimits
-) -> float | None:
+def _can_fail(script: str) -> bool:
+    return _has_assert(ast.parse(script))
+
+
+def _has_assert(tree: ast.AST) -> bool:
+    """Return True for an assert, a raise, or a call such as `self.assertEqual`."""
+    nodes = list(ast.walk(tree))
+    calls = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
+    plain = any(isinstance(each, ast.Assert | ast.Raise) for each in nodes)
+    return plain or any("assert" in call for call in calls)
+
+
+def _find_code_names(
+    tests: Sequence[Mapping[str, Any]], declared: Sequence[str], reference: str | None
+) -> list[str]:
+    """Return the names that the code must define.
+
+    A name that the tests forgot to import must not be looked for in the code, which could define it
+    so that every test passes.
+
+    Raises:
+        UnusableReward: the tests do not say which names these are.
+    """
+    texts = [str(test.get("script", test.get("call"))) for test in tests]
+    undefined = sorted(set().union(*map(undefined_names, texts)))
+    used = set().union(*map(_used_names, texts))
+    named = set().union(*map(_used_names, declared))
+    known = named | (_defined_names(reference) if reference is not None else set())
+    shown = f"{texts[0]!r:.60}"
+    if not known:
+        _require(
+            bool(undefined),
+            f"{shown} uses no name that the code could define; name it in the column entry_point",
+        )
+        _require(
+            len(undefined) == 1,
+            f"{shown} uses {', '.join(undefined)}, which the tests do not define: import helpers in"
+            " the tests, and list the names that the code must define in the column entry_point",
+        )
+        return undefined
+    unknown = [name for name in undefined if name not in known]
+    _require(
+        not unknown,
+        f"{shown} uses {', '.join(unknown)}, which neither the tests nor the code must define:"
+        " import it in the tests, or add it to the column entry_point"
+        f" ({', '.join(sorted(known))})",
+    )
+    # A name of Python itself, such as max, is the code's only if it was declared.
+    names = sorted((known & set(undefined)) | (named & used))
+    _require(bool(names), f"{shown} uses none of {', '.join(sorted(known))}")
+    return names
+
+
+def undefined_names(script: str) -> set[str]:
+    r"""Return the names that a script uses and neither defines nor imports.
+
+    Python's own names are defined, and so is a module of the standard library in `math.sqrt`.
+
+    Example:
+        >>> sorted(undefined_names("x = 2\nassert math.sqrt(f(x)) == close(x)"))
+        ['close', 'f']
+    """
+    used, defined = _used_names(script), _defined_names(script)
+    tree = _parse(script)
+    bases = [id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
+    bare = {
+        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and id(each) not in bases
+    }
+    modules = {name for name in used if name in sys.stdlib_module_names and name not in bare}
+    own = {name for name in used if name in vars(builtins) or name.startswith("__")}
+    return used - defined - modules - own
+
+
+def _used_names(script: str) -> set[str]:
+    symbols = _global_symbols(script)
+    return {each.get_name() for each in symbols if each.is_referenced()}
+
+
+def _defined_names(script: str) -> set[str]:
+    symbols = _global_symbols(script)
+    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+
+
+def _global_symbols(script: str) -> Iterator[symtable.Symbol]:
+    try:
+        table = symtable.symtable(script, "tests", "exec")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UnusableReward(f"tests: {script!r:.60} is not Python: {error}") from error
+    waiting = [table]
+    while waiting:
+        scope = waiting.pop()
+        waiting += scope.get_children()
+        yield from (each for each in scope.get_symbols() if scope is table or each.is_global())
+
+
+# --- running them ---
+
+_good: set[bytes] = set()  # digests of rows whose tests were run
+
+
+def _require_good(rows: Sequence[RowTests], limits: sandbox.SandboxLimits) -> None:
+    """Run the tests of rows that were not run before against code that does nothing.
+
+    Raises:
+        UnusableReward: it passes all tests of a row, or the reference solution does not.
+    """
+    new = {hashlib.blake2b(repr(row).encode()).digest(): row for row in rows}
+    new = {digest: row for digest, row in new.items() if digest not in _good}
+    with _threads() as threads:
+        list(threads.map(_require_good_row, new.values(), [limits] * len(new)))
+    _good.update(new)
+
+
+def _require_good_row(row: RowTests, limits: sandbox.SandboxLimits) -> None:
+    stubs = "\n".join(f"def {name}(*args, **kwargs): pass" for name in row.names)
+    sources = {"empty code": "", "functions that return nothing": stubs}
+    if row.reference is not None:
+        sources["reference_solution"] = row.reference
+    tests, shown = row.listed, f"the tests {row.tests!r:.100}"
+    imports = [{"script": each} for test in tests for each in _find_imports(test)]
+    longer = sandbox.SandboxLimits(
+        seconds=limits.seconds * (1 + len(sources)), memory_mib=limits.memory_mib
+    )
+    cases = [
+        test | {"names": list(row.names), "source": number}
+        for number in range(len(sources))
+        for test in [*tests, *(imports if number == 0 else [])]
+    ]
+    marks, broken = _run(list(sources.values()), cases, longer, limits.seconds / 2)
+    _require(
+        not broken,
+        f"{shown} cannot run, whatever the code is: {broken[:1]}. They have Python's standard"
+        " library only, and must not exit (as unittest.main does)",
+    )
+    for number, name in enumerate(sources):
+        places = [n for n, case in enumerate(cases) if case["source"] == number][: len(tests)]
+        passed = sum(marks[n : n + 1] == "+" for n in places)
+        if name == "reference_solution":
+            _require(
+                passed == len(tests),
+                f"{shown}: the reference_solution passes {passed} of {len(tests)} (one test may"
+                f" take {limits.seconds / 2:g} s)",
+            )
+        else:
+            _require(passed < len(tests), f"{shown}: {name} would pass all of them")
+
+
+def _find_imports(test: Mapping[str, Any]) -> list[str]:
+    """Return the import statements of a test, without those that `try` may skip."""
+    waiting: list[ast.AST] = [ast.parse(test.get("script", ""))]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(ast.unparse(node))
+        elif not isinstance(node, ast.Try):
+            waiting += ast.iter_child_nodes(node)
+    return list(dict.fromkeys(found))
+
+
+def _pass_share(code: str | None, row: RowTests, limits: sandbox.SandboxLimits) -> float | None:
     """Return the fraction of tests that code passes; None without tests."""
+    tests = row.listed
     if not tests:
         return None
     if code is None or not _compiles(code):
         return 0.0
+    cases = [test | {"names": list(row.names), "source": 0} for test in tests]
+    marks, _ = _run([code], cases, limits, limits.seconds / 2)
+    return marks.count("+") / len(tests)
+
+
+def _run(
+    sources: Sequence[str],
+    tests: Sequence[Mapping[str, Any]],
+    limits: sandbox.SandboxLimits,
+    each_s: float,
+) -> tuple[str, list[str]]:
+    """Return + or - for each test of one of the sources, and why tests are broken."""
     ours, theirs = socket.socketpair()
-    each_s = limits.seconds / 2
     with ours, theirs:
-        shared: dict[str, Any] = {"channel": theirs.fileno(), "source": code, "seconds": each_s}
+        shared = {"channel": theirs.fileno(), "sources": list(sources), "seconds": each_s}
         examinee = _start("examinee", limits, shared, theirs)
         theirs.close()
         try:
@@ -166,9 +468,10 @@ def _pass_share(
             verdict = _start("referee", limits, shared, ours).wait().output
         finally:
             examinee.kill()
+    marks, *broken = verdict.split("\n")
     # A referee that could not run prints the reason instead of marks.
-    require(not verdict.strip("+-"), f"Could not run the tests: {verdict[-200:]}")
-    return verdict.count("+") / len(tests)
+    require(not marks.strip("+-"), f"Could not run the tests: {verdict[-200:]}")
+    return marks, broken
 
 
 def _start(

@@ -7,6 +7,7 @@ take over this process, but it can only change its score by returning other valu
 # mypy: ignore-errors
 # ruff: noqa
 
+import builtins
 import json
 import os
 import signal
@@ -14,65 +15,146 @@ import socket
 import time
 
 
-def serve(channel, source):
-    """Answer the requests of one test, after executing the code."""
-    scope = {"__name__": "solution", "__builtins__": __builtins__}
-    kept = {}
-    lines = channel.makefile("r")
+class Callback:
+    """Function of the test that was passed as an argument."""
 
-    def make_reply(value):
+    def __init__(self, code, number):
+        self._code, self._number = code, number
+
+    def __call__(self, *given, **named):
+        return self._code.call_back(self._number, (given, named))
+
+
+class Code:
+    """The tested code, and its connection to the referee."""
+
+    def __init__(self, channel, source):
+        self.channel, self.lines = channel, channel.makefile("r")
+        self.scope = {"__name__": "solution", "__builtins__": __builtins__}
+        self.kept, self.errors = {}, {}
+        self.loads = False
         try:
-            return {"value": encode(value)}
-        except (TypeError, ValueError, RecursionError):
-            kept[len(kept)] = value
-            return {"kept": len(kept) - 1}
+            exec(compile(source, "solution.py", "exec"), self.scope)
+            self.loads = True
+        except BaseException:  # also SystemExit; no name is defined then
+            pass
 
-    def evaluate(request):
-        target = scope if request["of"] is None else kept[request["of"]]
-        name, given = request["name"], request.get("given")
-        found = (
-            target[name] if target is scope else target if name is None else getattr(target, name)
-        )
-        if given is None:
-            return found
-        positional, named = decode(given)
-        own = lambda one: kept[one["\0kept"]] if isinstance(one, dict) and "\0kept" in one else one
-        return found(*map(own, positional), **{key: own(one) for key, one in named.items()})
+    # --- plain data and what is not ---
 
-    try:
-        exec(compile(source, "solution.py", "exec"), scope)
-        failure = None
-    except BaseException as error:  # also SystemExit; each call of the test raises it
-        failure = error
-    for line in lines:
-        request = json.loads(line)
-        if request == "over":
-            return
+    def encode(self, value):
+        return encode(value, self.keep)
+
+    def decode(self, node):
+        known = {
+            "kept": self.kept.__getitem__,
+            "callback": lambda number: Callback(self, number),
+            "builtin": vars(builtins).__getitem__,
+        }
+        return decode(node, known)
+
+    def keep(self, value):
+        """Keep an object that is not plain data; the referee gets its number."""
+        if isinstance(value, Callback):
+            return {"callback": value._number}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"error": self.lineage(value)}
+        self.kept[len(self.kept)] = value
+        return {"kept": len(self.kept) - 1}
+
+    def lineage(self, kind):
+        """Return the names of an exception's built-in classes, and numbers of the code's own."""
+        return [
+            each.__name__
+            if each.__module__ == "builtins"
+            else self.errors.setdefault(each, len(self.errors))
+            for each in kind.__mro__
+        ]
+
+    # --- requests ---
+
+    def send(self, message):
+        self.channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def serve(self):
+        """Answer requests until the test is over."""
+        for line in self.lines:
+            request = json.loads(line)
+            if request == "over":
+                return
+            self.send(self.reply(request))
+
+    def call_back(self, number, given):
+        """Call a function of the test, which may call the code meanwhile."""
+        self.send({"callback": number, "given": self.encode(given)})
+        for line in self.lines:
+            message = json.loads(line)
+            if "result" in message:
+                return self.decode(message["result"])
+            if "raised" in message:
+                raise vars(builtins)[message["raised"]](message["message"])
+            self.send(self.reply(message))
+        os._exit(0)
+
+    def reply(self, request):
         try:
-            if failure is not None:
-                raise failure
-            reply = make_reply(evaluate(request))
+            if request["of"] is None:
+                if not self.loads or request["name"] not in self.scope:
+                    return {"missing": request["name"]}
+                return {"value": self.encode(self.scope[request["name"]])}
+            target = self.kept[request["of"]]
+            if "next" in request:
+                ended = object()
+                value = next(target, ended)
+                return {"end": True} if value is ended else {"value": self.encode(value)}
+            if request["name"] is not None:
+                target = getattr(target, request["name"])
+            if "given" not in request:
+                return {"value": self.encode(target)}
+            return self.call(target, request["given"])
         except BaseException as error:
-            kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-            reply = {"raised": kinds, "message": str(error)[:200]}
-        channel.sendall(json.dumps(reply).encode() + b"\n")
+            return self.failure(error)
+
+    def call(self, function, node):
+        positional, named = self.decode(node)
+        value = function(*positional, **named)
+        reply = {"value": self.encode(value)}
+        if value is None:  # as of list.sort: the arguments may have been changed in place
+            old_positional, old_named = self.decode(node)
+            pairs = [*zip(range(len(positional)), old_positional, positional)]
+            pairs += [(name, old_named[name], named[name]) for name in named]
+            reply["changed"] = [
+                [place, self.encode(new)]
+                for place, old, new in pairs
+                if isinstance(new, (list, dict, set)) and self.encode(old) != self.encode(new)
+            ]
+        return reply
+
+    def failure(self, error):
+        try:
+            given = encode(error.args)
+            json.dumps(given)
+        except (TypeError, ValueError, RecursionError):
+            given = encode((str(error)[:200],))
+        return {"raised": self.lineage(type(error)), "args": given}
 
 
-def main(descriptor, source, seconds):
+def main(descriptor, sources, seconds):
     """Fork a process for each test, and kill its descendants afterwards.
 
     A test must not see what an earlier one left in the code's variables.
     """
     channel = socket.socket(fileno=descriptor)
     while byte := channel.recv(1):
-        if byte != b"\x01":  # request that arrived after the test's process had exited
+        # The rest are requests that arrived after the test's process had exited.
+        number = byte[0] - 1
+        if not 0 <= number < len(sources):
             continue
         channel.sendall(b'"ready"\n')
         child = os.fork()
         if not child:
             signal.signal(signal.SIGXCPU, signal.SIG_DFL)
             try:
-                serve(channel, source)
+                Code(channel, sources[number]).serve()
             finally:
                 os._exit(0)
         until = time.monotonic() + seconds
@@ -90,4 +172,4 @@ def main(descriptor, source, seconds):
 
 
 if __name__ == "__main__":
-    main(channel, source, seconds)
+    main(channel, sources, seconds)
