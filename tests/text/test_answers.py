@@ -57,7 +57,8 @@ def test_chat_messages_are_read_like_text() -> None:
 SEVENTY_TWO = [
     "72", " 72\n", "+72", "72.", "72.00", "072", "$72", "$72.00", r"\$72", "72$", "US$72", "Rs.72",
     "\u20ac72", "72%", r"72\%", "72 %", "72 clips", "72 km/h", "72 m^2", "72 m2", "72cm",
-    "72\u00b0", r"72^\circ", "72!", "The answer is 72.", "x = 72", "=72", "**72**", "(72)", "`72`",
+    "72\u00b0", r"72^\circ", "It is 72!", "The answer is 72.", "x = 72", "=72", "**72**",
+    "(72)", "`72`",
     "144/2", "144 / 2", "72/1", r"\frac{144}{2}", r"\dfrac{144}{2}", r"$\frac{144}{2}$",
     r"\boxed{72}", r"$\boxed{72}$", r"\(72\)", r"\text{72}", r"72\text{ clips}",
     r"72 \text{ clips}", r"\mathbf{72}", r"\left(72\right)", "7.2e1", "7.2E+01",
@@ -89,6 +90,66 @@ def test_numbers_are_read_exactly(text: str, number: Fraction) -> None:
     assert parse_number(text) == number
 
 
+def test_every_exponent_is_read_in_every_spelling() -> None:
+    superscripts = str.maketrans(
+        "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+    )
+    for mantissa in ("1", "2.5", "-4", "0.25", "1,500"):
+        for n in range(-12, 25):
+            number = Fraction(mantissa.replace(",", "")) * Fraction(10) ** n
+            raised = str(n).translate(superscripts)
+            for text in (
+                *(f"{mantissa}e{n}", f"{mantissa}E{n:+d}", f"about {mantissa}e{n} meters"),
+                *(f"{mantissa}e{n} m2", f"{mantissa} x 10^{n}", f"{mantissa}*10**{n}"),
+                *(rf"{mantissa} \times 10^{{{n}}}", rf"$\boxed{{{mantissa}\cdot 10^{{{n}}}}}$"),
+                *(f"{mantissa} \u00d7 10{raised}", f"{mantissa}\u00b710{raised} km"),
+            ):
+                assert parse_number(text) == number, text
+            if mantissa == "1":
+                assert parse_number(f"10^{{{n}}}") == number
+                assert parse_number(f"10{raised} m") == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x > 5", "< 5", ">= 5", "\u2265 5", r"x \leq 5", "5 < x", "5 > x", "x \u2260 5",
+        "at least 5", "more than 5", "at most $5", "5i", "5x", "5 x", "5n", "5!", "5!!",
+        "5\u03c0", "5\u221a2", "5\u00b2", "10^x", "x^10", "110^2", "1.10^2", "10^3.5",
+        "3 + 10^2", "10^2^3", "1e1000",
+    ],
+)  # fmt: skip
+def test_bounds_products_and_powers_are_not_their_number(text: str) -> None:
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-> 5", "=> 5", "--> 5", "<b>5</b>", "5 apples", "5m", "5 km", "5in", "5 a day", "5 a.m.",
+        "5 yards", "5 more", "\u2248 5", "5th", "5 years", "x = 5",
+    ],
+)  # fmt: skip
+def test_units_arrows_and_words_beside_a_number_are_looked_over(text: str) -> None:
+    assert parse_number(text) == 5
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        ("(3, 4)", "(3,4)", True),
+        ("[0,1)", "[0, 1)", True),
+        ("x^2 + 1", "x^2+1", True),
+        ("{1 , 2}", "{ 1,2 }", True),
+        ("New  York", "new york", True),
+        ("ice cream", "icecream", False),
+        ("(3, 4)", "(3, 5)", False),
+    ],
+)
+def test_spaces_beside_signs_do_not_matter(left: str, right: str, same: bool) -> None:
+    assert same_text(left, right) is same
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -108,6 +169,7 @@ def test_what_is_not_one_number_is_none(text: str) -> None:
         "9", "1,", "1,080,", " ", "1 ", "-", "$", "(", "{", "}", "\\", r"\frac{", r"\frac ",
         r"\frac{1}{2}", r"\boxed{", "<answer>", "</answer>", "<answer>9", "#### ", "####\n", ".",
         "1.", "e", "1e", "10^", "* 10 ^", "x", "m2", "a ", "\n",
+        "<", "<b", "<b>", "=>", "\u00b2", "\u207b", "(1 , 2) ", "than ", "x10**1", "000,", "5x",
     ],
 )  # fmt: skip
 def test_a_megabyte_of_anything_is_read_in_linear_time(piece: str) -> None:

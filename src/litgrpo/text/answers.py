@@ -23,10 +23,22 @@ MAGNITUDE = re.compile(
 )
 FRACTION_BAR = re.compile(r" ?/ ?")
 LATEX_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|([0-9]) *([0-9]))")
-POWER_OF_TEN = re.compile(r" ?[*x] ?10 ?\^ ?([+-]?[0-9]{1,3})(?![0-9])")
-UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])\^?[23](?![0-9])")  # the 2 of "72 m2" is no number
+# 2.5 * 10^3, 2.5 x 10**3, and 10^3 alone
+POWER_OF_TEN = re.compile(r"( ?[*xX] ?|(?<![\w.,^*]))10 ?(?:\^|\*\*) ?([+-]?[0-9]{1,3})(?![\w.])")
+# The 2 of "72 m2" is no number, but that of "7e2" is.
+UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])(?<![0-9.][eE])\^?[23](?![0-9])")
+SUPERSCRIPT = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+SUPERSCRIPTS = str.maketrans(
+    "\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "+-0123456789"
+)
+# Text around a number that makes it another claim: "x > 5", "at least 5", "5i", "5x", "5 < x".
+ARROW_OR_TAG = re.compile(r"[-=]{1,3}>|</?[A-Za-z]{1,10}>")
+COMPARISON = "<>\u2264\u2265\u2260"
+BOUND = re.compile(r"\b(?:than|least|most)$")
+VARIABLE = re.compile(r"[abijnqruvwxyz](?![\w.])| ?[xyz](?!\w)| ?[\u0370-\u03ff\u221a\u221e]")
 LATEX_COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 WORD = re.compile(r"[A-Za-z]+")
+SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
 SPACES = re.compile(r"\s+")
 BOX_OR_BRACE = re.compile(r"\\boxed *\{|[{}]")
 BRACE_DEPTH = {"{": 1, "}": -1}
@@ -187,15 +199,27 @@ def parse_number(text: str) -> Fraction | None:
         return None
     gaps = [plain[a.end() : b.start()] for a, b in pairwise(found)]
     size = _size([match[0] for match in found], gaps)
-    sign = _sign(plain[: found[0].start()])
-    if size is None or sign is None or plain[found[-1].end() :].lstrip().startswith("^"):
+    before, after = plain[: found[0].start()], plain[found[-1].end() :]
+    sign = _sign(before)
+    if size is None or sign is None or _is_another_claim(before, after):
         return None
     return sign * size
 
 
+def _is_another_claim(before: str, after: str) -> bool:
+    """Return True for a bound (x > 5), a product (5x), a power (5^n) or a factorial (5!)."""
+    factorial = after.startswith("!") and not WORD.search(before + after)
+    compared = before.rstrip(" =").endswith(tuple(COMPARISON)) or BOUND.search(before.rstrip(" $"))
+    rest = after.lstrip()
+    return bool(factorial or compared or VARIABLE.match(after)) or rest.startswith(
+        ("^", *COMPARISON)
+    )
+
+
 def _plain(text: str) -> str | None:
     """The text without LaTeX and odd characters; None where an unreadable command remains."""
-    text = text.translate(CHARACTERS)
+    text = SUPERSCRIPT.sub(lambda match: "^" + match[0].translate(SUPERSCRIPTS), text)
+    text = ARROW_OR_TAG.sub(" ", text.translate(CHARACTERS))
     for old, new in SYMBOLS:
         text = text.replace(old, new)
     for spacing in SPACINGS:
@@ -206,7 +230,7 @@ def _plain(text: str) -> str | None:
     if "\\" in text:
         return None
     text = text.translate(str.maketrans("", "", "{}"))
-    text = POWER_OF_TEN.sub(r"e\1", text)
+    text = POWER_OF_TEN.sub(lambda match: f"{'' if match[1] else 1}e{match[2]}", text)
     return SPACES.sub(" ", UNIT_EXPONENT.sub("", text).replace("^ ", " ")).strip()
 
 
@@ -243,7 +267,9 @@ def _sign(before: str) -> int | None:
 
 
 def same_text(left: str, right: str) -> bool:
-    """Compare two answers, ignoring case, spaces, surrounding markup and a final full stop.
+    """Compare two answers, ignoring case, surrounding markup and a final full stop.
+
+    The number of spaces does not matter, nor do spaces beside a sign: `(3, 4)` is `(3,4)`.
 
     Example:
         >>> same_text("**Yes.**", "yes")
@@ -253,4 +279,5 @@ def same_text(left: str, right: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    return " ".join(text.casefold().split()).strip("$*`_. ")
+    bare = " ".join(text.casefold().split()).strip("$*`_. ")
+    return SPACED_SIGN.sub(r"\1", bare)

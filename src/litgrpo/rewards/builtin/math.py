@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from datetime import date, time
+from decimal import Decimal
 from fractions import Fraction
+from math import isfinite, isnan
 from numbers import Real
 from typing import Any
 
 from litgrpo.arguments import above, require
-from litgrpo.rewards.calls import isolated, pure
+from litgrpo.rewards.calls import UnusableReward, checked_by, isolated, pure
 from litgrpo.text.answers import (
     Completions,
     answer_claims,
@@ -27,10 +30,26 @@ MAX_ANSWER_WORDS = 20  # of an answer that is a number
 MAX_QUESTION_WORDS = 3  # "72 clips?" is an answer; a longer question is a copy of the prompt
 MAX_LATEX_CHARS = 500  # of an answer for math-verify
 
-Reference = str | int | float
+# Data sets also hold Decimals, truth values and dates.
+Reference = str | int | float | Decimal | date | time
 References = Reference | Sequence[Reference] | None  # several accepted answers: any is correct
 
 
+def check_answers(answer: Sequence[References]) -> None:
+    """Check before training that each reference answer can be parsed.
+
+    Raises:
+        UnusableReward: one is neither a number nor a text.
+    """
+    for row in answer:
+        for reference in list_references(row):
+            try:
+                parse_reference(reference)
+            except ValueError as error:
+                raise UnusableReward(str(error)) from error
+
+
+@checked_by(check_answers)
 def correctness(
     prompts: Sequence[object],
     completions: Completions,
@@ -97,13 +116,17 @@ def list_references(references: References) -> list[Reference]:
         >>> list_references("7"), list_references(["7", "seven"]), list_references(None)
         (['7'], ['7', 'seven'], [])
     """
-    if references is None:
-        return []
-    if isinstance(references, str) or not isinstance(references, Sequence):
-        return [references]
-    return [one for one in references if one is not None]
+    several = isinstance(references, Sequence) and not isinstance(references, str)
+    references = references if several else [references]  # type: ignore[list-item, assignment]
+    return [one for one in references if one is not None and not _is_nan(one)]
 
 
+def _is_nan(value: object) -> bool:
+    """Return True for NaN, which pandas writes for a missing value."""
+    return isinstance(value, Real | Decimal) and isnan(value)
+
+
+@checked_by(check_answers)
 def gsm8k(
     prompts: Sequence[object],
     completions: Completions,
@@ -134,6 +157,7 @@ def gsm8k(
     return correctness(prompts, completions, answer, require_tags=False)
 
 
+@checked_by(check_answers)
 def exact(
     prompts: Sequence[object],
     completions: Completions,
@@ -162,11 +186,13 @@ def exact(
 
     def score(text: str, reference: Reference) -> float:
         found = [text] if answer_tag is None else find_tagged(text, answer_tag)
-        return float(len(found) == 1 and found[0].strip() == str(reference).strip() != "")
+        said = found[0].strip() if len(found) == 1 else ""
+        return float(bool(said) and said in _spellings(reference))
 
     return score_rows(completions, answer, score)
 
 
+@checked_by(check_answers)
 def closeness(
     prompts: Sequence[object],
     completions: Completions,
@@ -299,17 +325,29 @@ def _import_math_verify() -> Any:
     return library
 
 
+def _spellings(reference: Reference) -> set[str]:
+    """Return the texts of a reference answer: 72.0 is also 72, and True also true."""
+    texts = {str(reference).strip()}
+    if isinstance(reference, bool):
+        texts.add(str(reference).lower())
+    elif isinstance(reference, Real | Decimal) and isfinite(reference) and reference % 1 == 0:
+        texts.add(str(int(reference)))
+    return texts
+
+
 def parse_reference(reference: Reference) -> Fraction | str:
     r"""Parse a reference answer into an exact number, or its text if it is not a number.
 
     Example:
-        >>> parse_reference("48 + 24 = 72\n#### 72")
-        Fraction(72, 1)
+        >>> parse_reference("48 + 24 = 72\n#### 72"), parse_reference(True)
+        (Fraction(72, 1), 'True')
 
     Raises:
-        ValueError: it is neither a number nor a text.
+        ValueError: it is neither a finite number, a truth value, a date, nor a text.
     """
-    if isinstance(reference, Real):
+    if type(reference).__name__ in ("bool", "bool_") or isinstance(reference, date | time):
+        return str(reference)
+    if isinstance(reference, Real | Decimal) and isfinite(reference):
         return Fraction(str(reference))  # 0.1 means one tenth, not the nearest double
     if not isinstance(reference, str) or not reference.strip():
         raise ValueError(f"answer must be a number or a text, got {reference!r}")

@@ -20,7 +20,8 @@ from litgrpo.text.answers import Completions, Message, reasonings, text_of
 WORD = re.compile(r"[a-z]+|[0-9]+(?:[.,][0-9]+)*")
 STEP_END = re.compile(r"\n+|(?<=[.!?;])\s+")
 LIST_MARK = re.compile(r"^\s*(?:step\s*)?[0-9]{1,2}[.):]\s+|^\s*[-*]\s+", re.IGNORECASE)
-NUMBER = r"-?\$?(?:[0-9]{1,12}(?:,[0-9]{3})*(?:\.[0-9]{1,9})?|\.[0-9]{1,9})%?"
+# Every part is bounded, so that a search takes at most a constant number of steps per character.
+NUMBER = r"-?\$?(?:[0-9]{1,12}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,9})?|\.[0-9]{1,9})%?"
 SIGN = r" ?[-+*/x\u00d7\u00f7] ?"
 # Matches neither the end of a longer calculation ("60 students x 2/3 = 40") nor its beginning.
 CALCULATION = re.compile(
