@@ -52,7 +52,7 @@ def is_marked(function: Any, mark: str) -> bool:
     return bool(getattr(_innermost(function), mark, False))
 
 
-def checked_by(check: Function) -> Callable[[Function], Function]:
+def add_check(check: Function) -> Callable[[Function], Function]:
     """Attach a check of the data, which runs before training.
 
     The check gets the columns and kwargs that its signature names, as the function would, and
@@ -67,7 +67,7 @@ def checked_by(check: Function) -> Callable[[Function], Function]:
 
 
 def find_check(function: Any) -> Function | None:
-    """Return the check that `checked_by` attached to a function, if any."""
+    """Return the check that `add_check` attached to a function, if any."""
     check: Function | None = getattr(_innermost(function), "check", None)
     return check if inspect.isfunction(_innermost(function)) else None
 
@@ -89,7 +89,7 @@ class MalformedResult(ValueError):
 
 
 class UnusableReward(ValueError):
-    """A function cannot score a row, whatever the completion is: this stops the run.
+    """A function cannot score any completion of a row: this stops the run.
 
     For mistakes in the data or in the installation, which must not become rewards.
     """

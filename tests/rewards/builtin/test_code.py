@@ -4,7 +4,7 @@
 import pytest
 
 from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
-from litgrpo.rewards.builtin.code import extract_code, read_tests, undefined_names, unit_tests
+from litgrpo.rewards.builtin.code import extract_code, find_undefined, read_tests, unit_tests
 from litgrpo.rewards.calls import UnusableReward
 from litgrpo.workers import sandbox
 from tests.support.raises import raises_for
@@ -258,8 +258,8 @@ def test_tests_that_are_none_are_refused(tests):
         ("class A:\n def __eq__(self, o): return almost(o)\nassert A() == f(1)", {"almost", "f"}),
     ],
 )
-def test_the_names_that_nobody_defines_are_found(script, names):
-    assert undefined_names(script) == names
+def test_undefined_names_are_found(script, names):
+    assert find_undefined(script) == names
 
 
 UNDEFINED = {
@@ -327,8 +327,8 @@ SAME_FOR_ALL = {
     "pytest": "import pytest\ndef test_f():\n assert f(2) == pytest.approx(4)",
     "an import in a function": "def test_f():\n assert f(2) == 4\n import numpy",
     "the code as a module": "from solution import f\nassert f(2) == 4",
-    "asserts in a function that nobody calls": "def run():\n assert f(2) == 4",
-    "a test that nobody awaits": "async def test_f():\n assert f(2) == 4",
+    "asserts in a function that is not called": "def run():\n assert f(2) == 4",
+    "a test that is not awaited": "async def test_f():\n assert f(2) == 4",
     "a class of pytest": "class TestF:\n def test_f(self):\n  assert f(2) == 4",
     "an assert on a pair": "assert (f(2) == 4, 'f(2)')",
     "an assert that is caught": "try:\n assert f(2) == 4\nexcept Exception:\n pass",
@@ -454,7 +454,7 @@ HONEST = {
         "try:\n f(-1)\nexcept Own as error:\n said = str(error)\nelse:\n said = ''\n"
         "assert said == 'negative' and f(1) == 1",
     ),
-    "the parent of its own exception": (
+    "the parent of an own exception": (
         "class Own(ValueError): pass\nclass Less(Own): pass\ndef f(x):\n if x < 0: raise Less(x)\n return x",
         "seen = []\nfor kind in (ValueError, Own):\n try: f(-1)\n except kind as e: seen.append(e.args)\n"
         "assert seen == [(-1,), (-1,)]",

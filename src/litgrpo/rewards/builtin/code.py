@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import above, require
-from litgrpo.rewards.calls import UnusableReward, checked_by, isolated
+from litgrpo.rewards.calls import UnusableReward, add_check, isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
 
@@ -53,8 +53,8 @@ def check_tests(
     All rows are read, and the tests of at most 64 are run.
 
     Raises:
-        UnusableReward: there is no sandbox; the tests have another format, or use names that nobody
-            defines; code that does nothing passes them, or the reference solution does not.
+        UnusableReward: there is no sandbox; the tests have another format, or use undefined
+            names; code that does nothing passes them, or the reference solution does not.
     """
     require_sandbox()
     rows = list(dict.fromkeys(_read_rows(tests, entry_point, reference_solution)))
@@ -75,7 +75,7 @@ def require_sandbox() -> None:
         )
 
 
-@checked_by(check_tests)
+@add_check(check_tests)
 @isolated
 def unit_tests(
     prompts: Sequence[object],
@@ -200,8 +200,8 @@ def read_tests(given: Tests, entry_point: Names = None, reference: str | None = 
     """Return the tests of a row; none for None and for an empty list.
 
     Raises:
-        UnusableReward: the tests have another format, cannot be parsed, or use names that nobody
-            defines.
+        UnusableReward: the tests have another format, cannot be parsed, or use undefined
+            names.
     """
     if given is None or given == []:
         return RowTests()
@@ -303,10 +303,10 @@ def _find_code_names(
         UnusableReward: the tests do not say which names these are.
     """
     texts = [str(test.get("script", test.get("call"))) for test in tests]
-    undefined = sorted(set().union(*map(undefined_names, texts)))
-    used = set().union(*map(_used_names, texts))
-    named = set().union(*map(_used_names, declared))
-    known = named | (_defined_names(reference) if reference is not None else set())
+    undefined = sorted(set().union(*map(find_undefined, texts)))
+    used = set().union(*map(_find_used, texts))
+    named = set().union(*map(_find_used, declared))
+    known = named | (_find_defined(reference) if reference is not None else set())
     shown = f"{texts[0]!r:.60}"
     if not known:
         _require(
@@ -332,16 +332,16 @@ def _find_code_names(
     return names
 
 
-def undefined_names(script: str) -> set[str]:
+def find_undefined(script: str) -> set[str]:
     r"""Return the names that a script uses and neither defines nor imports.
 
     Python's own names are defined, and so is a module of the standard library in `math.sqrt`.
 
     Example:
-        >>> sorted(undefined_names("x = 2\nassert math.sqrt(f(x)) == close(x)"))
+        >>> sorted(find_undefined("x = 2\nassert math.sqrt(f(x)) == close(x)"))
         ['close', 'f']
     """
-    used, defined = _used_names(script), _defined_names(script)
+    used, defined = _find_used(script), _find_defined(script)
     tree = _parse(script)
     bases = [id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
     bare = {
@@ -352,12 +352,12 @@ def undefined_names(script: str) -> set[str]:
     return used - defined - modules - own
 
 
-def _used_names(script: str) -> set[str]:
+def _find_used(script: str) -> set[str]:
     symbols = _global_symbols(script)
     return {each.get_name() for each in symbols if each.is_referenced()}
 
 
-def _defined_names(script: str) -> set[str]:
+def _find_defined(script: str) -> set[str]:
     symbols = _global_symbols(script)
     return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
 
@@ -410,7 +410,7 @@ def _require_good_row(row: RowTests, limits: sandbox.SandboxLimits) -> None:
     marks, broken = _run(list(sources.values()), cases, longer, limits.seconds / 2)
     _require(
         not broken,
-        f"{shown} cannot run, whatever the code is: {broken[:1]}. They have Python's standard"
+        f"{shown} cannot run with any code: {broken[:1]}. They have Python's standard"
         " library only, and must not exit (as unittest.main does)",
     )
     for number, name in enumerate(sources):

@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any
 
 from litgrpo.arguments import above, require
-from litgrpo.rewards.calls import UnusableReward, checked_by, isolated, pure
+from litgrpo.rewards.calls import UnusableReward, add_check, isolated, pure
 from litgrpo.text.answers import (
     Completions,
     answer_claims,
@@ -49,7 +49,7 @@ def check_answers(answer: Sequence[References]) -> None:
                 raise UnusableReward(str(error)) from error
 
 
-@checked_by(check_answers)
+@add_check(check_answers)
 def correctness(
     prompts: Sequence[object],
     completions: Completions,
@@ -126,7 +126,7 @@ def _is_nan(value: object) -> bool:
     return isinstance(value, Real | Decimal) and isnan(value)
 
 
-@checked_by(check_answers)
+@add_check(check_answers)
 def gsm8k(
     prompts: Sequence[object],
     completions: Completions,
@@ -157,7 +157,7 @@ def gsm8k(
     return correctness(prompts, completions, answer, require_tags=False)
 
 
-@checked_by(check_answers)
+@add_check(check_answers)
 def exact(
     prompts: Sequence[object],
     completions: Completions,
@@ -192,7 +192,7 @@ def exact(
     return score_rows(completions, answer, score)
 
 
-@checked_by(check_answers)
+@add_check(check_answers)
 def closeness(
     prompts: Sequence[object],
     completions: Completions,

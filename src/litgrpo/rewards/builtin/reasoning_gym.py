@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from litgrpo.arguments import above, at_least, at_most, one_of
 from litgrpo.rewards.builtin.math import find_claims
-from litgrpo.rewards.calls import UnusableReward, checked_by, isolated
+from litgrpo.rewards.calls import UnusableReward, add_check, isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
@@ -88,7 +88,7 @@ def _require_sandbox(tasks: Sequence[str]) -> None:
         )
 
 
-@checked_by(check_isolation)
+@add_check(check_isolation)
 @isolated
 def reasoning_gym(
     prompts: Sequence[object],

@@ -32,12 +32,10 @@ class Code:
         self.channel, self.lines = channel, channel.makefile("r")
         self.scope = {"__name__": "solution", "__builtins__": __builtins__}
         self.kept, self.errors = {}, {}
-        self.loads = False
         try:
             exec(compile(source, "solution.py", "exec"), self.scope)
-            self.loads = True
-        except BaseException:  # also SystemExit; no name is defined then
-            pass
+        except BaseException:  # also SystemExit: the code defines no name then
+            self.scope = {}
 
     # --- plain data and what is not ---
 
@@ -98,7 +96,7 @@ class Code:
     def reply(self, request):
         try:
             if request["of"] is None:
-                if not self.loads or request["name"] not in self.scope:
+                if request["name"] not in self.scope:
                     return {"missing": request["name"]}
                 return {"value": self.encode(self.scope[request["name"]])}
             target = self.kept[request["of"]]

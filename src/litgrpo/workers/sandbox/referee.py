@@ -233,7 +233,7 @@ def as_lists(value):
 
 
 def judge(channel, test):
-    """Return + or - and the reason why a test is broken, whatever the code is, or ""."""
+    """Return + or -, and the reason why a test fails with any code, or ""."""
     scope = Scope({"__name__": "test", "\0channel": channel, "\0names": test["names"]})
     channel.begin(test["source"])
     mark, broken = "-", ""

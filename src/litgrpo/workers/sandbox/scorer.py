@@ -53,7 +53,7 @@ def in_a_process(channel, given, seconds):
         except OSError:
             break
     try:
-        # Whatever the process wrote becomes one number, or none.
+        # The process may have written anything; it becomes one number, or none.
         found = float(json.loads(os.read(reading, 4096)))
     except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         found = None
