@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -253,6 +254,8 @@ def _hidden_proc() -> list[str]:
     words = ["--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     for path in sorted(Path("/proc").iterdir()):
         if path.is_symlink() or path.name.isdigit() or path.name in READABLE_PROC:
+            continue
+        if not path.stat().st_mode & stat.S_IROTH:  # only root's; each mount delays the start
             continue
         if path.is_dir():
             words += ["--perms", "0555", "--tmpfs", str(path), "--remount-ro", str(path)]
