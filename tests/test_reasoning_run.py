@@ -11,7 +11,6 @@ import yaml
 
 from litgrpo.algorithms.advantages import Normalized, check_centered
 from litgrpo.callbacks.completions import format_first_groups
-from litgrpo.callbacks.run_folder import read_saved_config
 from litgrpo.models.loading import load_tokenizer
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
@@ -75,7 +74,7 @@ def test_supervised_then_grpo_then_an_answer_with_its_reasoning(tmp_path, progra
         for name in ("policy/loss", "reward/mean", "reward/correct", "policy/kl"):
             assert math.isfinite(float(row[name]))
     checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    config = yaml.safe_load(read_saved_config(checkpoint))["model"]["init_args"]
+    config = yaml.safe_load(checkpoint["callbacks"]["RunFolder"]["config"])["model"]["init_args"]
     assert (config["group_size"], config["objective"]["kl_coef"]) == (4, 0.01)
     assert {"temperature": 0.8, "top_k": 50, "top_p": 0.9}.items() <= config["sampling"].items()
 

@@ -6,9 +6,13 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
+
+_import_check: ContextVar[Callable[[str], object] | None] = ContextVar("import_check", default=None)
 
 
 def require(condition: bool, message: str) -> None:
@@ -59,11 +63,26 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+@contextmanager
+def check_imports(check: Callable[[str], object]) -> Iterator[None]:
+    """Call `check` with each path before `import_by_path` imports it; it raises to reject one.
+
+    For code that constructs objects from a file of somebody else: a text in the file, such as the
+    function of a reward, must not decide which module is imported.
+    """
+    token = _import_check.set(check)
+    try:
+        yield
+    finally:
+        _import_check.reset(token)
+
+
 def import_by_path(path: str) -> Any:
     """Import the object of a path such as `package.module.name`.
 
     Raises:
-        ValueError: the path is malformed, its module cannot be imported, or has no such name.
+        ValueError: the path is malformed, its module cannot be imported, or has no such name; or
+            `check_imports` rejects it.
     """
     module_path, _, name = path.rpartition(".")
     words = path.split(".")
@@ -71,6 +90,8 @@ def import_by_path(path: str) -> Any:
         len(words) > 1 and all(word.isidentifier() for word in words),
         f"{path!r} is not an import path such as 'package.module.name'",
     )
+    if (check := _import_check.get()) is not None:
+        check(path)
     try:
         module = import_module(module_path)
     except (Exception, SystemExit) as error:  # a user's module may raise or exit when it is read

@@ -1,10 +1,13 @@
 """A checkpoint that is read equals the one that was written, or reading it raises."""
 
+import copy
 import enum
 import os
+import pickle
 import resource
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -213,3 +216,42 @@ def test_tied_weights_are_in_a_file_once(tmp_path):
     assert sizes[1] - sizes[0] >= table.nbytes
     found = torch.load(tmp_path / "tied", weights_only=True)
     assert digest(found) == digest(weights)
+
+
+def bomb(path, compression):
+    """A checkpoint whose entries are packed anew."""
+    write_file(state(), path.with_name("sound.ckpt"))
+    with zipfile.ZipFile(path.with_name("sound.ckpt")) as sound, zipfile.ZipFile(path, "w") as new:
+        for entry in sound.infolist():
+            new.writestr(entry.filename, sound.read(entry), compression)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_compressed_file_is_rejected_before_it_is_unpacked(tmp_path, compression, monkeypatch):
+    bomb(tmp_path / "a.ckpt", compression)
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpacked"))
+    with raises_for("a.ckpt", "compressed", error=DamagedCheckpoint):
+        read_file(tmp_path / "a.ckpt")
+
+
+def test_entries_that_overlap_are_rejected_before_they_are_unpacked(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as file:
+        file.writestr("archive/data/0", b"0" * 1000)
+        again = copy.copy(file.filelist[0])
+        file.filelist += [again] * 1000
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpacked"))
+    with raises_for("a.ckpt", "bytes", error=DamagedCheckpoint):
+        read_file(tmp_path / "a.ckpt")
+
+
+def test_a_tensor_that_repeats_its_values_is_rejected_before_it_is_copied(tmp_path):
+    checkpoint = state() | {"huge": torch.zeros(1).expand(10**12)}
+    torch.save(checkpoint | {MANIFEST: {}}, tmp_path / "a.ckpt")
+    with raises_for("a.ckpt", "1000000000000", error=DamagedCheckpoint):
+        read_file(tmp_path / "a.ckpt")
+
+
+def test_a_pickle_is_rejected_unread(tmp_path):
+    (tmp_path / "a.ckpt").write_bytes(pickle.dumps({"state_dict": {}}))
+    with raises_for("a.ckpt", "checkpoint", error=DamagedCheckpoint):
+        read_file(tmp_path / "a.ckpt")

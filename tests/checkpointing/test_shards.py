@@ -1,12 +1,15 @@
 """Checkpoints that are folders: written by two processes, read by any number, damaged."""
 
+import os
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from litgrpo.checkpointing.files import DamagedCheckpoint
+from litgrpo.checkpointing.files import DamagedCheckpoint, build_manifest
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.shards import (
     hash_file,
@@ -157,3 +160,41 @@ def test_tensors_are_named_by_their_path(tmp_path):
     file = Path(tmp_path / "x")
     file.write_bytes(b"abc")
     assert hash_file(file).startswith("ba7816bf")
+
+
+class Payload:
+    """Calls a function when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def index_with_code(index):
+    index.planner_data = Payload()
+
+
+def index_with_bytes(index):
+    """Values that are no tensors would be unpickled without restrictions."""
+    name = next(iter(index.state_dict_metadata))
+    index.state_dict_metadata[name] = BytesStorageMetadata()
+
+
+def index_with_a_decoder(index):
+    info = next(iter(index.storage_data.values()))
+    info.transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize("change", [index_with_code, index_with_bytes, index_with_a_decoder])
+def test_an_index_that_names_code_is_rejected(change, folder, tmp_path, monkeypatch):
+    called = []
+    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "iteration=000002.ckpt")
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    change(index)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    rest = torch.load(checkpoint / "rest.pt", weights_only=True)
+    files = rest.pop("manifest")["files"] | {".metadata": hash_file(checkpoint / ".metadata")}
+    torch.save(rest | {"manifest": build_manifest(rest, files=files)}, checkpoint / "rest.pt")
+    monkeypatch.setattr("os.system", called.append)
+    with raises_for("iteration=000002.ckpt", ".metadata", error=DamagedCheckpoint):
+        read_checkpoint(checkpoint)
+    assert not called

@@ -1,5 +1,7 @@
 """A tokenizer and a model made from sizes and texts."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -130,3 +132,16 @@ def test_a_tokenizer_comes_back_from_the_texts_of_its_files(tokenizer):
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert (again.padding_side, again.pad_token, again.eos_token) == ("left", "<pad>", "<eos>")
     assert tokens_of(again, TEXTS[0]) == tokens_of(tokenizer, TEXTS[0])
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/b", "..", ".hidden", ""])
+def test_a_file_name_that_leads_elsewhere_is_rejected(tokenizer, name):
+    with raises_for("tokenizer", repr(name)):
+        deserialize_tokenizer(serialize_tokenizer(tokenizer) | {name: "text"})
+
+
+def test_files_that_are_no_tokenizer_are_rejected_in_one_line():
+    code = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+    for files in ({}, {"tokenizer.json": "{"}, {"tokenizer_config.json": json.dumps(code)}):
+        with raises_for("tokenizer of a checkpoint"):
+            deserialize_tokenizer(files | {"code.py": "raise SystemExit"})

@@ -1,3 +1,6 @@
+import inspect
+import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -5,9 +8,12 @@ import pytest
 import torch
 import yaml
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from litgrpo.algorithms.losses import Objective
+from litgrpo.checkpointing.files import write_file
+from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.engines.local import LocalEngine
@@ -47,7 +53,10 @@ def test_a_partial_keeps_its_arguments_and_a_lambda_is_not_plain():
 
 def save(module, path):
     """A checkpoint of a module that has changed its weights, without training it."""
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False,
+        plugins=[VerifiedCheckpointIO()],
+    )  # fmt: skip
     module.configure_model()
     with torch.no_grad():
         next(iter(module.policy.parameters())).add_(1)
@@ -96,30 +105,138 @@ def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
     assert again.tokenizer.get_vocab() == module.tokenizer.get_vocab()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_code_that_a_checkpoint_names_is_never_called(tmp_path, monkeypatch):
-    module = save(GRPO(BUILTIN, {"right": Reward(correctness)}), tmp_path / "a.ckpt")
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    called = []
-    monkeypatch.setattr("os.system", called.append)
-    for attack in (
+LOUD = "tests.support.loud_import"  # a module that raises when it is imported
+COMMAND = {"class_path": "os.system", "init_args": {"command": "true"}}
+REWARD = "litgrpo.rewards.reward.Reward"
+# {argument: descriptions that name code which a checkpoint must not choose}
+ATTACKS = {
+    "rewards": [
         {"import_path": "os.system"},
-        {"class_path": "os.system", "init_args": {"command": "true"}},
+        COMMAND,
         {"partial": {"import_path": "os.system"}, "args": ["true"], "kwargs": {}},
         {"right": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}},
-    ):
-        checkpoint["hyper_parameters"]["rewards"] = attack
-        torch.save(checkpoint, tmp_path / "attack.ckpt")
-        with raises_for("rewards", "load_from_checkpoint"):
-            GRPO.load_from_checkpoint(tmp_path / "attack.ckpt")
-        rewards = {"right": Reward(correctness)}
-        assert equal_weights(
-            module, GRPO.load_from_checkpoint(tmp_path / "attack.ckpt", rewards=rewards)
-        )
-    checkpoint["hyper_parameters"] |= {"_instantiator": "os.system", "rewards": {}}
-    torch.save(checkpoint, tmp_path / "attack.ckpt")
-    GRPO.load_from_checkpoint(tmp_path / "attack.ckpt", rewards=rewards)
+        {"right": {"class_path": REWARD, "init_args": {"function": f"{LOUD}.reward"}}},
+        {"right": {"class_path": REWARD, "init_args": {"function": {"import_path": LOUD}}}},
+        {"right": {"class_path": REWARD, "init_args": {"kwargs": {"x": [{"y": COMMAND}]}}}},
+        {"right": f"{LOUD}.reward"},
+        [f"{LOUD}.reward"],
+    ],
+    "objective": [
+        {
+            "class_path": "litgrpo.algorithms.losses.Objective",
+            "init_args": {"surrogate": {"class_path": f"{LOUD}.Surrogate", "init_args": {}}},
+        },
+        {"import_path": "litgrpo.arguments.import_by_path"},
+        {"class_path": "litgrpo.arguments.import_by_path", "init_args": {"path": LOUD}},
+        {"class_path": "litgrpo.rewards.reward.Reward"},
+    ],
+    "precision": [
+        {"class_path": "logging.FileHandler", "init_args": {"filename": "created"}},
+        {"class_path": "litgrpo.workers.pool.subprocess.Popen", "init_args": {"args": "true"}},
+    ],
+    "engine": [
+        {"class_path": "litgrpo.workers.pool.WorkerPool", "init_args": {"size": 1}},
+        {"class_path": f"{LOUD}.Engine", "init_args": {}},
+    ],
+    "environment": [
+        f"{LOUD}.Environment",
+        {
+            "class_path": "litgrpo.environments.tools.Tools",
+            "init_args": {"functions": [f"{LOUD}.tool"]},
+        },
+        {
+            "class_path": "litgrpo.environments.tools.Tools",
+            "init_args": {"factory": f"{LOUD}.Factory"},
+        },
+        {
+            "class_path": "litgrpo.environments.adapters.gymnasium_env.Gymnasium",
+            "init_args": {"id": f"{LOUD}:Game-v0"},
+        },
+    ],
+    "reward_runner": [{"import_path": f"{LOUD}.Runner"}, COMMAND],
+    "optimizer": [
+        {"import_path": "torch.hub.load"},
+        {"import_path": "torch.optim.torch.hub.load"},
+        {"partial": {"import_path": "torch.hub.load"}, "args": ["a/b", "c"], "kwargs": {}},
+        {"import_path": "torch.optim.lr_scheduler.partial"},
+        {"import_path": "torch.optim.swa_utils.update_bn"},
+    ],
+    "lr_scheduler": [{"import_path": "builtins.exec"}, {"import_path": 3}],
+    "seed": [COMMAND, {"class_path": "builtins.exec", "init_args": {}}],
+}
+
+
+def with_arguments(path, **arguments):
+    """A checkpoint with other arguments, whose manifest fits them."""
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["hyper_parameters"] |= arguments
+    write_file({k: v for k, v in checkpoint.items() if k != "manifest"}, path.with_name("b.ckpt"))
+    return path.with_name("b.ckpt")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(GRPO(BUILTIN, {"right": Reward(correctness)}), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_a_checkpoint_names_is_neither_called_nor_imported(
+    saved, name, monkeypatch, tmp_path
+):
+    called = []
+    monkeypatch.setattr("os.system", called.append)
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: called.append(args))
+    monkeypatch.setattr("torch.hub.load", lambda *args, **kwargs: called.append(args))
+    monkeypatch.chdir(tmp_path)
+    for attack in ATTACKS[name]:
+        path = with_arguments(saved, **{name: attack})
+        with raises_for(name, "load_from_checkpoint"):
+            GRPO.load_from_checkpoint(path)
+        assert not list(tmp_path.iterdir())
+    default = inspect.signature(GRPO).parameters[name].default
+    given = {"right": correctness} if name == "rewards" else default
+    assert GRPO.load_from_checkpoint(path, **{name: given}).policy is not None
+    assert LOUD not in sys.modules
     assert not called
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_argument_of_the_caller_may_name_any_code(saved):
+    path = with_arguments(saved, rewards={"import_path": "os.system"})
+    rewards = {"length": Reward("tests.support.rewards_with_state.count_calls")}
+    assert list(GRPO.load_from_checkpoint(path, rewards=rewards).scorer.functions) == ["length"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_differs_from_its_manifest_is_rejected(saved, tmp_path):
+    checkpoint = torch.load(saved, weights_only=True)
+    checkpoint["hyper_parameters"]["seed"] = COMMAND
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+    with raises_for("hyper_parameters", "sha256"):
+        GRPO.load_from_checkpoint(tmp_path / "changed.ckpt")
+    torch.save({k: v for k, v in checkpoint.items() if k != "manifest"}, tmp_path / "none.ckpt")
+    with raises_for("manifest"):
+        GRPO.load_from_checkpoint(tmp_path / "none.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plain_trainer_writes_checkpoints_that_can_be_verified_and_loaded(tmp_path):
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=-1, logger=False, enable_progress_bar=False,
+        callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=1)], enable_model_summary=False,
+    )  # fmt: skip
+    rewards = {"repeats": Reward("litgrpo.rewards.repetition")}
+    grpo = GRPO(BUILTIN, rewards, group_size=2, max_completion_length=4, max_iterations=1)
+    trainer.fit(grpo, batches("1", "2"))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    for path in tmp_path.glob("*.ckpt"):
+        assert equal_weights(grpo, GRPO.load_from_checkpoint(path))
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
 
 
 @pytest.mark.filterwarnings("ignore")

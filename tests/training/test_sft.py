@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.cli.lightning_cli import load_module
 from litgrpo.cli.main import main
 from litgrpo.data.modules import PairData
 from litgrpo.data.pairs import PairBatch
@@ -294,7 +293,7 @@ def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, mon
 
     tokenizer = AutoTokenizer.from_pretrained("exported")
     model = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
-    sft = load_module(scratch_run / "checkpoints" / "last.ckpt")
+    sft = SFT.load_from_checkpoint(scratch_run / "checkpoints" / "last.ckpt")
     ids = tokenizer("What is 7?<answer>7</answer>", return_tensors="pt")["input_ids"]
     assert ids.tolist() == [sft.policy.tokenizer("What is 7?<answer>7</answer>")["input_ids"]]
     assert torch.equal(model(ids).logits, sft.policy.model.eval()(ids).logits)

@@ -234,17 +234,6 @@ def writes_files(trainer: Any) -> bool:
     return bool(trainer.is_global_zero and not trainer.fast_dev_run)
 
 
-def read_saved_config(checkpoint: dict[str, Any]) -> str:
-    """The configuration (YAML) of the run that wrote a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint was not written by `cli.py`.
-    """
-    state = checkpoint.get("callbacks", {}).get(RunFolder.__qualname__, {})
-    require("config" in state, "The checkpoint has no config: it was not written by cli.py.")
-    return str(state["config"])
-
-
 def versions() -> dict[str, str]:
     """Versions of Python, litgrpo and the libraries that determine the numbers of a run."""
     packages = {name: metadata.version(name) for name in ("torch", "lightning", "transformers")}

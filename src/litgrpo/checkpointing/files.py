@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import textwrap
+import zipfile
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import singledispatch
 from pathlib import Path
@@ -262,20 +264,59 @@ def read_with_manifest(path: Path, required: tuple[str, ...] = ()) -> dict[str, 
         FileNotFoundError: there is no such file.
     """
     try:
+        check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         _check(
             isinstance(checkpoint, dict) and MANIFEST in checkpoint,
             f"{path} has no manifest: it was not written by litgrpo",
         )
+        check_sizes(checkpoint, path)
         verify(checkpoint, path, required)
     except (FileNotFoundError, DamagedCheckpoint):
         raise
     except Exception as error:  # a damaged file can fail anywhere in the reader
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DamagedCheckpoint(
-            f"{path} cannot be read: it is cut off, damaged or not a checkpoint ({reason:.90})"
+            f"{path} cannot be read: it is cut off, damaged or not a checkpoint "
+            f"({textwrap.shorten(reason, 90, placeholder=' ...')})"
         ) from error
     return dict(checkpoint)
+
+
+def check_archive(path: Path) -> None:
+    """Reject a file that would need more memory than its size, before it is unpacked.
+
+    `torch.save` compresses nothing. Compressed or overlapping entries come from somebody else.
+
+    Raises:
+        DamagedCheckpoint: with the reason.
+        FileNotFoundError: there is no such file.
+    """
+    with path.open("rb") as file:
+        _check(zipfile.is_zipfile(file), f"{path} cannot be read: it is no complete checkpoint")
+        entries = zipfile.ZipFile(file).infolist()
+        packed = [each.filename for each in entries if each.compress_type != zipfile.ZIP_STORED]
+        _check(not packed, f"{path}: {''.join(packed[:1])} is compressed, which no checkpoint is")
+        total, size = sum(each.file_size for each in entries), os.fstat(file.fileno()).st_size
+        _check(total <= size, f"{path}: its entries have {total} bytes, the file has {size}")
+
+
+def check_sizes(value: Any, path: Path) -> None:
+    """Reject tensors that repeat their stored values: a copy would need more memory than the file.
+
+    Raises:
+        DamagedCheckpoint: there is one.
+    """
+
+    def check(tensor: Tensor) -> Tensor:
+        stored = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+        _check(
+            tensor.is_meta or tensor.numel() * tensor.element_size() <= stored,
+            f"{path}: a tensor of shape {list(tensor.shape)} is stored in {stored} bytes",
+        )
+        return tensor
+
+    map_tensors(value, check)
 
 
 def verify(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from litgrpo.checkpointing.shards import (
     remove_checkpoint,
     write_folder,
 )
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,19 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
             for other in sort_by_age(path.parent).values():
                 if other.resolve() != path.resolve():
                     yield other
+
+
+def use_verified_io(module: Any) -> None:
+    """Let the trainer of a module write files with a manifest, unless it was built with a plugin.
+
+    A plain `Trainer`, such as with `ModelCheckpoint`, then writes what `load_from_checkpoint`
+    verifies.
+    """
+    strategy = module.trainer.strategy
+    if type(strategy.checkpoint_io) is TorchCheckpointIO and not isinstance(
+        strategy, FSDP2Strategy
+    ):
+        strategy.checkpoint_io = VerifiedCheckpointIO()
 
 
 def update_link(link: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ and read by torch.distributed.checkpoint, so that a run can resume on any number
 from __future__ import annotations
 
 import hashlib
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from litgrpo.callbacks.run_folder import REST
@@ -34,6 +36,23 @@ from litgrpo.checkpointing.files import (
 )
 
 FILES = "files"  # entry of the manifest
+# What the pickled index of a folder may be made of, {module: names}.
+INDEX_CLASSES = {
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "Path", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "Path", "PurePosixPath"},
+}
 CHUNK = 2**24  # bytes that are hashed at once
 
 
@@ -177,6 +196,42 @@ def _run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
 # --- reading ---
 
 
+class IndexUnpickler(pickle.Unpickler):
+    """Reads the index of a folder, `.metadata`, without calling anything else than its classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of `INDEX_CLASSES`, or a dtype.
+
+        Raises:
+            UnpicklingError: the index names anything else.
+        """
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads tensors only. Torch's reader unpickles the index, and values that are no tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the index.
+
+        Raises:
+            UnpicklingError: it names code, or entries that are no plain tensors.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            index = IndexUnpickler(file).load()
+        is_plain = all(
+            isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values()
+        ) and not any(info.transform_descriptors for info in index.storage_data.values())
+        if not is_plain:
+            raise pickle.UnpicklingError(".metadata has entries that are no tensors")
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
 def read_checkpoint(
     path: Path,
     required: tuple[str, ...] = (),
@@ -226,7 +281,7 @@ def _read_shards(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
-            reader = dcp.FileSystemReader(folder)
+            reader = SafeReader(folder)
             dcp.load(shards, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         reason = str(_cause(error)).partition("\n")[0]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, instantiate_module
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -33,7 +33,6 @@ from litgrpo.callbacks.run_folder import (
     find_newest_checkpoint,
     find_run_files,
     lock_run_folder,
-    read_saved_config,
     resolve_checkpoint,
 )
 from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
@@ -258,22 +257,3 @@ def raising_class(error: BaseException) -> tuple[str, str]:
             found = (kind.__name__, str(frame.f_globals.get("__name__", "")))
         trace = trace.tb_next
     return found
-
-
-def load_module(path: Path) -> Any:
-    """Return the module of a checkpoint with its weights, outside of any trainer.
-
-    Args:
-        path: a checkpoint of a run.
-    """
-    checkpoint = read_checkpoint(path)
-    node = yaml.safe_load(read_saved_config(checkpoint))["model"]
-    module = instantiate_module(
-        LightningModule, {"_class_path": node["class_path"], **node["init_args"]}
-    )
-    if isinstance(module, SFT):
-        module.take_tokenizer(checkpoint)
-    module.configure_model()
-    module.on_load_checkpoint(checkpoint)
-    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-    return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from litgrpo.arguments import did_you_mean
+from litgrpo.arguments import did_you_mean, require
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.temporary import TemporaryFolder
 
@@ -186,10 +187,25 @@ def serialize_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def deserialize_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """Rebuild a tokenizer from `serialize_tokenizer`'s result."""
+    """Rebuild a tokenizer from `serialize_tokenizer`'s result.
+
+    Raises:
+        ValueError: a name is not a plain file name, so that it would be written elsewhere; or the
+            files are not a tokenizer.
+    """
     from transformers import AutoTokenizer
 
     with TemporaryFolder("tokenizer") as folder:
         for name, text in files.items():
+            require(
+                isinstance(text, str) and re.fullmatch(r"\w[\w.-]*", name) is not None,
+                f"the tokenizer of a checkpoint has a file {name!r}; expected a plain file name.",
+            )
             Path(folder, name).write_text(text, encoding="utf-8")
-        return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(
+                folder, padding_side="left", trust_remote_code=False
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer of a checkpoint cannot be read: {reason}") from error

@@ -20,6 +20,7 @@ from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSign
 from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import NAMES, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
+from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import reward_columns, validation_set_names
 from litgrpo.distributed.cpu_contention import CpuContention
@@ -241,6 +242,7 @@ class GRPO(LightningModule):
         """Check the config against device and data, and load reward models."""
         check_trainer(self)
         log_every_iteration(self.trainer)
+        use_verified_io(self)
         device = self.trainer.strategy.root_device
         if stage == "fit":
             settings_checks.check_temperature(self.sampling, self.group_size)

@@ -1,9 +1,9 @@
 """Constructor arguments of modules as plain values, and modules rebuilt from checkpoints.
 
 Lightning saves `hparams` in checkpoints, in `hparams.yaml` and with loggers. Here they are numbers,
-texts, lists and dicts; objects and functions are described by their import paths. Rebuilding a
-module from a checkpoint only ever calls names of litgrpo and of torch's optimizers: a file must not
-decide which code runs. Everything else has to be given by the caller.
+texts, lists and dicts; objects and functions are described by their import paths. A file must not
+decide which code runs: `build` imports and calls classes of litgrpo, torch's optimizers and
+schedules, and built-in reward functions. Everything else has to be given by the caller.
 """
 
 from __future__ import annotations
@@ -11,21 +11,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from lightning import LightningModule
 
-from litgrpo.arguments import import_by_path
+from litgrpo.arguments import check_imports, import_by_path
+from litgrpo.checkpointing.shards import read_checkpoint
+from litgrpo.models.loading import build_policy, check_weights, load_policy
+from litgrpo.models.policy import Policy
+from litgrpo.models.scratch import deserialize_tokenizer
+from litgrpo.rewards.reward import builtin_rewards
 from litgrpo.text.secrets import mask_settings
 
 KEY = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 OBJECT, FUNCTION, PARTIAL = "class_path", "import_path", "partial"
 PLAIN = (type(None), bool, int, float, str)
-# Modules whose names a checkpoint may call.
-TRUSTED = ("litgrpo.", "torch.optim.")
+# Packages of litgrpo whose classes a checkpoint may name. The others start processes, read files or
+# the network, or import what their arguments name, as adapters of other libraries do.
+PACKAGES = ("algorithms", "environments", "evaluation", "models", "rewards", "rollout", "training")
+ALLOWED = tuple(f"litgrpo.{name}." for name in PACKAGES)
+ADAPTERS = "litgrpo.environments.adapters."
+# Modules of torch whose classes a checkpoint may name, and the base classes of these classes.
+TORCH = (torch.optim, torch.optim.lr_scheduler)
+TORCH_KINDS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+BUILTIN_REWARDS = "litgrpo.rewards.builtin."
+POLICY_ARGUMENTS = ("pretrained", "scratch", "precision", "lora", "seed")
 
 Module = TypeVar("Module", bound=LightningModule)
 
@@ -35,7 +48,7 @@ class NotDescribable(ValueError):
 
 
 class NotTrusted(ValueError):
-    """A description that names code of neither litgrpo nor torch.optim."""
+    """A description that names code which a file must not choose."""
 
 
 def describe_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +114,7 @@ def build(description: Any) -> Any:
     """Rebuild a value from its description.
 
     Raises:
-        NotTrusted: it names code outside of `TRUSTED`.
+        NotTrusted: it names anything else than what `import_trusted` returns.
 
     Example:
         >>> build({"import_path": "torch.optim.adamw.AdamW"})
@@ -112,19 +125,71 @@ def build(description: Any) -> Any:
     if not isinstance(description, dict):
         return description
     if FUNCTION in description:
-        return _import_trusted(description[FUNCTION])
+        return import_trusted(description[FUNCTION])
     if PARTIAL in description:
         arguments = build(description["args"]), build(description["kwargs"])
         return functools.partial(build(description[PARTIAL]), *arguments[0], **arguments[1])
     if OBJECT in description:
-        return _import_trusted(description[OBJECT])(**build(description["init_args"]))
+        kind = import_trusted(description[OBJECT])
+        if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind)):
+            raise NotTrusted(description[OBJECT])
+        return kind(**build(description["init_args"]))
     return {key: build(each) for key, each in description.items()}
 
 
-def _import_trusted(path: str) -> Any:
-    if not path.startswith(TRUSTED):
-        raise NotTrusted(path)
-    return import_by_path(path)
+def import_trusted(path: Any) -> Any:
+    """Import a class of litgrpo, an optimizer or schedule of torch, or a built-in reward function.
+
+    Nothing is imported for any other path: importing a module runs its code.
+
+    Raises:
+        NotTrusted: for any other path.
+
+    Example:
+        >>> import_trusted("litgrpo.rollout.sampling.Sampling").__name__
+        'Sampling'
+    """
+    path = str(path)
+    name = path.rpartition(".")[2]
+    for module in TORCH:
+        found = vars(module).get(name)
+        is_kind = inspect.isclass(found) and issubclass(found, TORCH_KINDS)
+        if is_kind and path in (f"{module.__name__}.{name}", f"{found.__module__}.{name}"):
+            return found
+    if path.startswith(ALLOWED):
+        with check_imports(str):  # it is a module of litgrpo
+            found = import_by_path(path)
+        # A module of litgrpo also has the names that it imports, such as `subprocess`.
+        origin = str(getattr(found, "__module__", ""))
+        is_class = inspect.isclass(found) and origin.startswith(ALLOWED)
+        is_reward = origin.startswith(BUILTIN_REWARDS) and name in builtin_rewards()
+        if (is_class and not origin.startswith(ADAPTERS)) or is_reward:
+            return found
+    raise NotTrusted(path)
+
+
+def build_arguments(
+    saved: Mapping[str, Any], names: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Rebuild arguments from a checkpoint.
+
+    Args:
+        saved: descriptions, {argument: description}.
+        names: the arguments that are wanted.
+
+    Returns:
+        {argument: value}, and {argument: reason} of those that cannot be rebuilt.
+    """
+    built: dict[str, Any] = {}
+    rejected: dict[str, str] = {}
+    with check_imports(import_trusted):
+        for name in names:
+            try:
+                if name in saved:
+                    built[name] = build(saved[name])
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                rejected[name] = " ".join(str(error).split())
+    return built, rejected
 
 
 def load_from_checkpoint(
@@ -135,39 +200,118 @@ def load_from_checkpoint(
     Args:
         kind: class of the module.
         checkpoint_path: a .ckpt file.
-        map_location: device of the weights, as in `torch.load`.
+        map_location: device of the module.
         arguments: replace those of the checkpoint, or are missing there.
 
     Raises:
-        ValueError: an argument is missing, or its saved value names code that is not part of
-            litgrpo or torch.optim.
+        ValueError: the file is damaged; or an argument is missing, or its saved value names code
+            that a checkpoint must not choose.
     """
-    checkpoint = torch.load(checkpoint_path, map_location=map_location, weights_only=True)
-    parameters = inspect.signature(kind).parameters
-    missing = []
-    for name, parameter in parameters.items():
-        if name in arguments or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        ):
-            continue
-        try:
-            if name in checkpoint.get(KEY, {}):
-                arguments[name] = build(checkpoint[KEY][name])
-            elif parameter.default is parameter.empty:
-                missing.append(name)
-        except NotTrusted as error:
-            missing.append(f"{name} ({error})")
+    path = Path(checkpoint_path)
+    checkpoint = read_checkpoint(path)
+    saved = checkpoint.get(KEY, {})
+    wanted = {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if name not in arguments
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    built, missing = build_arguments(saved, wanted)
+    needed = [name for name, default in wanted.items() if default is inspect.Parameter.empty]
+    missing |= {name: "" for name in needed if name not in saved}
     if missing:
-        raise ValueError(
-            f"{checkpoint_path} does not provide {', '.join(missing)} of {kind.__name__}: code "
-            "outside of litgrpo and torch.optim is never loaded from a file, and lambdas and "
-            "objects in memory are not saved. Pass it to load_from_checkpoint."
-        )
-    module: Any = kind(**arguments)
+        raise _missing_error(path, kind.__name__, missing)
+    given, from_file = set(iterate_texts(arguments)), set(iterate_texts(saved))
+
+    def check(import_path: str) -> None:
+        is_own = import_path.startswith("litgrpo.") and import_path not in from_file
+        if import_path not in given and not is_own:
+            import_trusted(import_path)
+
+    try:
+        with check_imports(check):
+            module: Any = kind(**arguments, **built)
+    except ValueError as error:
+        rejected = _find_rejected(error)
+        names = [name for name in built if rejected in set(iterate_texts(saved[name]))]
+        if not names:
+            raise
+        raise _missing_error(path, kind.__name__, dict.fromkeys(names, rejected)) from error
     if "tokenizer" in checkpoint:
         module.take_tokenizer(checkpoint)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-    return module
+    return module.to(map_location)
+
+
+def load_trained_policy(path: Path) -> Policy:
+    """Load the policy of a checkpoint; nothing else of its module is constructed.
+
+    Args:
+        path: a .ckpt file of `GRPO` or `SFT`.
+
+    Raises:
+        ValueError: the file is damaged, or does not describe its model.
+    """
+    checkpoint = read_checkpoint(path)
+    built, missing = build_arguments(checkpoint.get(KEY, {}), POLICY_ARGUMENTS)
+    scratch, pretrained = built.get("scratch"), built.get("pretrained")
+    if scratch is None and not isinstance(pretrained, str):
+        missing.setdefault("pretrained", "")
+    if missing:
+        raise _missing_error(path, "its module", missing)
+    precision = built.get("precision")
+    if scratch is None:
+        policy = load_policy(str(pretrained), precision=precision, lora=built.get("lora"))
+    else:
+        tokenizer = deserialize_tokenizer(checkpoint["tokenizer"])
+        model = scratch.build_model(tokenizer, seed=built.get("seed", 0))
+        policy = build_policy(model, tokenizer, precision=precision)
+    prefix = "policy."
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in checkpoint["state_dict"].items()
+        if name.startswith(prefix)
+    }
+    state = policy.state_dict()
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    check_weights(weights, {n: w for n, w in state.items() if n in weights or n in trained})
+    policy.load_state_dict(weights, strict=False)
+    return policy
+
+
+def iterate_texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a nested value.
+
+    Example:
+        >>> list(iterate_texts({"a": ["b", 1, {"c": "d"}]}))
+        ['b', 'd']
+    """
+    if isinstance(value, str):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from iterate_texts(vars(value))
+    elif isinstance(value, Mapping):
+        yield from iterate_texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from iterate_texts(each)
+
+
+def _find_rejected(error: BaseException | None) -> str:
+    """Return the import path that an error rejects, or that one of its causes does."""
+    while error is not None and not isinstance(error, NotTrusted):
+        error = error.__cause__
+    return str(error or "")
+
+
+def _missing_error(path: Path, kind: str, missing: Mapping[str, str]) -> ValueError:
+    """Build the error for arguments that a checkpoint does not provide; {argument: reason}."""
+    named = ", ".join(name + (f" ({why})" if why else "") for name, why in missing.items())
+    return ValueError(
+        f"{path} does not provide {named} of {kind}: lambdas and objects in memory are not saved, "
+        "and a checkpoint may only name classes of litgrpo, optimizers and schedules of torch, and "
+        f"built-in rewards. Pass {', '.join(missing)} to load_from_checkpoint; `export` takes "
+        "--recipe."
+    )

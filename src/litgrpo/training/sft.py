@@ -16,6 +16,7 @@ from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
+from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.data.modules import validation_set_names
 from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import backend
@@ -128,6 +129,7 @@ class SFT(LightningModule):
         """
         check_trainer(self)
         log_every_iteration(self.trainer)
+        use_verified_io(self)
         device = self.trainer.strategy.root_device
         if device.type == "cpu":
             self.cpu_contention.start()

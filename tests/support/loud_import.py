@@ -1,0 +1,3 @@
+"""A module that no checkpoint may import."""
+
+raise AssertionError("imported")
