@@ -21,6 +21,7 @@ from litgrpo.callbacks.loggers import (
     name_runs,
 )
 from litgrpo.callbacks.summary import Summary
+from litgrpo.distributed import messages
 from tests.support.fitting import fit
 from tests.support.raises import raises_for
 from tests.support.standin import StandIn
@@ -213,7 +214,7 @@ class Broken(Logger):
 
 
 def test_a_logger_that_fails_warns_once_and_training_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
     logger = Broken()
     with pytest.warns(UserWarning, match="Broken") as warned:
         module = fit(tmp_path, module=StandIn(4), logger=SafeLogger(logger))

@@ -1,13 +1,22 @@
 import os
+import shutil
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from litgrpo.callbacks.run_folder import RunFolder
+from litgrpo.callbacks.run_folder import (
+    LAST,
+    ORDER,
+    RunFolder,
+    find_newest_checkpoint,
+    resolve_checkpoint,
+    sort_checkpoints,
+)
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
 from litgrpo.checkpointing.resume import RngState
@@ -21,7 +30,10 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    """Names of the checkpoints and links, and of unfinished files."""
+    found = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert ORDER in found
+    return [name for name in found if name != ORDER]
 
 
 def test_saves_count_iterations_and_not_optimizer_steps(tmp_path):
@@ -78,6 +90,84 @@ def test_incomplete_files_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / "checkpoints/.iteration=000002.ckpt.tmp").write_text("half")
     fit(tmp_path, IterationCheckpoint(0, keep_best=0), module=StandIn(1))
     assert names(tmp_path) == ["iteration=000001.ckpt", "last.ckpt"]
+
+
+AGES = {
+    "as written": lambda n: 1e9 + n,
+    "copied in another order": lambda n: 1e9 - n,
+    "all at once": lambda n: 1e9,
+    "in the future": lambda n: 4e9 - n,
+}
+
+
+def set_times(folder, age):
+    for path in folder.glob("iteration=*.ckpt"):
+        seconds = age(int(path.stem.partition("=")[2]))
+        os.utime(path, (seconds, seconds))
+
+
+@pytest.mark.parametrize("link", ["kept", "missing", "dangling", "a copy"])
+@pytest.mark.parametrize("age", AGES)
+def test_the_newest_is_what_was_last_saved_whatever_the_times_of_files_are(tmp_path, age, link):
+    run = tmp_path / "run"
+    fit(run, IterationCheckpoint(1, keep_last=3, keep_best=0), module=StandIn(5))
+    older = run / "checkpoints" / "iteration=000003.ckpt"
+    # Resumed from an older checkpoint: 5 is not the newest any more.
+    fit(run, IterationCheckpoint(1, keep_last=3, keep_best=0), module=StandIn(4), resume=older)
+    copy = Path(shutil.copytree(run, tmp_path / "copy", symlinks=link != "a copy"))
+    set_times(copy / "checkpoints", AGES[age])
+    last = copy / "checkpoints" / LAST
+    if link in ("missing", "dangling"):
+        last.unlink()
+    if link == "dangling":
+        last.symlink_to("iteration=000009.ckpt")
+    assert list(sort_checkpoints(copy / "checkpoints")) == [4, 3, 5]
+    for source in (resolve_checkpoint("last", copy), find_newest_checkpoint(copy)):
+        assert torch.load(source, weights_only=True)["iteration"] == 4
+    checkpoint = IterationCheckpoint(1, keep_last=2, keep_best=0)
+    fit(copy, checkpoint, module=StandIn(6), resume=resolve_checkpoint("last", copy))
+    assert names(copy) == ["iteration=000005.ckpt", "iteration=000006.ckpt", "last.ckpt"]
+    assert last.readlink() == Path("iteration=000006.ckpt")
+
+
+@pytest.mark.parametrize("order", [None, "", "\0\xff", "nothing\n\niteration=000001.ckpt"])
+def test_without_a_usable_order_the_link_and_the_numbers_decide(tmp_path, order):
+    fit(tmp_path, IterationCheckpoint(1, keep_last=3, keep_best=0), module=StandIn(3))
+    folder = tmp_path / "checkpoints"
+    (folder / ORDER).unlink()
+    if order is not None:
+        (folder / ORDER).write_bytes(order.encode("latin-1"))
+    set_times(folder, AGES["in the future"])
+    assert list(sort_checkpoints(folder)) == [3, 2, 1]
+    (folder / LAST).unlink()
+    assert resolve_checkpoint("last", tmp_path) == folder / "iteration=000003.ckpt"
+
+
+def test_the_file_just_written_is_never_removed(tmp_path):
+    fit(tmp_path, IterationCheckpoint(1, keep_last=2, keep_best=0), module=StandIn(2))
+    folder = tmp_path / "checkpoints"
+    for n in (900, 901, 902):  # copied here
+        shutil.copy(folder / LAST, folder / f"iteration=000{n}.ckpt")
+    checkpoint = IterationCheckpoint(1, keep_last=1, keep_best=0)
+    fit(tmp_path, checkpoint, module=StandIn(4), resume=folder / LAST)
+    assert names(tmp_path) == ["iteration=000004.ckpt", "last.ckpt"]
+
+
+def test_a_file_system_without_links_resumes_by_the_order_of_saves(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    fit(tmp_path, IterationCheckpoint(1, keep_last=2, keep_best=0), module=StandIn(3))
+    assert names(tmp_path) == ["iteration=000002.ckpt", "iteration=000003.ckpt"]
+    last = resolve_checkpoint("last", tmp_path)
+    assert last.name == "iteration=000003.ckpt"
+
+
+def test_a_disk_that_holds_no_weights_is_rejected_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with raises_for("checkpoints", "MiB", "--run_dir"):
+        fit(tmp_path, IterationCheckpoint(1))
 
 
 def test_a_run_resumes_after_the_iteration_that_was_saved(tmp_path):

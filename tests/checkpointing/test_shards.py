@@ -48,7 +48,7 @@ def distance(folder, name):
 def test_a_folder_holds_what_each_process_wrote_and_nothing_unfinished(folder):
     checkpoints = folder / "whole/checkpoints"
     names = sorted(path.name for path in checkpoints.iterdir())
-    assert names == ["iteration=000002.ckpt", "iteration=000004.ckpt", "last.ckpt"]
+    assert names == ["iteration=000002.ckpt", "iteration=000004.ckpt", "last.ckpt", "order.txt"]
     files = {path.name for path in (folder / SECOND).iterdir()}
     assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"}
 

@@ -1,6 +1,9 @@
 """Resumed and rejected starts, and the run folder after them."""
 
+import csv
 import hashlib
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,7 +100,7 @@ def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):
     assert "save_weights_only" in said
     of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
     assert cli("validate", *of_run)[0] == 0
-    assert cli("export", "runs/recipe", "out")[0] == 0
+    assert cli("export", "runs/recipe", "out", "--recipe", "recipe.yaml")[0] == 0
     code, _, err = cli(*FIT, "--checkpoint.save_weights_only", "true", "--auto_resume", "true")
     assert (code, "--auto_resume" in err) == (2, True)
 
@@ -122,3 +125,65 @@ def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):
     assert code.startswith(f"error: {folder} is not complete: [Errno 28] No space left on device")
     assert f"export runs/recipe {folder}" in code
     assert Path("runs/recipe/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.parametrize("how", [("--ckpt_path", "last"), ("--auto_resume", "true")])
+def test_a_finished_run_that_is_started_again_changes_no_file(cli, how):
+    cli(*FIT)
+    before = content(Path("runs/recipe"))
+    for more in ((), ("--model.max_iterations", "3"), ("--overwrite", "true")):
+        code, out, _ = cli(*FIT, *how, *more)
+        assert code == 0
+        assert "is complete after 4 iterations" in out
+        assert content(Path("runs/recipe")) == before
+    assert cli(*FIT, *how, "--model.max_iterations", "6")[0] == 0
+    assert Path("runs/recipe/checkpoints/iteration=000006.ckpt").exists()
+    after = content(Path("runs/recipe"))
+    assert cli(*FIT, *how, "--model.max_iterations", "6")[0] == 0
+    assert content(Path("runs/recipe")) == after
+
+
+@pytest.mark.parametrize("lost", ["summary.json", "report.html", "final_model"])
+def test_a_finished_run_writes_again_what_was_removed(cli, lost):
+    cli(*FIT)
+    rows = Path("runs/recipe/metrics.csv").read_text()
+    path = Path("runs/recipe", lost)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert cli(*FIT, "--ckpt_path", "last")[0] == 0
+    assert path.exists()
+    assert Path("runs/recipe/metrics.csv").read_text().count("\n") == rows.count("\n")
+
+
+ENDINGS = (
+    "litgrpo.callbacks.summary._write",
+    "litgrpo.callbacks.summary.print_safely",
+    "litgrpo.callbacks.export._write_policy",
+    "litgrpo.tools.report.command.render_page",
+    "litgrpo.cli.lightning_cli.LitGRPOCLI.mark_complete",
+)
+
+
+@pytest.mark.parametrize("where", ENDINGS)
+def test_a_run_that_was_killed_at_its_end_logs_its_last_validation_once(cli, monkeypatch, where):
+    resume = (*FIT, "--auto_resume", "true", "--trainer.val_check_interval", "2")
+    cli(*resume, "--run_dir", "runs/whole")
+    with monkeypatch.context() as killed:
+        killed.setattr(where, lambda *_, **__: os._exit(9))
+        child = os.fork()
+        if child == 0:
+            cli(*resume)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    for _ in range(3):
+        assert cli(*resume)[0] == 0
+        found, whole = (Path(f"runs/{name}/metrics.csv") for name in ("recipe", "whole"))
+        assert steps_of(found) == steps_of(whole)
+    before = content(Path("runs/recipe"))
+    cli(*resume)
+    assert content(Path("runs/recipe")) == before
+
+
+def steps_of(file: Path) -> list[tuple[str, bool]]:
+    """Step of each row, and True for a row of a validation."""
+    rows = csv.DictReader(file.read_text().splitlines())
+    return [(row["step"], bool(row["val/greedy"])) for row in rows]

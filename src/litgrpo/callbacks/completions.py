@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from litgrpo.arguments import at_least
+from litgrpo.callbacks.files import write_if_possible
 from litgrpo.callbacks.formatting import (
     escape_cell,
     finite_or_none,
@@ -65,7 +66,7 @@ class Completions(Callback):
         if not is_due or not writes_files(trainer):
             return
         rows = completion_rows(n, rollout, rewards, advantages)
-        write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows)
+        write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows, "samples")
         log_tables(trainer, build_tables(rows[: self.num_prompts * rollout.group_size]), n)
         for board in loggers_of(trainer, TensorBoardLogger):
             for name, values in histograms(rollout, rewards, advantages).items():
@@ -147,11 +148,19 @@ def episode_row(rollout: Rollout, row: int) -> Row:
     }
 
 
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line; values that JSON lacks are written as text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Write one JSON object per line; a full disk costs the file, not the training.
+
+    Args:
+        path: the file.
+        rows: the objects.
+        name: kind of the file, for the warning.
+
+    Returns:
+        True if the file was written.
+    """
     lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return write_if_possible(path, "".join(line + "\n" for line in lines), name)
 
 
 # --- tables and histograms ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, distributed
 
 from litgrpo.callbacks.completions import Row, episode_row, format_episode, write_jsonl
+from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.formatting import finite_or_none, mark_truncated
 from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import run_folder, writes_files
+from litgrpo.callbacks.run_folder import NotSaved, run_folder, writes_files
 from litgrpo.text.visible import visible
 from litgrpo.types import RewardTable, Rollout
 
@@ -56,7 +58,8 @@ class EvaluationFiles(Callback):
             name = f"iteration-{pl_module.iteration:06d}"
             if trainer.state.fn is not None and trainer.state.fn != "fit":
                 name = f"{trainer.state.fn.value}-{checkpoint_name(trainer)}"
-            write_jsonl(run_folder(trainer) / FOLDER / f"{name}.jsonl", unique_prompts(rows))
+            path = run_folder(trainer) / FOLDER / f"{name}.jsonl"
+            write_jsonl(path, unique_prompts(rows), "evaluations")
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
     on_test_end = on_validation_end  # type: ignore[assignment]
@@ -174,25 +177,55 @@ class Predictions(Callback):
         self.path = path
         self.show = show
         self.file = Path(PREDICTIONS)
+        self.failure: OSError | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Create an empty file."""
-        self.file = self._choose_file(trainer)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text("", encoding="utf-8")
+        """Create an empty file.
+
+        Raises:
+            ValueError: the disk is full, for example.
+        """
+        self.file, self.failure = self._choose_file(trainer), None
+        try:
+            write_text(self.file, "")
+        except OSError as error:
+            raise ValueError(
+                f"predictions.path: {self.file} cannot be written ({error.strerror}): choose "
+                "another file with --predictions.path."
+            ) from error
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, *_: Any, **__: Any
     ) -> None:
         """Write and print a batch: a list of dictionaries, one per prompt."""
-        with self.file.open("a", encoding="utf-8") as file:
-            for row in outputs:
+        for row in outputs:
+            self._append(row)
+            if self.show:
+                pl_module.print(visible(format_prediction(row)))
+
+    def _append(self, row: Row) -> None:
+        """Append a line, or none of it; after a failure all later lines are left out."""
+        if self.failure is not None:
+            return
+        size = self.file.stat().st_size
+        try:
+            with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-                if self.show:
-                    pl_module.print(visible(format_prediction(row)))
+        except OSError as error:
+            self.failure = error
+            os.truncate(self.file, size)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Print the path of the file."""
+        """Print the path of the file.
+
+        Raises:
+            NotSaved: the file is not complete.
+        """
+        if self.failure is not None:
+            raise NotSaved(
+                f"{self.file} is not complete: {self.failure}; free space, or choose another file with "
+                "--predictions.path, and repeat the command."
+            )
         pl_module.print(f"written to {self.file}")
 
     def _choose_file(self, trainer: Trainer) -> Path:

@@ -11,10 +11,18 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks.run_folder import TRAINING_STATE, NotSaved, run_folder, writes_files
+from litgrpo.callbacks.files import write_text
+from litgrpo.callbacks.run_folder import (
+    TRAINING_STATE,
+    NotSaved,
+    run_folder,
+    writes_files,
+)
 from litgrpo.distributed.fsdp.units import is_sharded
+from litgrpo.distributed.messages import warn_once_on_failure
 
 NAME = re.compile(r"checkpoint-(\d+)")
+SAVE_NUMBER = ".save_number"  # in such a folder: 1 for the first that the run saved
 
 
 class Export(Callback):
@@ -90,25 +98,49 @@ class HFCheckpoints(Checkpoint):
             self._save(trainer, pl_module, run_folder(trainer) / f"checkpoint-{n}")
 
     def _save(self, trainer: Any, pl_module: Any, folder: Path) -> None:
-        """Write a folder, which gets its name once it is complete."""
+        """Write a folder, which gets its name once it is complete; a failure is logged."""
         if trainer.fast_dev_run:
             return
         unfinished = folder.with_name(f".{folder.name}.tmp")
-        trainer.save_checkpoint(unfinished / TRAINING_STATE)
-        if writes_policy(trainer, pl_module):
-            _write_policy(pl_module, unfinished)
-        if trainer.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
-            unfinished.rename(folder)
-            self._prune(folder.parent)
+        try:
+            trainer.save_checkpoint(unfinished / TRAINING_STATE)
+            if writes_policy(trainer, pl_module):
+                _write_policy(pl_module, unfinished)
+            if trainer.is_global_zero:
+                number = 1 + max(
+                    [save_number(each)[0] for each in find_folders(folder.parent)] + [0]
+                )
+                write_text(unfinished / SAVE_NUMBER, str(number))
+                shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
+                unfinished.rename(folder)
+                self._prune(folder.parent)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with warn_once_on_failure(f"writing hf_checkpoints to {folder.parent}"):
+                raise
         trainer.strategy.barrier("HFCheckpoints")
 
     def _prune(self, run: Path) -> None:
-        saved = [path for path in run.iterdir() if NAME.fullmatch(path.name)]
-        # Sorted by time, not by number: a run may resume from an older folder.
-        by_age = sorted(saved, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for folder in set(saved) - set(by_age[: self.keep_last]):  # [:None] is all of them
+        # Sorted by save, not by number: a run may resume from an older folder.
+        newest_first = sorted(find_folders(run), key=save_number, reverse=True)
+        for folder in newest_first[self.keep_last or len(newest_first) :]:
             shutil.rmtree(folder)
+
+
+def find_folders(run: Path) -> list[Path]:
+    """Return the complete `checkpoint-N` folders of a run."""
+    return [path for path in run.iterdir() if NAME.fullmatch(path.name)]
+
+
+def save_number(folder: Path) -> tuple[int, int]:
+    """Return the position of a folder in the order of saves, then its iteration.
+
+    Times of files would change when they are copied or the clock is set.
+    """
+    name = NAME.fullmatch(folder.name)
+    file = folder / SAVE_NUMBER
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    return int(text) if text.isdecimal() else 0, int(name[1]) if name else 0
 
 
 def writes_policy(trainer: Any, pl_module: Any) -> bool:

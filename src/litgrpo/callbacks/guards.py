@@ -88,8 +88,9 @@ class NonFinite(Callback):
             rollout, rewards = outputs["rollout"], outputs["rewards"]
             rows = completion_rows(n, rollout, rewards, outputs["advantages"])
             path = run_folder(trainer) / "non_finite" / f"iteration-{n:06d}.jsonl"
-            write_jsonl(path, [rows[row] | {"not_finite": reasons[row]} for row in sorted(reasons)])
-            text += f"; they are in {path}"
+            affected = [rows[row] | {"not_finite": reasons[row]} for row in sorted(reasons)]
+            if write_jsonl(path, affected, "non_finite"):
+                text += f"; they are in {path}"
         return text
 
     def state_dict(self) -> dict[str, int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import inspect
+import io
+import os
 import re
+import threading
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +19,13 @@ import yaml
 from jsonargparse import Namespace as Settings
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from litgrpo.arguments import require
+from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.metric_table import definition
+from litgrpo.distributed.messages import warn_once_on_failure
 
 Kind = TypeVar("Kind", bound=Logger)
 # The option that names a run, for loggers that invent a name if none is given.
@@ -51,33 +56,42 @@ def loggers_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
 
 # --- failures ---
 
-_warned: set[str] = set()
 
-
-@contextmanager
-def warn_once_on_failure(name: str) -> Iterator[None]:
-    """Continue if something that is not the training fails; warn at the first failure.
+class Guarded:
+    """Forwards to an object of a logger, such as TensorBoard's writer; a failed call is a warning.
 
     Args:
-        name: of what may fail, for the warning.
+        target: the object.
+        name: of the logger, for the warning.
     """
-    try:
-        yield
-    except Exception as error:  # third-party code, a full disk, a lost connection
-        if name not in _warned:
-            _warned.add(name)
-            rank_zero_warn(
-                f"{name} failed ({type(error).__name__}: {error}); training continues, and "
-                "further failures are not reported"
-            )
+
+    def __init__(self, target: Any, name: str) -> None:
+        self._target, self._name = target, name
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute; a method is guarded, and returns None if it fails."""
+        return guard(getattr(self._target, name), self._name)
+
+
+def guard(value: Any, name: str) -> Any:
+    """Return a method that warns instead of raising; any other value is returned unchanged."""
+    if not inspect.isroutine(value):
+        return value
+
+    @wraps(value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with warn_once_on_failure(name):
+            return value(*args, **kwargs)
+
+    return call
 
 
 class SafeLogger(Logger):
     """Forwards to a logger; a call that fails is warned about once and training continues.
 
     It is a transparent proxy: `isinstance` sees the class of the inner logger, and all its
-    attributes, such as `experiment`, are reached through it. MLflow, which rejects `@` in a name,
-    gets `avg_at_4` for `avg@4`.
+    attributes, such as `experiment`, are reached through it; their methods do not raise. MLflow,
+    which rejects `@` in a name, gets `avg_at_4` for `avg@4`.
 
     Args:
         logger: any Lightning logger.
@@ -100,9 +114,14 @@ class SafeLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         """Find everything else on the inner logger."""
-        if name == "logger":  # not set yet: while an object is copied
+        if name in ("logger", "kind"):  # not set yet: while an object is copied
             raise AttributeError(name)
-        return getattr(self.logger, name)
+        source = f"logger {self.kind}"
+        if name == "experiment" and hasattr(type(self.logger), name):
+            with warn_once_on_failure(source):
+                return Guarded(self.logger.experiment, source)
+            return DummyExperiment()
+        return guard(getattr(self.logger, name), source)
 
     def _warn_once(self) -> Any:
         return warn_once_on_failure(f"logger {self.kind}")
@@ -285,10 +304,22 @@ class MetricsCSV(Logger):
         new = [name for name in row if name not in header]
         if new:
             rows = self._read()[1]
-            header += new
-            self._write(rows)
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, header).writerow(row)
+            self.header = [*header, *new]
+            try:
+                self._write(rows)
+            except OSError:
+                self.header = header  # the file is as before
+                raise
+            header = self.header
+        elif not self.path.exists():  # the run folder was removed or renamed
+            self._write([])
+        size = self.path.stat().st_size
+        try:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, header).writerow(row)
+        except OSError:
+            os.truncate(self.path, size)  # a full disk takes a part of the row
+            raise
         self._num_rows += 1
 
     @property
@@ -301,7 +332,7 @@ class MetricsCSV(Logger):
         """Keep only the first rows."""
         self.header, rows = self._read()
         self._num_rows = min(num_rows, len(rows))
-        if self.header:
+        if self.header and num_rows < len(rows):
             self._write(rows[:num_rows])
 
     def _load_header(self) -> list[str]:
@@ -319,13 +350,11 @@ class MetricsCSV(Logger):
 
     def _write(self, rows: list[dict[str, str]]) -> None:
         """Replace the file in one step: a process that is killed meanwhile leaves the old one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f".{self.path.name}.tmp")
-        with unfinished.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._load_header())
-            writer.writeheader()
-            writer.writerows(rows)
-        unfinished.replace(self.path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._load_header())
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(self.path, text.getvalue())
 
 
 # --- TensorBoard ---
@@ -347,9 +376,24 @@ class TensorBoard(TensorBoardLogger):
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False)
         self.known: set[str] = set()
+        threading.excepthook = without_writer_errors(threading.excepthook)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers; after an error of the file (a full disk) the next ones begin a new file.
+
+        Raises:
+            OSError: the writer has failed, here or in an earlier call.
+        """
+        try:
+            self._log_metrics(metrics, step)
+        except OSError:
+            # The writer's thread has ended, perhaps within a record, so it cannot be used again.
+            self._experiment = None
+            self.known = set()
+            raise
+
+    def _log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """Log numbers; the first of each name carries its definition."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
@@ -382,6 +426,21 @@ class TensorBoard(TensorBoardLogger):
         metrics = {name for name in self.known if MAIN_METRICS.fullmatch(name)} | {"reward/mean"}
         for summary in hparams(values, dict.fromkeys(sorted(metrics), 0.0)):
             self.experiment.file_writer.add_summary(summary)
+
+
+def without_writer_errors(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Wrap `threading.excepthook`: TensorBoard raises errors of its thread again in the next call.
+
+    The hook would print a traceback in addition.
+    """
+
+    def show(args: Any) -> None:
+        is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
+        if not (is_writer and isinstance(args.exc_value, OSError)):
+            hook(args)
+
+    show.hides_writer_errors = True  # type: ignore[attr-defined]
+    return hook if hasattr(hook, "hides_writer_errors") else show
 
 
 # --- Trackio ---

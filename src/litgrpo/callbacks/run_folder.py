@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,8 @@ from lightning.pytorch import Callback, Trainer
 
 from litgrpo import __version__
 from litgrpo.arguments import require
+from litgrpo.callbacks.files import write_text
+from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.text.secrets import mask_known
 
 CONFIG = "config.yaml"
@@ -28,6 +30,7 @@ CHECKPOINTS = "checkpoints"
 TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
 REST = "rest.pt"  # in a checkpoint that is a folder, of sharded weights
 LAST, BEST = "last.ckpt", "best.ckpt"
+ORDER = "order.txt"  # names of checkpoints in the order in which they were saved, newest last
 LOCK = ".lock"
 NAME = re.compile(r"iteration=(\d+)\.ckpt")
 # A run that failed before its first iteration leaves none of these.
@@ -109,9 +112,18 @@ def claim_folder(folder: Path, config: str) -> None:
 
 
 def write_config(folder: Path, config: str) -> None:
-    """Write the configuration of a run, by which `check_is_free` recognizes its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(HEADER + command_comment() + config, encoding="utf-8")
+    """Write the configuration of a run, by which `check_is_free` recognizes its folder.
+
+    Raises:
+        ValueError: the disk is full, for example.
+    """
+    try:
+        write_text(folder / CONFIG, HEADER + command_comment() + config)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir is {folder}, to which {CONFIG} cannot be written ({error.strerror}): free "
+            "space, or choose another folder with --run_dir."
+        ) from error
 
 
 def command_comment() -> str:
@@ -143,7 +155,7 @@ def lock_run_folder(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     Raises:
         ValueError: another training holds the lock, or the folder is not writable.
     """
-    is_new = not folder.exists()
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
     lock = FileLock(folder / LOCK, timeout=patience_s)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,6 +166,7 @@ def lock_run_folder(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
             "with --run_dir ({seed} in its name is replaced by the seed)."
         ) from error
     except OSError as error:
+        _remove_empty(new)
         raise ValueError(
             f"run_dir is {folder}, which is not writable ({error.strerror}): choose another "
             "folder with --run_dir."
@@ -164,9 +177,14 @@ def lock_run_folder(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         # Before the release: a process that opened the file meanwhile sees that it lost its name.
         (folder / LOCK).unlink(missing_ok=True)
         lock.release()
-        if is_new:
-            with suppress(OSError):  # not empty: something was written
-                folder.rmdir()
+        _remove_empty(new)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, inner ones first."""
+    with suppress(OSError):  # not empty: something was written
+        for folder in folders:
+            folder.rmdir()
 
 
 ADVICE = "omit --ckpt_path to start a new run, or pass a .ckpt file or a run folder"
@@ -184,23 +202,29 @@ def resolve_checkpoint(given: str, folder: Path | None = None, advice: str = ADV
     Raises:
         FileNotFoundError: there is no such file.
     """
-    named = {}
-    if folder is not None:
-        checkpoints = checkpoint_folder(folder)
-        named = {"last": checkpoints / LAST, "best": checkpoints / BEST}
-    path = named.get(given, Path(given))
-    holds_checkpoint = (path / TRAINING_STATE).exists() or checkpoint_folder(path).is_dir()
-    require(
-        holds_checkpoint or not (path / "config.json").is_file(),
-        f"{path} is a model, not a checkpoint: pass it as --model.pretrained {path}, without "
-        "--ckpt_path.",
-    )
-    if path.is_dir() and not (path / REST).exists():
-        is_run = checkpoint_folder(path).is_dir()
-        path = checkpoint_folder(path) / LAST if is_run else path / TRAINING_STATE
+    path = Path(given)
+    if folder is not None and given == "last":
+        path = _last_of(folder)
+    elif folder is not None and given == "best":
+        path = checkpoint_folder(folder) / BEST
+        advice = f"it is linked after an evaluation, which needs a `val` of the data; {advice}"
+    elif path.is_dir() and not (path / REST).exists():
+        is_run, state = checkpoint_folder(path).is_dir(), path / TRAINING_STATE
+        require(
+            is_run or state.exists() or not (path / "config.json").is_file(),
+            f"{path} is a model, not a checkpoint: pass it as --model.pretrained {path}, without "
+            "--ckpt_path.",
+        )
+        path = _last_of(path) if is_run else state
     if not path.exists():
         raise FileNotFoundError(f"ckpt_path: {path} does not exist: {advice}.")
     return path
+
+
+def _last_of(folder: Path) -> Path:
+    """Return the newest checkpoint of a run, by its link, or the name that it would have."""
+    last = checkpoint_folder(folder) / LAST
+    return last if last.exists() else find_newest_checkpoint(folder) or last
 
 
 def checkpoint_folder(folder: str | Path) -> Path:
@@ -208,20 +232,57 @@ def checkpoint_folder(folder: str | Path) -> Path:
     return Path(folder) / CHECKPOINTS
 
 
-def sort_by_age(folder: Path) -> dict[int, Path]:
+def sort_checkpoints(folder: Path) -> dict[int, Path]:
     """{iteration: checkpoint} of a folder, the newest first.
 
-    Sorted by time, not by number: a run may resume from an older checkpoint.
+    Newest is the one that `last.ckpt` names, then the order of saves: a run may resume from an
+    older checkpoint, and times of files change when they are copied or the clock is set. A
+    checkpoint that `order.txt` does not list was saved just before a kill, or was copied here; it
+    is sorted before the others, by its number.
     """
     named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
-    numbered = [(int(name[1]), path) for name, path in named if name]
-    numbered.sort(key=lambda each: (each[1].stat().st_mtime_ns, each[0]), reverse=True)
-    return dict(numbered)
+    numbered = {int(name[1]): path for name, path in named if name}
+    places = {name: place for place, name in enumerate(read_order(folder))}
+    last = (folder / LAST).resolve().name
+
+    def key(number: int) -> tuple[bool, int, int]:
+        name = numbered[number].name
+        return name == last, places.get(name, len(places)), number
+
+    return {number: numbered[number] for number in sorted(numbered, key=key, reverse=True)}
+
+
+def read_order(folder: Path) -> list[str]:
+    """Names of checkpoints in the order in which they were saved; [] if it is not known."""
+    try:
+        return (folder / ORDER).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError):
+        return []
+
+
+def mark_as_newest(folder: Path, name: str) -> None:
+    """Note that a checkpoint was saved, or resumed from, after all others.
+
+    Args:
+        folder: of the run's checkpoints.
+        name: of the checkpoint, such as `iteration=000100.ckpt`.
+    """
+    others = [each for each in read_order(folder) if each and each != name]
+    kept = [each for each in others if (folder / each).exists()]
+    write_text(folder / ORDER, "\n".join([*kept, name]))
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of a run that was written last, verified or not; None if there is none."""
-    return next(iter(sort_by_age(checkpoint_folder(folder)).values()), None)
+    """The checkpoint of a run that was saved last, verified or not; None if there is none.
+
+    The one that `last.ckpt` links to, or `last.ckpt` if the link was copied as a file.
+    """
+    checkpoints = checkpoint_folder(folder)
+    last = checkpoints / LAST
+    if last.exists():
+        target = checkpoints / last.resolve().name
+        return target if target.exists() else last
+    return next(iter(sort_checkpoints(checkpoints).values()), None)
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -269,8 +330,17 @@ class RunFolder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Write `config.yaml`: checkpoint and settings have been accepted."""
         self.on_sanity_check_start(trainer, pl_module)  # not called without validation
+        self._write_config(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write `config.yaml` if somebody removed the run folder."""
+        if not (run_folder(trainer) / CONFIG).exists():
+            self._write_config(trainer)
+
+    def _write_config(self, trainer: Trainer) -> None:
         if writes_files(trainer):
-            write_config(run_folder(trainer), self.config)
+            with warn_once_on_failure(f"writing {CONFIG}"):
+                write_config(run_folder(trainer), self.config)
 
     def state_dict(self) -> dict[str, Any]:
         """The configuration as plain text, so that checkpoints load with `weights_only`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from math import isfinite
@@ -15,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 
 from litgrpo.callbacks.completions import episode_row, format_episode
 from litgrpo.callbacks.evaluation_files import checkpoint_name
+from litgrpo.callbacks.files import write_if_possible
 from litgrpo.callbacks.formatting import (
     BOUNDS,
     align_columns,
@@ -28,6 +30,7 @@ from litgrpo.callbacks.formatting import (
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
+from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.evaluation.intervals import Comparison, compare_evaluations
 from litgrpo.text.counts import plural
 from litgrpo.text.visible import visible
@@ -68,6 +71,7 @@ class Summary(Callback):
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
         self.after_iteration = -1
+        self.logged_iteration = -1  # newest evaluation that the resumed checkpoint's logs hold
         self.trained_s = 0.0
         self.training_since: float | None = None  # None while the clock is stopped
         self.num_prompts = 0
@@ -130,12 +134,16 @@ class Summary(Callback):
         if trainer.world_size > 1:
             mine = torch.tensor(count, device=pl_module.device)
             count = int(trainer.strategy.reduce(mine, reduce_op="sum"))
+        of_prompts = pl_module.evaluated_prompts
+        # Ranks repeat prompts to have equal counts; the results of a set hold each prompt once.
+        counts = {name: max(map(len, each.values())) for name, each in of_prompts.items() if each}
         return {
             "report": strip_stage(pl_module.evaluation_report),
-            "n": count,
+            "n": sum(counts.values()) or count,
+            "counts": counts,
             "reward_names": self.reward_names,
             "samples": self.samples,
-            "of_prompts": pl_module.evaluated_prompts,
+            "of_prompts": of_prompts,
             "success": pl_module.success,
             "digests": digests_of(trainer),
         }
@@ -148,23 +156,25 @@ class Summary(Callback):
         checkpoint = checkpoint_name(trainer)
         path = report_file(run_folder(trainer), trainer.state.fn.value, checkpoint)
         source = {"checkpoint": checkpoint, "iteration": pl_module.iteration}
-        _write(trainer, path, (_summarize(evaluation) or {}) | source)
+        is_written = _write(trainer, path, (_summarize(evaluation) or {}) | source)
         title = f"Evaluated: {checkpoint}"
         if checkpoint == "start":
             title = "Evaluated: the initial policy; for a trained one pass --ckpt_path."
         table = format_table({"evaluated": evaluation})
-        pl_module.print(f"{title}\n{table}\n\nwritten to {path}")
+        where = f"\n\nwritten to {path}" if is_written else ""
+        print_safely(pl_module, f"{title}\n{table}{where}")
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Evaluate again if the last validation is older, then write and print the summary."""
         if trainer.enable_validation and self.after_iteration != pl_module.iteration:
-            validate_now(trainer)
+            # A run that was killed at its end has logged this evaluation before.
+            validate_now(trainer, log=self.logged_iteration != pl_module.iteration)
         self.trained_s, self.training_since = self._training_time_s(), None
         self._complete(trainer, pl_module)
         self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())
-        pl_module.print("\n" + visible(self.page(folder, pl_module.iteration)))
+        print_safely(pl_module, "\n" + visible(self.page(folder, pl_module.iteration)))
 
     def _complete(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Add metrics of the last evaluation that need the initial policy, which is loaded."""
@@ -239,11 +249,13 @@ class Summary(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The first evaluation and the training time, which a resumed run cannot measure again."""
-        return {"before": self.before, "trained_s": self._training_time_s()}
+        newest = max(self.after_iteration, self.logged_iteration)
+        return {"before": self.before, "trained_s": self._training_time_s(), "evaluated": newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore them."""
         self.before, self.trained_s = state_dict["before"], state_dict["trained_s"]
+        self.logged_iteration = state_dict["evaluated"]
 
 
 def digests_of(trainer: Trainer) -> dict[str, dict[int, str]]:
@@ -298,12 +310,19 @@ def note_on_changed_data(before: Evaluation | None, after: Evaluation | None) ->
     )
 
 
-def _write(trainer: Trainer, path: Path, content: dict[str, Any]) -> None:
-    if not writes_files(trainer):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+def _write(trainer: Trainer, path: Path, content: dict[str, Any]) -> bool:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return writes_files(trainer) and write_if_possible(path, text, path.name)
+
+
+def print_safely(pl_module: TrainedModule, text: str) -> None:
+    """Print; files are yet to be written, which a terminal that fails must not cost.
+
+    Characters that the terminal does not have are escaped.
+    """
+    with warn_once_on_failure("printing"):
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        pl_module.print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _summarize(evaluation: Evaluation | None) -> dict[str, Any] | None:
@@ -312,16 +331,16 @@ def _summarize(evaluation: Evaluation | None) -> dict[str, Any] | None:
         return None
     report, sets = evaluation["report"], list(evaluation.get("of_prompts", {}))
     if not any(sets):
-        return _summarize_set(evaluation, report)
+        return _summarize_set(evaluation, report, evaluation["n"])
     summary = {}
     for name in sets:
         prefix = f"{name}/"
         own = {k.removeprefix(prefix): x for k, x in report.items() if k.startswith(prefix)}
-        summary[name] = _summarize_set(evaluation, own)
+        summary[name] = _summarize_set(evaluation, own, evaluation["counts"].get(name, 0))
     return summary
 
 
-def _summarize_set(evaluation: Evaluation, report: dict[str, float]) -> dict[str, Any]:
+def _summarize_set(evaluation: Evaluation, report: dict[str, float], count: int) -> dict[str, Any]:
     averages = [k for k in report if k.startswith("avg@") and not k.endswith(BOUNDS)]
     if not averages:  # SFT: loss, perplexity and accuracy
         return dict(report)
@@ -331,7 +350,7 @@ def _summarize_set(evaluation: Evaluation, report: dict[str, float]) -> dict[str
         "low": report.get(average + "_low"),
         "high": report.get(average + "_high"),
         "greedy": report.get("greedy"),
-        "n": evaluation["n"],
+        "n": count,
         "success": evaluation.get("success", {}),
         "reward": {
             "mean": report.get("reward"),
@@ -461,9 +480,10 @@ def next_commands(folder: Path, *, can_predict: bool) -> str:
         folder: the run folder.
         can_predict: the module generates completions; SFT does not.
     """
-    lines = [f"results are in {folder}; inspect them with", f"  tensorboard --logdir {folder}"]
-    if can_predict and (folder / CONFIG).exists():
+    name, config = shlex.quote(str(folder)), folder / CONFIG
+    lines = [f"results are in {name}; inspect them with", f"  tensorboard --logdir {name}"]
+    if can_predict and config.exists():
         program = "python cli.py" if sys.argv[0].endswith(".py") else "litgrpo"
-        predict = f"{program} predict -c {folder / CONFIG} --ckpt_path last"
+        predict = f"{program} predict -c {shlex.quote(str(config))} --ckpt_path last"
         lines.append(f"""  {predict} --data.prompts '["your prompt"]'""")
     return "\n".join(lines)

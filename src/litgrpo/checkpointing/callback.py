@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.formatting import strip_stage
@@ -18,11 +21,13 @@ from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,
+    ORDER,
     NotSaved,
     checkpoint_folder,
     find_newest_checkpoint,
+    mark_as_newest,
     run_folder,
-    sort_by_age,
+    sort_checkpoints,
     writes_files,
 )
 from litgrpo.callbacks.trainer_options import check_strategy
@@ -33,6 +38,7 @@ from litgrpo.checkpointing.shards import remove_checkpoint
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
+from litgrpo.distributed.messages import forget_warnings, warn_once_on_failure
 from litgrpo.models.loading import check_weights
 from litgrpo.training.lightning_compat import validate_now, validation_is_due
 
@@ -121,6 +127,7 @@ class IterationCheckpoint(Checkpoint):
         self.scores: dict[int, list[float]] = {}
         self.best_model_path = ""  # read by Trainer.validate(ckpt_path="best")
         self.last_saved = -1
+        self.evaluated_source = -1  # iteration of the file that was read, if its score is in it
         self.has_failed = False  # the newest file could not be written
         self.validation_due = False
         self.io = VerifiedCheckpointIO()
@@ -155,11 +162,18 @@ class IterationCheckpoint(Checkpoint):
             self.io.check_fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove incomplete files of a killed run."""
-        self.boundary = None
+        """Remove incomplete files of a killed run, and check that there is space for a checkpoint.
+
+        Raises:
+            ValueError: not even the trained weights fit on the disk.
+        """
+        self.boundary, self.evaluated_source = None, -1
+        forget_warnings()
         if writes_files(trainer):
-            for path in checkpoint_folder(run_folder(trainer)).glob(".*.tmp"):
+            folder = checkpoint_folder(run_folder(trainer))
+            for path in folder.glob(".*.tmp"):
                 remove_checkpoint(path)
+            check_space(folder, [p for p in pl_module.parameters() if p.requires_grad])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the previous signal handlers."""
@@ -176,9 +190,10 @@ class IterationCheckpoint(Checkpoint):
         if source is not None:
             rank_zero_info(f"Resuming from iteration {pl_module.iteration} ({source})")
             self.last_saved = pl_module.iteration
-            folder = checkpoint_folder(run_folder(trainer))
-            if writes_files(trainer) and source.parent == folder.resolve():
-                mark_as_newest(source)
+            if writes_files(trainer):
+                mark_as_resumed(run_folder(trainer), source)
+            if pl_module.iteration in self.scores and not self.validation_due:
+                self.evaluated_source = pl_module.iteration
         self.boundary = Boundary.capture(trainer)
         if self.validation_due:
             validate_now(trainer)
@@ -236,7 +251,8 @@ class IterationCheckpoint(Checkpoint):
             self.scores[n] = score_report(report, self.monitor, self.mode)
         # Reward functions may have drawn random numbers. The loops stay those of the batch's end.
         self.boundary = replace(self.boundary, random=get_all_random_state())
-        if n in (self.last_saved, *best_iterations(self.scores, self.keep_best)):
+        is_due = n in (self.last_saved, *best_iterations(self.scores, self.keep_best))
+        if is_due and n != self.evaluated_source:
             self.save(trainer, n)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
@@ -277,8 +293,10 @@ class IterationCheckpoint(Checkpoint):
         self.last_saved, self.has_failed = iteration, False
 
         def update_folder(path: Path) -> None:
+            with warn_once_on_failure(f"writing {ORDER}"):
+                mark_as_newest(folder, path.name)
             update_link(folder / LAST, path)
-            if prune_checkpoints(folder, best, self.keep_last):
+            if prune_checkpoints(folder, best, self.keep_last, path):
                 self.best_model_path = str(folder / BEST)
 
         path = folder / f"iteration={iteration:06d}.ckpt"
@@ -330,18 +348,25 @@ class IterationCheckpoint(Checkpoint):
         self.validation_due = state_dict["validation_due"]
 
 
-def prune_checkpoints(folder: Path, best: list[int], keep_last: int) -> bool:
+def prune_checkpoints(folder: Path, best: list[int], keep_last: int, newest: Path) -> bool:
     """Remove checkpoints that are neither new nor good, and link the best.
+
+    Args:
+        folder: of the checkpoints.
+        best: iterations of the best ones.
+        keep_last: number of newest ones to keep.
+        newest: the one that was just written, which stays in any case.
 
     Returns:
         True if a best checkpoint is linked.
     """
-    saved = sort_by_age(folder)
+    saved = sort_checkpoints(folder)
     best = [n for n in best if n in saved]
     if best:
         update_link(folder / BEST, saved[best[0]])
     for n in set(saved) - set(list(saved)[:keep_last]) - set(best):
-        remove_checkpoint(saved[n])
+        if saved[n] != newest:
+            remove_checkpoint(saved[n])
     return bool(best)
 
 
@@ -387,13 +412,39 @@ def score_report(report: dict[str, float], monitor: str | None, mode: str | None
     return score
 
 
-def mark_as_newest(path: Path) -> None:
-    """Make the checkpoint that a run resumed from the newest, even if others are younger."""
-    try:
-        path.touch()
-        update_link(path.parent / LAST, path)
-    except OSError as error:
-        rank_zero_warn(f"cannot write to {path.parent}: {error}; training continues")
+def mark_as_resumed(run: Path, source: Path) -> None:
+    """Make the checkpoint that a run resumed from the newest, even if others were saved later.
+
+    Args:
+        run: the run folder.
+        source: the file, with links resolved; possibly of another run.
+    """
+    folder = checkpoint_folder(run)
+    with warn_once_on_failure(f"writing {ORDER}"):
+        if source.parent == folder.resolve() and source.name != LAST:
+            mark_as_newest(folder, source.name)
+            update_link(folder / LAST, folder / source.name)
+
+
+def check_space(folder: Path, weights: Iterable[Tensor]) -> None:
+    """Check that trained weights fit on the disk.
+
+    Args:
+        folder: of the checkpoints; earlier ones in it will be replaced.
+        weights: that are trained. Optimizer state may need twice as much in addition.
+
+    Raises:
+        ValueError: with both sizes.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    earlier = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(existing).free
+    needed = sum(weight.nbytes for weight in weights)
+    require(
+        free + earlier >= needed,
+        f"{folder}: {free / 2**20:.1f} MiB are free, and the weights of one checkpoint take "
+        f"{needed / 2**20:.1f} MiB. Free space, or choose another disk with --run_dir.",
+    )
 
 
 def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

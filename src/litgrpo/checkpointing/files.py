@@ -293,7 +293,11 @@ def check_archive(path: Path) -> None:
         FileNotFoundError: there is no such file.
     """
     with path.open("rb") as file:
-        _check(zipfile.is_zipfile(file), f"{path} cannot be read: it is no complete checkpoint")
+        is_archive = zipfile.is_zipfile(file)
+        _check(
+            is_archive,
+            f"{path} cannot be read: it is cut off, damaged or not a checkpoint (no archive)",
+        )
         entries = zipfile.ZipFile(file).infolist()
         packed = [each.filename for each in entries if each.compress_type != zipfile.ZIP_STORED]
         _check(not packed, f"{path}: {''.join(packed[:1])} is compressed, which no checkpoint is")

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.callbacks.run_folder import sort_by_age
+from litgrpo.callbacks.run_folder import sort_checkpoints
 from litgrpo.checkpointing.files import DamagedCheckpoint, copy_to_host, write_file
 from litgrpo.checkpointing.shards import (
     allocate_whole,
@@ -194,7 +194,7 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
     def _candidates(self, path: Path) -> Iterator[Path]:
         yield path
         if self.fall_back:
-            for other in sort_by_age(path.parent).values():
+            for other in sort_checkpoints(path.parent).values():
                 if other.resolve() != path.resolve():
                     yield other
 
@@ -213,8 +213,17 @@ def use_verified_io(module: Any) -> None:
 
 
 def update_link(link: Path, target: Path) -> None:
-    """Make `link` point to `target`, a file in the same folder, in one atomic step."""
+    """Make `link` point to `target`, a file in the same folder, in one atomic step.
+
+    If that fails (no links on this file system, a full disk), there is no link: one to an older
+    file would be wrong.
+    """
     unfinished = link.with_name(f".{link.name}.tmp")
-    unfinished.unlink(missing_ok=True)
-    unfinished.symlink_to(target.name)
-    unfinished.replace(link)
+    if link.is_dir() and not link.is_symlink():  # a folder of shards, copied without its link
+        remove_checkpoint(link)
+    try:
+        unfinished.unlink(missing_ok=True)
+        unfinished.symlink_to(target.name)
+        unfinished.replace(link)
+    except OSError:
+        link.unlink(missing_ok=True)

@@ -22,9 +22,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.loggers import MetricsCSV, loggers_of, warn_once_on_failure
+from litgrpo.callbacks.loggers import MetricsCSV, loggers_of
 from litgrpo.callbacks.run_folder import run_folder, writes_files
-from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.distributed.random_state import random_state, set_random_state
 from litgrpo.training.lightning_compat import find_pending_metrics
 
@@ -267,7 +267,7 @@ class LoggerState(Callback):
             pending = {name: float(x) for name, x in find_pending_metrics(trainer).items()}
         if writes_files(trainer):
             for board in loggers_of(trainer, TensorBoardLogger):
-                with warn_once_on_failure("logger TensorBoardLogger"):
+                with warn_once_on_failure(f"logger {board.__class__.__name__}"):
                     board.experiment.flush()
             for table in loggers_of(trainer, MetricsCSV):
                 rows = table.num_rows
@@ -304,7 +304,7 @@ class LoggerState(Callback):
         if self.has_started or not writes_files(trainer):
             return
         for board in loggers_of(trainer, TensorBoardLogger):
-            with warn_once_on_failure("logger TensorBoardLogger"):
+            with warn_once_on_failure(f"logger {board.__class__.__name__}"):
                 board.experiment.close()
         for path in set(run_folder(trainer).glob(EVENTS)) - set(self.earlier_events):
             path.unlink()

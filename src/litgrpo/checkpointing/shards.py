@@ -250,14 +250,31 @@ def read_checkpoint(
     Raises:
         DamagedCheckpoint: on all ranks, with the name of the part or the file.
     """
+    checkpoint = verify_checkpoint(path, required)
+    if check_fits is not None:
+        check_fits(checkpoint)
+    return _read_shards(checkpoint, path, shards_for) if path.is_dir() else checkpoint
+
+
+def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Compare a checkpoint, file or folder, with its manifest.
+
+    Args:
+        path: the file or folder.
+        required: parts that must be there.
+
+    Returns:
+        The checkpoint; of sharded tensors only shape and dtype.
+
+    Raises:
+        DamagedCheckpoint: on all ranks, with the name of the part or the file.
+    """
     is_folder = path.is_dir()
     checkpoint = read_with_manifest(path / REST if is_folder else path, required)
     manifest = checkpoint.pop(MANIFEST)
     if is_folder:
         _run_on_all_ranks(lambda: _verify_files(path, manifest[FILES]))
-    if check_fits is not None:
-        check_fits(checkpoint)
-    return _read_shards(checkpoint, path, shards_for) if is_folder else checkpoint
+    return checkpoint
 
 
 def _verify_files(folder: Path, digests: dict[str, str]) -> None:

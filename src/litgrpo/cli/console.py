@@ -32,6 +32,7 @@ HARMLESS_WARNINGS = (
     r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
 )
 READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that was closed
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the file that the output goes to
 
 
 def one_line(message: str) -> str:
@@ -71,13 +72,18 @@ def is_informative(record: logging.LogRecord) -> bool:
 
 
 class PersistentFile(io.FileIO):
-    """Output file that writes to the null device once its reader is gone, as after `| head -1`."""
+    """Output file that writes to the null device once its reader is gone, as after `| head -1`.
+
+    What does not fit on a full disk is dropped.
+    """
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         """Write; switch to the null device if the pipe or terminal is closed."""
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in DISK_FULL:
+                return len(data)
             if error.errno not in READER_GONE:
                 raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -96,7 +102,10 @@ def survive_closed_output() -> None:
 
 
 def persistent(stream: TextIO) -> io.TextIOWrapper:
-    """Return a stream to the same file that outlives its reader."""
+    """Return a stream to the same file that outlives its reader.
+
+    Characters that its encoding lacks are escaped instead of ending the program.
+    """
     stream.flush()
     file: Any = PersistentFile(stream.fileno(), "w", closefd=False)
     # As Python does it: no buffer under PYTHONUNBUFFERED, where the stream writes through.

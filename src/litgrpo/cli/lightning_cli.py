@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
@@ -12,12 +13,13 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import import_by_path, require
+from litgrpo.callbacks.files import write_if_possible
 from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
@@ -27,8 +29,10 @@ from litgrpo.callbacks.loggers import (
     name_runs,
 )
 from litgrpo.callbacks.run_folder import (
+    REPORT,
     RunFolder,
     check_is_free,
+    checkpoint_folder,
     claim_folder,
     find_newest_checkpoint,
     find_run_files,
@@ -37,9 +41,10 @@ from litgrpo.callbacks.run_folder import (
 )
 from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
 from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.checkpointing.files import NEEDED_TO_RESUME
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.resume import LoggerState, OptimizerOptions, RngState
-from litgrpo.checkpointing.shards import read_checkpoint
+from litgrpo.checkpointing.shards import read_checkpoint, verify_checkpoint
 from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.distributed.machine import check_machine
@@ -53,6 +58,9 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
     "test": {"verbose": False},
     "predict": {"return_predictions": False},
 }
+COMPLETE = "complete.json"  # beside the checkpoints of a run that has written everything
+MODEL_LIMITS = ("max_iterations", "max_generated_tokens")
+TRAINER_LIMITS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "limit_train_batches")
 LOCK_PATIENCE_S = 5.0  # a process that was killed may need a moment to exit
 
 
@@ -75,8 +83,11 @@ class LitGRPOCLI(RecipeCLI):
     """
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
+        self.is_complete = False
         with ExitStack() as self.until_the_end:  # holds the lock of the run folder
             super().__init__(words, command, build=True)
+            if self.is_complete:
+                return
             given = {name: self.config[name] for name in self.trainer_options()}
             getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **given)
 
@@ -117,7 +128,12 @@ class LitGRPOCLI(RecipeCLI):
     @property
     def writes_a_report(self) -> bool:
         """True if this process shall write the HTML report of the run."""
-        return self.writes_a_run and self.config.html and self.trainer.is_global_zero
+        return self.writes_files and bool(self.config.html)
+
+    @property
+    def writes_files(self) -> bool:
+        """True if this process writes the files of a run."""
+        return self.writes_a_run and not self.is_complete and self.trainer.is_global_zero
 
     @property
     def starts_from_scratch(self) -> bool:
@@ -142,11 +158,66 @@ class LitGRPOCLI(RecipeCLI):
         folder = Path(settings.run_dir)
         if self.writes_a_run:
             rank_zero_only(self.lock)(folder)
+            self.is_complete = not self.starts_from_scratch and self.has_completed(folder)
         name_runs(settings.trainer.logger, folder.name)
         if self.starts_from_scratch:
             # A run that died before its first checkpoint left nothing to resume from.
             overwrite = settings.overwrite or self.resumes_automatically
             rank_zero_only(check_is_free)(folder, overwrite=overwrite)
+
+    def has_completed(self, folder: Path) -> bool:
+        """Log and return True if the run has ended, and this start would train nothing.
+
+        Args:
+            folder: the run folder, whose checkpoint would be resumed.
+        """
+        done = read_completion(folder)
+        source = Path(self.config.ckpt_path).resolve().name
+        missing = [name for name in self.outputs if not (folder / name).exists()]
+        if done.get("checkpoint") != source or missing:
+            return False
+        limits = run_limits(self.config)
+        last = limits["model.max_iterations"]
+        if done.get("limits") != limits and (last is None or done["iteration"] < last):
+            return False
+        try:
+            verify_checkpoint(Path(self.config.ckpt_path), NEEDED_TO_RESUME)
+        except ValueError:  # the start reports it, or resumes from an earlier one
+            return False
+        rank_zero_only(print)(
+            f"{folder} is complete after {done['iteration']} iterations: nothing to train, and no "
+            "file is changed. Raise --model.max_iterations to train further."
+        )
+        return True
+
+    @property
+    def outputs(self) -> list[str]:
+        """Files and folders that a run writes at its end."""
+        settings = self.config
+        wanted = {
+            "summary.json": True,
+            "final_model": settings.export.final,
+            REPORT: settings.html,
+        }
+        return [name for name, is_wanted in wanted.items() if is_wanted]
+
+    def mark_complete(self) -> None:
+        """Note that everything of a finished run is written, so that a repeated start ends.
+
+        A run that its time limit ended is not complete: the next start continues it.
+        """
+        newest = find_newest_checkpoint(Path(self.config.run_dir))
+        timers = (Timer, TimeBudget)
+        if not self.writes_files or newest is None or self.config.checkpoint.save_weights_only:
+            return
+        limits, iteration = run_limits(self.config), self.model.iteration
+        limit = self.model.max_iterations
+        is_reached = limit is not None and iteration >= limit
+        if not is_reached and any(isinstance(each, timers) for each in self.trainer.callbacks):
+            return
+        note = {"checkpoint": newest.resolve().name, "iteration": iteration, "limits": limits}
+        path = checkpoint_folder(self.config.run_dir) / COMPLETE
+        write_if_possible(path, json.dumps(note), COMPLETE)
 
     def lock(self, folder: Path) -> None:
         """Lock the run folder until the command has ended."""
@@ -172,6 +243,8 @@ class LitGRPOCLI(RecipeCLI):
         Raises:
             ConstructionError: a class of another package raises. Errors of litgrpo's classes pass.
         """
+        if self.is_complete:
+            return
         try:
             super().instantiate_classes()
         except Exception as error:
@@ -187,6 +260,8 @@ class LitGRPOCLI(RecipeCLI):
 
     def after_instantiate_classes(self) -> None:
         """Write the configuration to the run folder, now that the recipe is known to be valid."""
+        if self.is_complete:
+            return
         if self.command != "fit" and self.config.ckpt_path and isinstance(self.model, SFT):
             # The data are read with the checkpoint's tokenizer; fit builds the same from its data.
             self.model.take_tokenizer(read_checkpoint(Path(self.config.ckpt_path)))
@@ -245,6 +320,21 @@ class LitGRPOCLI(RecipeCLI):
     def config_text(self) -> str:
         """Resolved configuration as YAML, without options of one call; keys are masked."""
         return yaml.safe_dump(mask_settings(self.recipe), sort_keys=False, allow_unicode=True)
+
+
+def run_limits(settings: Any) -> dict[str, Any]:
+    """The options that end a run, {option: value}."""
+    model = {f"model.{name}": settings.model.init_args.get(name) for name in MODEL_LIMITS}
+    return model | {f"trainer.{name}": settings.trainer.get(name) for name in TRAINER_LIMITS}
+
+
+def read_completion(folder: Path) -> dict[str, Any]:
+    """What `LitGRPOCLI.mark_complete` noted about the run in a folder; {} if it has not ended."""
+    try:
+        content = json.loads((checkpoint_folder(folder) / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def raising_class(error: BaseException) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import gc
 import json
 import os
@@ -28,6 +29,8 @@ SIGNALLED = 128  # a process that stops because of a signal exits with 128 + its
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, the code that schedulers expect after a stop request
 HELP_FLAGS = {"-h", "--help"}
+# Errors of a disk that no check has reported.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 ENCODING_HINT = "is not text in the encoding of this terminal: set LC_ALL=C.UTF-8"
 
 HELP = """\
@@ -86,6 +89,7 @@ def run_trainer(command: str, words: Sequence[str]) -> None:
         raise SystemExit(TERMINATED) from stop
     if done.writes_a_report:
         report_at_end(done.config.run_dir)
+    done.mark_complete()
 
 
 def plan(words: Sequence[str]) -> None:
@@ -344,6 +348,8 @@ def user_error(error: BaseException) -> tuple[str, int]:
         checked = isinstance(link, ValueError | FileNotFoundError) and module.startswith("litgrpo")
         if checked or isinstance(link, MisconfigurationException):
             return str(link), WRONG_INPUT
+        if isinstance(link, OSError) and link.errno in DISK_ERRORS:
+            return f"{link}; free space or choose another folder, and run the command again", 1
         link = link.__cause__
     return "", 0
 

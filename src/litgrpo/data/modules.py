@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning import LightningDataModule, Trainer
@@ -74,6 +75,16 @@ class HasEncoder(Protocol):
 
     def uses_encoder(self) -> bool:
         """Return True for an encoder-decoder model."""
+
+
+# {trainer: its `limit_val_batches`, while a fit without validation sets it to 0}
+_validation_limits: WeakKeyDictionary[Trainer, Any] = WeakKeyDictionary()
+
+
+def restore_validation(trainer: Trainer) -> None:
+    """Restore what `SourceData.disable_validation_without` disabled."""
+    if trainer in _validation_limits:
+        trainer.limit_val_batches = _validation_limits.pop(trainer)
 
 
 class SourceData(LightningDataModule, Generic[Batch]):
@@ -212,9 +223,21 @@ class SourceData(LightningDataModule, Generic[Batch]):
         require(bool(rows), "nothing to validate on: set val or val_fraction of the data")
 
     def disable_validation_without(self, name: str, stage: str) -> None:
-        """Disable validation of a fit without this set; Lightning warns of an empty loader."""
-        if stage == "fit" and name not in self.sets and self.trainer is not None:
+        """Disable validation of a fit without this set; Lightning warns of an empty loader.
+
+        Other data, or another call of the trainer, may have the set: the limit is restored.
+        """
+        if self.trainer is None:
+            return
+        restore_validation(self.trainer)
+        if stage == "fit" and name not in self.sets:
+            _validation_limits[self.trainer] = self.trainer.limit_val_batches
             self.trainer.limit_val_batches = 0
+
+    def teardown(self, stage: str) -> None:
+        """Restore the trainer's limit on validation batches."""
+        if self.trainer is not None:
+            restore_validation(self.trainer)
 
     @property
     def mixture(self) -> list[tuple[float, int]]:

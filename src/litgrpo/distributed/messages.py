@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import distributed
 
@@ -43,6 +45,32 @@ class VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a record."""
         return visible(mask_text(super().format(record)))
+
+
+_warned: set[str] = set()  # of this run
+
+
+def forget_warnings() -> None:
+    """Let `warn_once_on_failure` warn again; a new run begins."""
+    _warned.clear()
+
+
+@contextmanager
+def warn_once_on_failure(name: str) -> Iterator[None]:
+    """Continue if something that is not the training fails; warn at the first failure of a run.
+
+    Args:
+        name: of what may fail, for the warning.
+    """
+    try:
+        yield
+    except Exception as error:  # third-party code, a full disk, a lost connection
+        if name not in _warned:
+            _warned.add(name)
+            rank_zero_warn(
+                f"{name} failed ({type(error).__name__}: {error}); training continues, and "
+                "further failures are not reported"
+            )
 
 
 def _is_unhandled(record: logging.LogRecord) -> bool:

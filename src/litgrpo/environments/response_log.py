@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 
 Response = str | list[dict[str, Any]] | StepResult | FailedEpisode
@@ -59,8 +60,8 @@ class ResponseLog:
         self._open(start.key[0])
         entry = {"key": key_of(start, actions), **encode(response)}
         line = json.dumps(entry, default=repr)
-        # One unbuffered write: a kill after it loses nothing, and ranks append whole lines.
-        os.write(self.file, line.encode() + b"\n")
+        with warn_once_on_failure(f"writing to {self.folder}"):
+            self._append(line.encode() + b"\n")
         loaded = decode(json.loads(line))
         self.responses[key_of(start, actions)] = loaded
         return loaded
@@ -70,15 +71,27 @@ class ResponseLog:
         if iteration == self.iteration:
             return
         self.close()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_old_files()
+        self.iteration = iteration
         path = self.folder / f"iteration={iteration:06d}.jsonl"
         text = path.read_bytes() if path.exists() else b""
         self.responses = dict(entry for line in text.splitlines() for entry in _read(line))
-        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if not text.endswith(b"\n") and text:  # a kill cut the last line
-            os.write(self.file, b"\n")
-        self.iteration = iteration
+        with warn_once_on_failure(f"writing to {self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_old_files()
+            self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            if not text.endswith(b"\n") and text:  # a kill cut the last line
+                self._append(b"\n")
+
+    def _append(self, line: bytes) -> None:
+        """Append a line in one unbuffered write.
+
+        A kill after it loses nothing, and ranks append whole lines.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        if self.file >= 0 and os.write(self.file, line) < len(line):
+            os.write(self.file, b"\n")  # raises, or ends the part of a line
 
     def _remove_old_files(self) -> None:
         """Remove files that no resumed run can need."""

@@ -73,6 +73,7 @@ from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.run_setup import (
     GRPO_RATES,
     build_optimizer,
+    log_that_run_is_complete,
     make_sharding,
     passes_over_data,
 )
@@ -418,6 +419,8 @@ class GRPO(LightningModule):
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.connect(self.trainer.train_dataloader)
         self._stop_if_done()
+        if self.trainer.should_stop:
+            log_that_run_is_complete(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock and seed the device."""

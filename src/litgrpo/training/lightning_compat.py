@@ -79,17 +79,25 @@ def is_compiled(module: LightningModule) -> bool:
     return private(module, "_compiler_ctx") is not None
 
 
-def validate_now(trainer: Any) -> None:
+def validate_now(trainer: Any, *, log: bool = True) -> None:
     """Run a validation between two iterations.
 
     `Trainer.validate` cannot be called inside a fit. These are the steps that
     `_TrainingEpochLoop.on_advance_end` takes; all of their names are public, their order is not
     documented.
+
+    Args:
+        trainer: in a fit.
+        log: pass the metrics to the loggers.
     """
-    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop, loggers = trainer.fit_loop.epoch_loop.val_loop, trainer.loggers
     loop.restarting = False  # a resumed run would skip the batches that its checkpoint counted
     trainer.validating = True
-    loop.run()
+    trainer.loggers = loggers if log else []
+    try:
+        loop.run()
+    finally:
+        trainer.loggers = loggers
     trainer.training = True
 
 

@@ -159,6 +159,17 @@ def resolve_run_length(module: Any) -> int | None:
     return module.max_iterations
 
 
+def log_that_run_is_complete(module: Any) -> None:
+    """Log that a fit trains nothing, because a limit was reached before."""
+    limits = {"max_iterations": module.max_iterations}
+    limits["max_generated_tokens"] = module.max_generated_tokens
+    named = ", ".join(f"model.{name} {value}" for name, value in limits.items() if value)
+    rank_zero_info(
+        f"Nothing to train: {module.iteration} iterations are finished ({named}). Raise the limit "
+        "to train further."
+    )
+
+
 def batches_per_epoch(trainer: Trainer) -> int | None:
     """Return the iterations of one epoch; None if their number is not known."""
     batches = count_training_batches(trainer)

@@ -32,7 +32,12 @@ from litgrpo.tensors import full_tensor, head_chunk, token_logprobs
 from litgrpo.training import hyper_parameters, kernel_choice
 from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_every_iteration
 from litgrpo.training.optim import DefaultAdamW
-from litgrpo.training.run_setup import SFT_RATES, build_optimizer, make_sharding
+from litgrpo.training.run_setup import (
+    SFT_RATES,
+    build_optimizer,
+    log_that_run_is_complete,
+    make_sharding,
+)
 from litgrpo.training.settings_checks import check_data_fits_model
 from litgrpo.training.steppers import is_attached
 from litgrpo.training.turn_end import add_turn_end
@@ -294,6 +299,8 @@ class SFT(LightningModule):
     def on_train_start(self) -> None:
         """Stop a resumed run that is already complete."""
         self.stop_when_done()
+        if self.trainer.should_stop:
+            log_that_run_is_complete(self)
 
     def on_train_batch_end(self, outputs: Any, batch: PairBatch, batch_idx: int) -> None:
         """Stop after `max_iterations`."""

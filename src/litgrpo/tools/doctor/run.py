@@ -415,7 +415,8 @@ def read_run(path: str | Path) -> RunLog:
 
 def _metrics_file(folder: Path) -> Path:
     checkpoints = sorted(
-        folder.glob(f"checkpoint-*/{TRAINER_STATE}"), key=lambda file: file.stat().st_mtime
+        folder.glob(f"checkpoint-*/{TRAINER_STATE}"),
+        key=lambda file: (len(file.parent.name), file.parent.name),  # by step
     )
     for file in (folder / METRICS, folder / TRAINER_STATE, *reversed(checkpoints)):
         if file.is_file():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from litgrpo.arguments import require
+from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.run_folder import REPORT
 from litgrpo.tools.doctor.diagnosis import examine
 from litgrpo.tools.doctor.finding import Diagnosis
@@ -43,7 +45,7 @@ def report_at_end(run: str) -> None:
         run: its folder.
     """
     try:
-        print(f"  open {write_report([run])} in a browser")
+        print(f"  open {shlex.quote(str(write_report([run])))} in a browser")
     except Exception as error:  # training is finished and its files are written
         reason = f"{type(error).__name__}: {error}"
         print(f"could not write the HTML report ({reason}); see `report {run} --debug`")
@@ -65,14 +67,13 @@ def write_report(runs: list[str], output: str | None = None) -> Path:
     require(path.parent.is_dir(), f"the folder {path.parent} of --output {path} does not exist")
     require(not path.is_dir(), f"--output {path} is a folder; give a file")
     text = render_page(files, [_diagnose(Path(run)) for run in runs])
-    unfinished = path.with_name(f".{path.name}.tmp")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise ValueError(
             f"could not write {path} ({error.strerror}); give another file with --output"
         ) from error
-    return unfinished.replace(path)
+    return path
 
 
 def _diagnose(folder: Path) -> Diagnosis | None:
