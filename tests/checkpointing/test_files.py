@@ -219,7 +219,7 @@ def test_tied_weights_are_in_a_file_once(tmp_path):
 
 
 def bomb(path, compression):
-    """A checkpoint whose entries are packed anew."""
+    """A checkpoint whose entries are compressed."""
     write_file(state(), path.with_name("sound.ckpt"))
     with zipfile.ZipFile(path.with_name("sound.ckpt")) as sound, zipfile.ZipFile(path, "w") as new:
         for entry in sound.infolist():

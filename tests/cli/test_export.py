@@ -76,7 +76,7 @@ def test_a_checkpoint_with_adapters_exports_the_adapter_of_the_run(cli):
 
 
 LOUD = "tests.support.loud_import"  # a module that raises when it is imported
-# Values of options of a stranger's recipe, as it stands in config.yaml and in checkpoints.
+# Values of options of a stranger's recipe, as in config.yaml and in checkpoints.
 HOSTILE = {
     "class_path": f"{LOUD}.Module",
     "init_args": {

@@ -50,7 +50,7 @@ def fill(monkeypatch, pattern: str, *, where: str = "open") -> list[str]:
             super().write(bytes(data)[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def limited(file, mode="r", *args, **kwargs):
+    def open_limited(file, mode="r", *args, **kwargs):
         writes = any(letter in mode for letter in "wax+")
         if isinstance(file, int) or not writes or not matches(file):
             return opened(file, mode, *args, **kwargs)
@@ -60,8 +60,8 @@ def fill(monkeypatch, pattern: str, *, where: str = "open") -> list[str]:
         binary = io.BufferedWriter(Full(file, mode.replace("b", "").replace("t", "")))
         return binary if "b" in mode else io.TextIOWrapper(binary, encoding="utf-8")
 
-    monkeypatch.setattr("builtins.open", limited)
-    monkeypatch.setattr("io.open", limited)
+    monkeypatch.setattr("builtins.open", open_limited)
+    monkeypatch.setattr("io.open", open_limited)
     return failed
 
 
@@ -84,7 +84,7 @@ def test_a_file_that_does_not_fit_is_the_only_loss(cli, monkeypatch, pattern, wh
         assert not [name for name in written if fnmatch(name, pattern)]
     warnings = [str(each.message) for each in recwarn if "training continues" in str(each.message)]
     assert len(warnings) <= 1
-    # With room again, the same command writes what is missing.
+    # With free space, the same command writes what is missing.
     assert cli(*FIT, "--ckpt_path", "last", "--model.max_iterations", "6")[0] == 0
     assert (RUN / "checkpoints/iteration=000006.ckpt").exists()
     assert [path for path in RUN.rglob("*") if fnmatch(str(path.relative_to(RUN)), pattern)]

@@ -15,7 +15,7 @@ def write_text(path: Path, text: str) -> None:
 
     Args:
         path: its folder is created if it is missing.
-        text: content. Characters that stand for bytes of a file name become these bytes.
+        text: content. Escaped bytes of a file name are written as these bytes.
 
     Raises:
         OSError: the disk is full, for example.

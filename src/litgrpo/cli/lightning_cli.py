@@ -329,7 +329,7 @@ def run_limits(settings: Any) -> dict[str, Any]:
 
 
 def read_completion(folder: Path) -> dict[str, Any]:
-    """What `LitGRPOCLI.mark_complete` noted about the run in a folder; {} if it has not ended."""
+    """Content of the file that `LitGRPOCLI.mark_complete` writes; {} if the run has not ended."""
     try:
         content = json.loads((checkpoint_folder(folder) / COMPLETE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
