@@ -223,8 +223,8 @@ class Predictions(Callback):
         """
         if self.failure is not None:
             raise NotSaved(
-                f"{self.file} is not complete: {self.failure}; free space, or choose another file with "
-                "--predictions.path, and repeat the command."
+                f"{self.file} is not complete: {self.failure}; free space, or choose another file "
+                "with --predictions.path, and repeat the command."
             )
         pl_module.print(f"written to {self.file}")
 
