@@ -75,7 +75,7 @@ def test_a_checkpoint_with_adapters_exports_the_adapter_of_the_run(cli):
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-LOUD = "tests.support.loud_import"  # a module that raises when it is imported
+LOUD = "this"  # a module of the standard library that prints when it is imported
 # Values of options of a stranger's recipe, as in config.yaml and in checkpoints.
 HOSTILE = {
     "class_path": f"{LOUD}.Module",

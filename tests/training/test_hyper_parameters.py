@@ -105,7 +105,7 @@ def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
     assert again.tokenizer.get_vocab() == module.tokenizer.get_vocab()
 
 
-LOUD = "tests.support.loud_import"  # a module that raises when it is imported
+LOUD = "this"  # a module of the standard library that prints when it is imported
 COMMAND = {"class_path": "os.system", "init_args": {"command": "true"}}
 REWARD = "litgrpo.rewards.reward.Reward"
 # {argument: descriptions that name code which a checkpoint must not choose}

@@ -1,3 +1,0 @@
-"""A module that no checkpoint may import."""
-
-raise AssertionError("imported")
