@@ -232,3 +232,17 @@ def test_a_template_may_leave_an_empty_prompt_out(tmp_path):
     path = written(tmp_path / "a.csv", "prompt,x\n,b\n")
     texts = build_prompt_format("{{ x }}", False).plain_texts(read_rows(path))
     assert list(texts) == ["b"]
+
+
+def test_a_folder_with_a_script_is_one_sentence_and_the_script_does_not_run(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    ran = tmp_path / "ran"
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    written(folder / "mine.py", f"open({str(ran)!r}, 'w')\n")
+    with pytest.raises(ValueError, match="mine: could not be loaded from the Hub") as found:
+        read_rows(str(folder))
+    assert len(str(found.value).splitlines()) == 1
+    assert not ran.exists()

@@ -4,6 +4,8 @@ from tests.misuse.probe import QUICK, Probe
 
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n'
 FILES = {"a.jsonl": ROWS, "b.jsonl": ROWS.replace("=", " =")}
+ASKED = '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+ANSWERED = ASKED.replace("}]", '}, {"role": "assistant", "content": "2"}]')
 
 PROBES = [
     Probe("a list of files", f"{QUICK} --data.train '[a.jsonl, b.jsonl]'", ("train 4",), 0, FILES),
@@ -75,6 +77,50 @@ PROBES = [
         "a stop token beyond the vocabulary",
         f"{QUICK} --model.sampling.stop_token_ids '[1000000]'",
         ("stop_token_ids has 1000000",),
+    ),
+    Probe(
+        "a chat row that ends with its answer",
+        f"{QUICK} --data.train chat.jsonl --data.chat true --data.columns '{{prompt: messages}}'",
+        ("chat.jsonl, line 1", "ends with a message of the assistant"),
+        files={"chat.jsonl": ANSWERED + ASKED},
+        quick=True,
+    ),
+    Probe(
+        "a message without content",
+        f"{QUICK} --data.train chat.jsonl --data.chat true --data.columns '{{prompt: messages}}'",
+        ("chat.jsonl, line 2, message 1: has no content",),
+        files={"chat.jsonl": ASKED + '{"messages": [{"role": "user"}], "answer": "2"}\n'},
+    ),
+    Probe(
+        "a repeated key",
+        f"{QUICK} --data.train a.jsonl",
+        ("a.jsonl, line 3", "the key 'prompt' occurs twice"),
+        files={"a.jsonl": ROWS + '{"prompt": "1", "prompt": "2", "answer": "3"}\n'},
+    ),
+    Probe(
+        "a value that is not JSON",
+        f"{QUICK} --data.train a.jsonl",
+        ("a.jsonl, line 3", "NaN is not a JSON value"),
+        files={"a.jsonl": ROWS + '{"prompt": "1", "answer": NaN}\n'},
+    ),
+    Probe(
+        "deeply nested JSON",
+        f"{QUICK} --data.train a.jsonl",
+        ("a.jsonl, line 3", "nested more than 100 levels"),
+        files={"a.jsonl": ROWS + '{"prompt": ' + "[" * 100_000 + "\n"},
+    ),
+    Probe(
+        "UTF-16 without a byte order mark",
+        f"{QUICK} --data.train a.txt",
+        ("a.txt, line 1", "NUL", "UTF-8"),
+        files={"a.txt": "1\0+\0001\0=\0\n\0"},
+    ),
+    Probe(
+        "one prompt as a text",
+        "predict --model.pretrained builtin:tiny-gemma2 --data.prompts 'What is 3+4?'"
+        " --model.max_completion_length 8 --run_dir {folder}/run",
+        ("What is 3+4?", "predictions.jsonl"),
+        0,
     ),
     Probe("audit without a value", "audit -c {recipe} --model.rewards", ("needs a value",)),
 ]

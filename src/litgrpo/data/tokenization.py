@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from litgrpo.arguments import require
+from litgrpo.arguments import first_line, require
 from litgrpo.data.messages import Messages
 from litgrpo.distributed.messages import rank_zero_info
 
@@ -28,8 +28,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data tokenizer {name!r} could not be loaded: {error}") from error
+    except Exception as error:  # of the library, of many types for a damaged file
+        reason = first_line(error)
+        raise ValueError(f"data tokenizer {name!r} could not be loaded: {reason}") from error
 
 
 def require_pad_and_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

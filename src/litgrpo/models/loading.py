@@ -33,6 +33,7 @@ from litgrpo.models.sharded_weights import PolicySharding, adapters_in_memory
 from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.models.transformers_compat import keep_attention_in_recompute
 from litgrpo.models.weights import (
+    check_sizes,
     check_vocabulary,
     load_weights,
     select_text_config,
@@ -200,7 +201,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_pretrained(pretrained), padding_side="left", trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the library, of many types for a damaged file
         raise ValueError(_describe_failure("tokenizer", pretrained, error)) from error
     check_tokenizer(tokenizer, pretrained)
     return tokenizer
@@ -233,7 +234,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _describe_failure(kind: str, pretrained: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0].rstrip()
+    lines = str(error).strip().splitlines() or [""]
+    reason = lines[0].rstrip()
+    if not isinstance(error, OSError | ValueError):
+        reason = f"{type(error).__name__}: {' '.join(' '.join(lines).split()):.200}"
     if reason.endswith(":"):  # a list of causes follows, none of which a user can change
         reason = f"It has no {kind} files that transformers can read."
     hint = suggest_gguf(resolve_pretrained(pretrained))
@@ -284,8 +288,9 @@ def load_policy(
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
         whole_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the library, of many types for a damaged file
         raise ValueError(_describe_failure("config", pretrained, error)) from error
+    check_sizes(whole_config, pretrained)
     config = select_text_config(whole_config)
     original_dropout = _disable_dropout(config) if precision.disable_dropout else {}
     dtype = getattr(torch, precision.dtype)
@@ -356,7 +361,7 @@ def reads_with_encoder(pretrained: str) -> bool:
 
     try:
         config = AutoConfig.from_pretrained(resolve_pretrained(pretrained), trust_remote_code=False)
-    except (OSError, ValueError):
+    except Exception:  # of the library; `load_policy` raises it
         return False
     return bool(config.is_encoder_decoder)
 

@@ -21,6 +21,12 @@ NO_LANGUAGE_MODEL = (
     "docs/models.md lists the supported types."
 )
 MAX_SHOWN = 3  # weight names in an error message
+# {part of a name: largest number in a config}: lists of modules, widths of tensors, other numbers.
+MAX_SIZES = {
+    **dict.fromkeys(("layers", "n_layer", "experts", "depth"), 10_000),
+    **dict.fromkeys(("_size", "_dim", "heads", "n_head", "n_embd", "d_model", "d_ff"), 2**23),
+    "": 2**31,
+}
 # {pattern of a weight name in a vision-language model: name in its text model}
 TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
@@ -85,6 +91,25 @@ def choose_attention(config: PretrainedConfig) -> str:
     return "eager" if softcapped or not supports_sdpa(find_model_class(config)) else "sdpa"
 
 
+def check_sizes(config: PretrainedConfig, pretrained: str) -> None:
+    """Check that the sizes of a config can be those of a model, before it is built.
+
+    Raises:
+        ValueError: one of them is beyond any model: building it would take hours or all memory.
+    """
+    nodes = [config.to_dict()]
+    while nodes:
+        node = nodes.pop()
+        nodes += [each for each in node.values() if isinstance(each, dict)]
+        for name, value in node.items():
+            most = next(most for part, most in MAX_SIZES.items() if part in str(name))
+            if isinstance(value, int) and value > most:
+                raise ValueError(
+                    f"The config of {pretrained!r} has {name} {value:.3g}, more than {most:,}: "
+                    "the file is damaged or not of a language model."
+                )
+
+
 def load_weights(
     folder: str, config: PretrainedConfig, dtype: torch.dtype, *, whole: bool = True, **options: Any
 ) -> PreTrainedModel:
@@ -121,6 +146,14 @@ def load_weights(
         raise ValueError(
             f"A weight file of {folder!r} is damaged or incomplete: "
             f"{str(error).split('. ')[0]}. Copy or download it again, preferably as safetensors."
+        ) from error
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of the library, for sizes that do not fit together
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"Could not build the model of {folder!r} from its config.json: "
+            f"{type(error).__name__}: {reason:.200}"
         ) from error
     problems = {
         "missing": report["missing_keys"],

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from litgrpo.arguments import at_least, one_of, require
+from litgrpo.arguments import at_least, first_line, one_of, require
 from litgrpo.text.answers import text_of
 from litgrpo.text.chat_templates import TemplateError, render_messages
 
@@ -210,10 +210,9 @@ class RewardModel(Judge):
                     output_loading_info=True,
                     trust_remote_code=False,
                 )
-        except (OSError, ValueError) as error:
-            first_line = str(error).strip().partition("\n")[0]
+        except Exception as error:  # of the library, of many types for a damaged file
             raise ValueError(
-                f"reward model: {self.pretrained!r} cannot be loaded: {first_line}"
+                f"reward model: {self.pretrained!r} cannot be loaded: {first_line(error)}"
             ) from error
         require(
             len(tokenizer) > len(tokenizer.all_special_ids),  # else the folder has no files of it
