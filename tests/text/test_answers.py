@@ -2,6 +2,8 @@ import time
 from fractions import Fraction
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from litgrpo.text.answers import (
     answer_claims,
@@ -181,3 +183,39 @@ def test_a_megabyte_of_anything_is_read_in_linear_time(piece: str) -> None:
     parse_number(hostile)
     same_text(hostile, hostile[:-1])
     assert time.process_time() - start < 5  # a quadratic step would take hours
+
+
+EXPONENTS = ["e{}", "E{}", " x 10^{}", " * 10^{}", r" \times 10^{{{}}}"]
+SURROUNDINGS = ["{}", "{} cups", "about {} per week", "**{}**", "{}%", "{}."]
+
+
+@given(
+    st.sampled_from(["", "-", "\u2212"]),
+    st.integers(0, 10**7),
+    st.none() | st.from_regex("[0-9]{1,4}", fullmatch=True),
+    st.none() | st.integers(-9, 9),
+    st.sampled_from(EXPONENTS),
+    st.sampled_from(SURROUNDINGS),
+    st.booleans(),
+)
+@example("", 25, "0", 2, "e{}", "{}", False)
+@example("", 1, None, 3, "e{}", "{} cups", False)
+def test_a_number_in_any_notation_is_read_exactly(
+    sign, whole, decimals, exponent, notation, surroundings, separators
+):
+    mantissa = f"{whole:,}" if separators else str(whole)
+    value = Fraction(whole)
+    if decimals is not None:
+        mantissa += f".{decimals}"
+        value += Fraction(int(decimals), 10 ** len(decimals))
+    text = f"{sign}{mantissa}"
+    if exponent is not None:
+        text += notation.format(exponent)
+        value *= Fraction(10) ** exponent
+    found = parse_number(surroundings.format(text))
+    assert found == (-value if sign else value)
+
+
+@given(st.integers(-999, 999), st.integers(1, 99), st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}"]))
+def test_a_fraction_is_read_exactly(above, below, notation):
+    assert parse_number(notation.format(above, below)) == Fraction(above, below)

@@ -24,7 +24,9 @@ MAGNITUDE = re.compile(
 FRACTION_BAR = re.compile(r" ?/ ?")
 LATEX_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|([0-9]) *([0-9]))")
 # 2.5 * 10^3, 2.5 x 10**3, and 10^3 alone
-POWER_OF_TEN = re.compile(r"( ?[*xX] ?|(?<![\w.,^*]))10 ?(?:\^|\*\*) ?([+-]?[0-9]{1,3})(?![\w.])")
+POWER_OF_TEN = re.compile(
+    r"( ?[*xX] ?|(?<![\w.,^*]))10 ?(?:\^|\*\*) ?([+-]?[0-9]{1,3})(?!\w|\.[0-9])"
+)
 # The 2 of "72 m2" is no number, but that of "7e2" is.
 UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])(?<![0-9.][eE])\^?[23](?![0-9])")
 SUPERSCRIPT = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
