@@ -2,7 +2,10 @@
 
 import threading
 from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
 from fractions import Fraction
+from math import nan
 from typing import Any
 
 import pytest
@@ -217,6 +220,22 @@ def test_any_of_several_accepted_answers_is_right():
         closeness(["p"], ["7"], [["seven"]])
 
 
+def test_every_type_of_answer_that_data_sets_hold_can_be_a_reference() -> None:
+    known = [True, Decimal("72.0"), 72.0, date(2024, 1, 2), nan, Decimal("0.50"), False]
+    said = ["true", "72", "72", "2024-01-02", "1", ".5", "True"]
+    texts = [f"<answer>{text}</answer>" for text in said]
+    assert correctness(said, texts, known) == [1.0, 1.0, 1.0, 1.0, None, 1.0, 0.0]
+    assert exact(said, texts, known) == [1.0, 1.0, 1.0, 1.0, None, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [{"a": 1}, object(), float("inf"), b"72", ""])
+def test_an_answer_that_cannot_be_a_reference_is_rejected_before_training(bad: object) -> None:
+    scorer = Scorer({"right": Reward(correctness)})
+    with raises_for("right", "answer"):
+        scorer.check({"answer": ["72", None, bad]})
+    scorer.check({"answer": ["72", None, ["7", 8], True]})
+
+
 library = pytest.importorskip("math_verify", reason="math-verify is not installed")
 
 SAME = {
@@ -243,6 +262,28 @@ def test_it_works_outside_of_the_main_thread() -> None:
     assert found == [1.0]
 
 
+SLOW = [
+    r"9^{9^{9^{9^{9}}}}", "9^9^9", "9^{9^9}", "(9^{9999})^{9999}", "(10^7)!", "10000000!",
+    "((9!)!)!",
+    r"\binom{10^7}{10^6}", r"\sum_{n=1}^{10^9} \frac{1}{n}", r"\prod_{k=1}^{10^6} k",
+    r"\left(10^{7}\right)!",
+]  # fmt: skip
+
+
+def test_an_answer_that_cannot_be_judged_in_time_is_incorrect() -> None:
+    claims = [each for slow in SLOW for each in (slow, "1+x")]
+    found = math_verify(
+        ["?"] * len(claims), [f"<answer>{c}</answer>" for c in claims], ["x+1"] * len(claims),
+        timeout_s=1.0,
+    )  # fmt: skip
+    assert found == [0.0, 1.0] * len(SLOW)
+
+
+def test_numbers_with_currency_and_units_are_compared_as_numbers() -> None:
+    assert verify(["18", "18 dollars", "$18", r"\$18", "19"], [r"\$18"] * 5) == [1.0] * 4 + [0.0]
+    assert verify(["18 dollars", "x+1"], ["18", r"$x+1$"]) == [1.0, 1.0]
+
+
 def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> None:
     runner = ProcessRunner(timeout_s=30.0, num_workers=2)
     scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
@@ -250,6 +291,6 @@ def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> Non
     columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}
     assert not stays_in_process(Call("same", math_verify, {}, {}, 4))
     table = scorer(["?"] * 4, texts, columns, 2)
-    assert table.valid[:, 0].all()
-    assert (table.total[:, 0] == 1.0).all()
+    assert table.valid.all()
+    assert table.total.tolist() == [[1.0, 0.0]] * 2
     runner.close()

@@ -5,16 +5,16 @@ Numbers are compared exactly, so no correct answer fails, and only a committed a
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from fractions import Fraction
 from math import isfinite, isnan
 from numbers import Real
-from typing import Any
 
 from litgrpo.arguments import above, require
+from litgrpo.rewards.builtin.symbolic import SymbolicComparison, is_tower, lock
 from litgrpo.rewards.calls import UnusableReward, add_check, isolated, pure
 from litgrpo.text.answers import (
     Completions,
@@ -116,7 +116,7 @@ def list_references(references: References) -> list[Reference]:
         >>> list_references("7"), list_references(["7", "seven"]), list_references(None)
         (['7'], ['7', 'seven'], [])
     """
-    several = isinstance(references, Sequence) and not isinstance(references, str)
+    several = isinstance(references, Sequence) and not isinstance(references, str | bytes)
     references = references if several else [references]  # type: ignore[list-item, assignment]
     return [one for one in references if one is not None and not _is_nan(one)]
 
@@ -261,6 +261,7 @@ def math_verify(
     *,
     require_tags: bool = True,
     answer_tag: str = "answer",
+    timeout_s: float = 2.0,
 ) -> list[float | None]:
     r"""Return 1 if math-verify finds the answer mathematically equal to the reference, else 0.
 
@@ -268,9 +269,9 @@ def math_verify(
     exact, fast and sufficient for numbers. Answers are extracted as in `correctness`, so several
     different ones get 0. Needs `pip install math-verify`.
 
-    Algebra can run forever, and the library's own timeouts use signals, which work in the main
-    thread only. They are disabled; the worker process that runs this function is killed after
-    `reward_runner.timeout_s`.
+    Algebra can run forever and take any memory, so formulas are compared in a separate process. An
+    answer that cannot be judged within `timeout_s` or 1 GiB gets 0, as do powers of powers and
+    factorials that are too large to be written down.
 
     Args:
         prompts: N prompts; not read.
@@ -279,6 +280,8 @@ def math_verify(
             reference is None are not scored.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
+        timeout_s: seconds for one answer; a slower one is incorrect. After eight slow answers in a
+            call, a quarter of it.
 
     Returns:
         N rewards in {0, 1}; None without a reference answer that math-verify can parse.
@@ -290,39 +293,38 @@ def math_verify(
 
     Source: https://github.com/huggingface/Math-Verify
     """
+    above("timeout_s", timeout_s, 0)
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("the reward litgrpo.rewards.math_verify needs `pip install math-verify`")
 
     def score(text: str, reference: Reference) -> float | None:
-        expected = _parse_latex(str(reference))
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
-        return float(_verify_all(expected, claims)) if expected else None
+        equal = [_equal_formulas(comparison, reference, claim) for claim in claims]
+        if not equal:  # no answer: incorrect, if there is a reference
+            equal = [comparison.equal(str(reference), None) and False]
+        return None if None in equal else float(all(equal))
 
-    return score_rows(completions, answer, score)
-
-
-def _verify_all(reference: Any, claims: Collection[str]) -> bool:
-    verify = _import_math_verify().verify
-    if not claims or any(len(claim) > MAX_LATEX_CHARS for claim in claims):
-        return False
-    parsed = map(_parse_latex, claims)
-    return all(one and verify(reference, one, timeout_seconds=None) for one in parsed)
+    with lock:
+        comparison = SymbolicComparison(timeout_s)
+        return score_rows(completions, answer, score)
 
 
-def _parse_latex(text: str) -> Any:
-    """Return math-verify's parse of a text; empty if it finds nothing."""
-    inside = text if "$" in text or "\\boxed" in text else f"${text}$"
-    return _import_math_verify().parse(inside, parsing_timeout=None)
-
-
-def _import_math_verify() -> Any:
+def _equal_formulas(
+    comparison: SymbolicComparison, reference: Reference, claim: str
+) -> bool | None:
+    """Return True if a claim equals the reference; None if the reference cannot be parsed."""
     try:
-        import math_verify as library
-    except ImportError as error:
-        raise ImportError(
-            "the reward litgrpo.rewards.math_verify needs `pip install math-verify`"
-        ) from error
-    # It warns of disabled timeouts, once for every answer.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return library
+        number = parse_reference(reference)
+    except ValueError:
+        return None
+    # Numbers with units or currency, which the library may take for products of variables.
+    if same_text(claim, str(reference)) or (
+        isinstance(number, Fraction) and _equals(claim, number)
+    ):
+        return True
+    if len(claim) > MAX_LATEX_CHARS or is_tower(claim):
+        return False
+    return comparison.equal(str(reference), claim)
 
 
 def _spellings(reference: Reference) -> set[str]:
