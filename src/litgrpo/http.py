@@ -139,16 +139,25 @@ def make_client(**options: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False, **options)
 
 
-@functools.cache
+# `functools.cache` alone would let two threads make a loop each, and connections belong to one.
+_one_loop = threading.Lock()
+
+
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of requests that threads wait for; it runs in a daemon thread."""
+    with _one_loop:
+        return _start_loop()
+
+
+@functools.cache
+def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="litgrpo-http").start()
     return loop
 
 
 # A forked process inherits the loop but not its thread.
-os.register_at_fork(after_in_child=event_loop.cache_clear)
+os.register_at_fork(after_in_child=_start_loop.cache_clear)
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:

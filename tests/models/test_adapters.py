@@ -190,3 +190,39 @@ def test_modules_that_do_not_exist_raise(base):
 def test_exporting_the_adapter_of_a_policy_without_one_raises(base, tmp_path):
     with raises_for("model.lora"):
         export_adapter(load_policy(base), tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "t5"])
+@pytest.mark.parametrize("which", ["embedding", "head"])
+def test_an_adapter_on_a_tied_weight_is_rejected_at_the_start(architecture, which):
+    model = tiny_model(architecture, tie_word_embeddings=True)
+    given = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
+    name = next(name for name, part in model.named_modules() if part is given).rpartition(".")[2]
+    with raises_for(f"lora adapts {name}", "tied", "lora.target_modules", "modules_to_save"):
+        build_policy(model, byte_tokenizer(), lora=LoRA(target_modules=[name]))
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ],
+)
+def test_the_exported_model_is_the_trained_one(tmp_path, settings, tied):
+    if tied and {"embed_tokens", "lm_head"}.intersection(settings["target_modules"]):
+        return  # rejected, see above
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    policy = perturb(build_policy(model, byte_tokenizer(), lora=LoRA(rank=4, **settings)))
+    export(policy, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        gap = merged.eval()(ids).logits - policy.model.eval()(ids).logits
+    assert gap.abs().max() < 1e-4

@@ -187,13 +187,96 @@ def test_unsupported_layouts_are_decoded_by_transformers():
     assert not is_supported(other_norm)
 
 
-def test_a_model_with_other_logits_is_decoded_by_transformers(caplog):
+def test_a_model_with_other_logits_is_decoded_by_transformers(monkeypatch, caplog):
     """A change inside a supported class: the comparison of logits detects it."""
     policy = tiny_policy("llama")
-    attention = policy.model.model.layers[1].self_attn
-    own = attention.forward
-    attention.forward = lambda *a, **k: (own(*a, **k)[0] * 1.1, None)
+    kind = type(policy.model.model.layers[1].self_attn)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *a, **k: (own(*a, **k)[0] * 1.1, None))
     assert is_supported(policy.model)
     assert not policy.can_fuse
     assert "decoding without it" in caplog.text
     assert_same(generate(policy, fused=True), generate(policy, fused=False))
+
+
+class Doubled(torch.nn.Module):
+    """A parametrization: the weight that is used is twice the one that is stored."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+WRAPPED = {
+    "embedding": lambda model: model.model.embed_tokens,
+    "head": lambda model: model.lm_head,
+    "last norm": lambda model: model.model.norm,
+    "norm of a layer": lambda model: model.model.layers[1].input_layernorm,
+    "query": lambda model: model.model.layers[0].self_attn.q_proj,
+    "down": lambda model: model.model.layers[1].mlp.down_proj,
+}
+
+
+@pytest.mark.parametrize("when", ["at the start", "after a rollout"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_weight_that_is_computed_is_seen_whenever_it_is_wrapped(name, when):
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    if when == "after a rollout":
+        assert policy.can_fuse
+        generate(policy, fused=True)
+    part = WRAPPED[name](policy.bare_model)
+    torch.nn.utils.parametrize.register_parametrization(part, "weight", Doubled(), unsafe=True)
+    assert not is_supported(policy.bare_model)
+    assert_same(generate(policy, fused=True), generate(policy, fused=False), atol=0)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_forward_method_that_is_replaced_is_seen(name):
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    assert policy.can_fuse
+    part = WRAPPED[name](policy.bare_model)
+    own = part.forward
+    part.forward = lambda x: 2 * own(x)
+    assert_same(generate(policy, fused=True), generate(policy, fused=False), atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+        {"target_modules": "all-linear", "use_rslora": True},
+    ],
+)
+def test_trained_adapters_on_any_module_are_sampled_with(architecture, settings):
+    model = tiny_model(architecture, tie_word_embeddings=False)
+    policy = build_policy(model, byte_tokenizer(), lora=LoRA(rank=4, **settings))
+    generate(policy, fused=True)  # the comparison with new adapters, which add 0
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    found = generate(policy, fused=True)
+    assert_same(found, generate(policy, fused=False), atol=1e-3)
+    true = policy.logprobs(found.tokens).logprobs
+    torch.testing.assert_close(found.sampler_logprobs, true.detach(), atol=1e-3, rtol=1e-3)
+
+
+def test_a_decoder_that_leaves_an_adapter_out_is_found_at_the_start(monkeypatch, caplog):
+    from litgrpo.models import fused_decode
+
+    lora = LoRA(rank=4, target_modules=["q_proj"])
+    policy = build_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
+    monkeypatch.setattr(
+        fused_decode, "_merge_weight", lambda part: getattr(part, "base_layer", part).weight
+    )
+    before = [parameter.clone() for parameter in policy.parameters()]
+    assert not policy.can_fuse
+    assert "decoding without it" in caplog.text
+    assert all(map(torch.equal, before, policy.parameters()))

@@ -38,6 +38,7 @@ from litgrpo.checks.episode_checks import (
 )
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.collectives import Comm
+from litgrpo.models.adapters import perturb_adapters
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.template_probes import count_mismatches
 from litgrpo.rollout.turn_format import TemplateFormat
@@ -224,8 +225,11 @@ def measure_invariants(
     """
     limit = tolerance(learner)
     with restore_modes(learner.policy, learner.reference), restore_end_tokens(learner.policy):
-        dry = DryRun.from_run(rollouter, learner)
-        rollout, errors = sampling_errors(dry, select_few_prompts(prompts), limit)
+        dry, few = DryRun.from_run(rollouter, learner), select_few_prompts(prompts)
+        adapted = adapter_errors(dry, few, limit)
+        rollout, errors = sampling_errors(dry, few, limit)
+        # Not `max`, which may return the other number if one is NaN.
+        errors |= {name: each for name, each in adapted.items() if not each <= errors[name]}
         errors |= bridge_errors(rollouter)
         results = reduce_over_ranks(learner.comm, errors, limit)
         if not all(result.holds for result in results):
@@ -238,6 +242,21 @@ def measure_invariants(
         learned = reduce_over_ranks(learner.comm, errors, limit)
     remeasured = {result.invariant for result in learned}
     return learned + [result for result in results if result.invariant not in remeasured]
+
+
+def adapter_errors(dry: DryRun, prompts: PromptBatch, limit: float) -> dict[Invariant, float]:
+    """Measure `sampling_errors` with adapters that change the model; {} without adapters.
+
+    New adapters add 0, so sampling that leaves one out would be noticed only during training.
+    """
+    policy = dry.learner.policy
+    if not policy.has_adapter:
+        return {}
+    with torch.no_grad(), perturb_adapters(policy.model), restore_end_tokens(policy):
+        dry.rollouter.forget_weights()
+        errors = sampling_errors(dry, prompts, limit)[1]
+    dry.rollouter.forget_weights()
+    return errors
 
 
 def raise_if_violated(results: list[CheckResult]) -> None:

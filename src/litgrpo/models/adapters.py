@@ -94,9 +94,42 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
             f"lora does not fit the model: {' '.join(str(error).split())[:300]} Set "
             f"lora.target_modules to some of its linear layers: {', '.join(names)}."
         ) from error
+    check_not_tied(adapted)
     if lora.adapter_path is not None:
         read_adapter(adapted, lora.adapter_path, TRAINED)
     return adapted
+
+
+def check_not_tied(adapted: Any) -> None:
+    """Raise if an adapter changes a weight that another module uses as well.
+
+    Merging the adapter would change both modules, so that the exported model would not be the
+    trained one, and neither would that of a vLLM server.
+
+    Raises:
+        ValueError: names the modules that share a weight.
+    """
+    modules_of: dict[int, list[str]] = {}
+    for name, part in adapted.named_modules(remove_duplicate=False):
+        weight = part._parameters.get("weight")
+        if weight is not None:
+            modules_of.setdefault(id(weight), []).append(name)
+    for name, part in adapted.named_modules():
+        if not hasattr(part, "lora_A") or not hasattr(part, "base_layer"):
+            continue
+        sharing = [
+            other
+            for other in modules_of.get(id(part.base_layer._parameters.get("weight")), [])
+            if not other.startswith(f"{name}.")
+        ]
+        if sharing:
+            short = name.rpartition(".")[2]
+            raise ValueError(
+                f"lora adapts {short}, whose weight is tied to that of "
+                f"{sharing[0].removesuffix('.base_layer').rpartition('.')[2]}: merging would "
+                f"change both. Leave {short} out of lora.target_modules, or train it in full with "
+                f"lora.modules_to_save: [{short}]."
+            )
 
 
 def list_linear_names(model: PreTrainedModel) -> list[str]:
@@ -174,6 +207,30 @@ def use_initial_adapter(adapted: Any) -> Iterator[None]:
         yield
     finally:
         adapted.set_adapter(TRAINED)
+
+
+@contextmanager
+def perturb_adapters(model: Any) -> Iterator[None]:
+    """Change all trained weights a little, for checks, and restore them.
+
+    A new adapter adds 0, so code that leaves it out computes correct numbers at first.
+    """
+    trained = [each.data for each in model.parameters() if each.requires_grad]
+    weights = [each.to_local() if isinstance(each, DTensor) else each for each in trained]
+    kept = [weight.clone() for weight in weights]
+    for weight in weights:
+        # Products of two numbers in [-0.2, 0.2), in place: an embedding may be large.
+        first, second = (
+            torch.arange(size, device=weight.device).mul(0.618034).frac().sub(0.5).mul(0.4)
+            for size in weight.view(weight.shape[0], -1).shape
+        )
+        flat = weight.view(weight.shape[0], -1)
+        flat.addr_(first.to(weight.dtype), second.to(weight.dtype))
+    try:
+        yield
+    finally:
+        for weight, before in zip(weights, kept, strict=True):
+            weight.copy_(before)
 
 
 def merge_adapter(adapted: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from litgrpo.distributed.device import threads
+from litgrpo.models.adapters import perturb_adapters
 from litgrpo.models.fused_decode import FusedDecoder, is_supported
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
@@ -72,7 +73,8 @@ class CausalPolicy(Policy):
         small = rows * self._largest < MIN_THREADED_PRODUCT
         few = threads(1 if small else torch.get_num_threads())
         with few, autocast_to(self.model.device, dtype), torch.no_grad():
-            if fused and self.can_fuse:
+            # Adapters, hooks and wrappers may have been added since the comparison.
+            if fused and self.can_fuse and is_supported(self.bare_model):
                 self._decoder = self._build_fused_decoder()
             pack = self.linear_kernels.decode == "onednn" and self._decoder is None
             try:
@@ -93,7 +95,10 @@ class CausalPolicy(Policy):
         """True if the fused decoder supports this model and computes the same logits in a test."""
         if not is_supported(self.bare_model):
             return False
-        with torch.autocast(self.model.device.type, enabled=False), torch.no_grad():
+        # New adapters add 0, so a decoder that leaves one out would not show.
+        adapters = perturb_adapters(self.model) if self.has_adapter else nullcontext()
+        no_autocast = torch.autocast(self.model.device.type, enabled=False)
+        with no_autocast, torch.no_grad(), adapters:
             ids = torch.arange(1, 11, device=self.model.device).view(2, 5) % self.vocab_size
             mask = torch.ones_like(ids, dtype=torch.bool)
             self._decoder = self._build_fused_decoder()

@@ -34,23 +34,34 @@ LINEAR = (nn.Linear, FastLinear)
 
 
 def is_supported(model: PreTrainedModel) -> bool:
-    """Check that `FusedDecoder` computes exactly this model."""
+    """Check that `FusedDecoder` computes exactly this model, as it is now.
+
+    Every module that the decoder replaces must have the class that it was written for: adapters,
+    parametrizations and other wrappers have other classes, and compute with other weights.
+    """
     layout, home = find_fused_layout(model), modeling_module_name(model)
     if layout is None:
         return False
-    if any(has_forward_hooks(module) for module in model.modules()):
+    if any(has_forward_hooks(part) or "forward" in vars(part) for part in model.modules()):
         return False
     if any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters()):
         return False
     body: Any = model.base_model
-    rotary, attention = body.rotary_emb, body.layers[0].self_attn
-    if rotary.rope_type not in POSITIONAL_ROPES or 2 * len(rotary.inv_freq) != attention.head_dim:
-        return False
     return (
-        type(model.get_output_embeddings()) in LINEAR
-        and type(body.norm).__module__ == home
+        all(type(part).__module__ == home for part in (body, body.norm, body.rotary_emb))
+        and body.rotary_emb.rope_type in POSITIONAL_ROPES
+        and 2 * len(body.rotary_emb.inv_freq) == body.layers[0].self_attn.head_dim
+        and body.embed_tokens is model.get_input_embeddings()
+        and _is_plain_embedding(body.embed_tokens, layout, home)
+        and type(model.get_output_embeddings()) in LINEAR
         and all(_is_supported_layer(layer, layout, home) for layer in body.layers)
     )
+
+
+def _is_plain_embedding(part: nn.Module, layout: FusedLayout, home: str) -> bool:
+    """Check that this is a table of vectors, which Gemma scales."""
+    is_plain = type(part).__module__ == home if layout.gemma else type(part) is nn.Embedding
+    return is_plain and getattr(part, "max_norm", None) is None
 
 
 def _is_supported_layer(layer: Any, layout: FusedLayout, home: str) -> bool:
