@@ -6,8 +6,8 @@ Prints what was found; pytest of the trainer's environment reads it.
 import json
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.vllm import ColocatedEngine
@@ -19,8 +19,13 @@ TEXTS, GROUP, LENGTH, TEMPERATURE = ("12+5=", "What is 7+88?"), 4, 24, 0.7
 
 def main():
     policy = load_policy("builtin:tiny-gemma2").eval()
-    prompts = pad_left([policy.tokenizer(text).input_ids for text in TEXTS], policy.pad_id)
-    batch = PromptBatch(*prompts, list(TEXTS), {}, torch.arange(len(TEXTS)))
+    # litgrpo.data needs Lightning, which an environment for vLLM may lack.
+    rows = [torch.tensor(policy.tokenizer(text).input_ids) for text in TEXTS]
+    ids, mask = (
+        pad_sequence(each, batch_first=True, padding_value=fill, padding_side="left")
+        for each, fill in ((rows, policy.pad_id), ([torch.ones_like(row) for row in rows], 0))
+    )
+    batch = PromptBatch(ids, mask.bool(), list(TEXTS), {}, torch.arange(len(TEXTS)))
     numbers = draw_uniforms(0, "train", 0, batch.index, GROUP, LENGTH)
     requests = RolloutRequest(policy, batch, GROUP, numbers, Sampling(temperature=TEMPERATURE))
 
