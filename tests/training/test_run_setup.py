@@ -7,7 +7,13 @@ from lightning import Callback, Trainer
 from litgrpo.data.modules import PromptData
 from litgrpo.models.loading import LoRA
 from litgrpo.training.optim import WarmupLinear
-from litgrpo.training.run_setup import GRPO_RATES, SFT_RATES, resolve_run_length
+from litgrpo.training.run_setup import (
+    GRPO_RATES,
+    SFT_RATES,
+    _warn_of_lost_updates,
+    resolve_run_length,
+)
+from litgrpo.training.sft import SFT
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.raises import raises_for
@@ -140,3 +146,135 @@ def test_counting_the_batches_of_an_epoch_keeps_the_data_position_of_a_resume(ep
     assert later_prompts == prompts[4:]
     for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def optimizer_classes():
+    """Every optimizer of torch, with the arguments that it requires."""
+    found = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    return {name: kind for name, kind in found.items() if issubclass(kind, torch.optim.Optimizer)}
+
+
+def scheduler_classes():
+    kinds = vars(torch.optim.lr_scheduler)
+    base = torch.optim.lr_scheduler.LRScheduler
+    return {
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, base) and not name.startswith("_")
+    }
+
+
+TORCH_OPTIMIZERS = optimizer_classes()
+TORCH_SCHEDULERS = scheduler_classes()
+REJECTED_OPTIMIZERS = {"LBFGS", "SparseAdam", "Optimizer", "Muon"}
+ARGUMENTS = {
+    "LambdaLR": lambda o: {"lr_lambda": lambda step: 0.5**step},
+    "MultiplicativeLR": lambda o: {"lr_lambda": lambda step: 0.5},
+    "StepLR": lambda o: {"step_size": 2},
+    "MultiStepLR": lambda o: {"milestones": [1]},
+    "ExponentialLR": lambda o: {"gamma": 0.9},
+    "CosineAnnealingLR": lambda o: {"T_max": 3},
+    "CosineAnnealingWarmRestarts": lambda o: {"T_0": 2},
+    "CyclicLR": lambda o: {"base_lr": 0.1, "max_lr": 0.2},
+    "OneCycleLR": lambda o: {"max_lr": 0.1, "total_steps": 10},
+    "SequentialLR": lambda o: {
+        "schedulers": [torch.optim.lr_scheduler.ConstantLR(o) for _ in range(2)],
+        "milestones": [1],
+    },
+}
+REJECTED_SCHEDULERS = {"ReduceLROnPlateau", "LRScheduler"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
+def test_every_optimizer_of_torch_trains_or_is_one_error_at_the_start(name):
+    def build(parameters):
+        kind = TORCH_OPTIMIZERS[name]
+        return kind(parameters, {}) if name == "Optimizer" else kind(parameters, lr=0.1)
+
+    grpo = module(optimizer=build, max_iterations=2)
+    if name in REJECTED_OPTIMIZERS:
+        with raises_for("model.optimizer"):
+            train(grpo, batches("a", "b"))
+        assert grpo.iteration == 0
+        return
+    train(grpo, batches("a", "b"))
+    assert grpo.iteration == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TORCH_SCHEDULERS)
+def test_every_schedule_of_torch_trains_or_is_one_error_at_the_start(name):
+    def build(optimizer):
+        kind = TORCH_SCHEDULERS[name]
+        given = ARGUMENTS.get(name, lambda _: {})(optimizer)
+        if name == "ChainedScheduler":
+            return kind([torch.optim.lr_scheduler.ConstantLR(optimizer)])
+        return kind(optimizer, **given)
+
+    grpo = module(
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lr_scheduler=build,
+        max_iterations=2,
+    )
+    if name in REJECTED_SCHEDULERS:
+        with raises_for("model.lr_scheduler"):
+            train(grpo, batches("a", "b"))
+        assert grpo.iteration == 0
+        return
+    train(grpo, batches("a", "b"))
+    assert grpo.iteration == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"lr_scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=3)},
+            "OneCycleLR fails at optimizer step",
+        ),
+        (
+            {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 - n)},
+            "learning rate to -",
+        ),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True)}, "Nesterov"),
+        ({"optimizer": lambda p: {}["lr"]}, "Could not construct model.optimizer"),
+    ],
+)
+def test_an_optimizer_or_schedule_that_would_fail_later_is_rejected(settings, named):
+    given = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "max_iterations": 20} | settings
+    grpo = module(**given)
+    with raises_for(named):
+        train(grpo, batches("a", "b"))
+    assert grpo.iteration == 0
+
+
+def test_the_adafactor_of_transformers_needs_a_learning_rate():
+    from transformers.optimization import Adafactor
+
+    with raises_for("Adafactor", "optimizer.lr", "relative_step: false"):
+        train(module(optimizer=Adafactor), batches("a", "b"))
+    grpo = module(
+        optimizer=lambda p: Adafactor(p, lr=1e-3, relative_step=False, scale_parameter=False),
+        max_iterations=2,
+    )
+    train(grpo, batches("a", "b"))
+    assert grpo.iteration == 2
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan")])
+def test_a_gradient_limit_of_zero_is_rejected_with_the_way_to_turn_it_off(value):
+    with raises_for("update.max_grad_norm", "null"):
+        UpdateConfig(max_grad_norm=value)
+    with raises_for("max_grad_norm", "null"):
+        SFT(pretrained="x", max_grad_norm=value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr", "warns"),
+    [("bfloat16", 1e-6, True), ("bfloat16", 1e-2, False), ("float32", 1e-6, False)],
+)
+def test_a_learning_rate_that_low_precision_rounds_away_is_named(dtype, lr, warns, caplog):
+    weight = torch.nn.Parameter(torch.randn(64, 64).to(getattr(torch, dtype)))
+    _warn_of_lost_updates(torch.optim.AdamW([weight], lr=lr))
+    assert ("precision.dtype is bfloat16" in caplog.text) is warns

@@ -26,13 +26,17 @@ class ContextLength:
         positions: number of positions.
         hard: the model has an embedding per position and fails beyond; else it was only not
             trained on longer texts.
+        rope: type of rotary embedding that rotates earlier tokens differently in longer texts, so
+            that log-probabilities of sampling and training would differ; None for others.
 
     Example:
-        `ContextLength(1024, hard=True)` for GPT-2, `ContextLength(32768, hard=False)` for Qwen 2.
+        `ContextLength(1024, hard=True)` for GPT-2, `ContextLength(32768, hard=False)` for Qwen 2,
+        `ContextLength(4096, hard=True, rope="longrope")` for Phi-3.
     """
 
     positions: int
     hard: bool
+    rope: str | None = None
 
 
 def find_context_length(model: PreTrainedModel) -> ContextLength | None:
@@ -41,6 +45,8 @@ def find_context_length(model: PreTrainedModel) -> ContextLength | None:
     Args:
         model: of transformers.
     """
+    if switch := find_rope_switch(model.config):
+        return ContextLength(switch[1], hard=True, rope=switch[0])
     positions = read_max_positions(model.config)
     if positions is None or model.config.is_encoder_decoder:
         return None
@@ -50,6 +56,47 @@ def find_context_length(model: PreTrainedModel) -> ContextLength | None:
     ]
     hard = any(positions <= length <= positions + MAX_SPARE_ROWS for length in lengths)
     return ContextLength(positions, hard)
+
+
+def find_rope_switch(config: Any) -> tuple[str, int] | None:
+    """Return type and limit of a rotary embedding that depends on the length of the text.
+
+    Within the limit it depends on positions alone; beyond, on the longest row of a batch.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        >>> find_rope_switch(LlamaConfig(max_position_embeddings=512, rope_parameters=rope))
+        ('dynamic', 512)
+    """
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for parameters in [each for each in given.values() if isinstance(each, dict)] or [given]:
+        kind = str(parameters.get("rope_type", "default"))
+        if kind == "longrope":
+            default = getattr(config, "original_max_position_embeddings", None)
+            limit = parameters.get("original_max_position_embeddings") or default
+            found.append((kind, int(limit or config.max_position_embeddings)))
+        elif "dynamic" in kind:  # as transformers asks
+            found.append((kind, int(config.max_position_embeddings)))
+    return min(found, key=lambda each: each[1], default=None)
+
+
+def check_rope_length(policy: Policy, tokens: int) -> None:
+    """Raise if a rollout would reach the limit of `find_rope_switch`.
+
+    Args:
+        policy: with the model.
+        tokens: of the longest prompt and a completion.
+
+    Raises:
+        ValueError: the rotary embedding would change during the rollout.
+    """
+    context = find_context_length(policy.bare_model)
+    if context is not None and context.rope is not None:
+        subject = f"A prompt with its completion may have {tokens} tokens"
+        check_length(policy, tokens, 0, "max_prompt_length", subject)
 
 
 def read_max_positions(config: PretrainedConfig) -> int | None:
@@ -99,6 +146,12 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, subject
     model_type = policy.bare_model.config.model_type
     limit = "has" if context.hard else "was trained for"
     message = f"{subject}: {needed} positions, but {model_type} {limit} {available}."
+    if context.rope is not None:
+        message = (
+            f"{subject}: {needed} positions, but beyond {available} the rotary embedding of this "
+            f"{model_type} ({context.rope}) depends on the length of the text: tokens would be "
+            "sampled with other probabilities than they are trained with."
+        )
     remedies = []
     if available > completion:
         too_long = "long_examples" if key == "max_length" else "long_prompts"

@@ -9,6 +9,7 @@ from functools import cached_property
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import RowLimit, retry_with_fewer_rows
+from litgrpo.models.limits import check_rope_length, find_rope_switch
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
@@ -116,6 +117,9 @@ class Rollouter:
         """Build the engine's request for a rollout, with one random number per token."""
         group_size = self.group_size if group_size is None else group_size
         size = (group_size, self.max_completion_length)
+        if find_rope_switch(self.policy.bare_model.config) is not None:
+            longest = int(prompts.prompt_mask.sum(1).max()) + self.max_completion_length
+            check_rope_length(self.policy, longest)
         uniforms = draw_uniforms(*key[:3], prompts.index, *size, attempt=key.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         return RolloutRequest(

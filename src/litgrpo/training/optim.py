@@ -14,6 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from litgrpo.arguments import above, at_least, at_most, require
 
 
+def check_max_grad_norm(name: str, value: float | None) -> None:
+    """Reject a limit of 0 or less: it would remove every gradient."""
+    require(
+        value is None or value > 0,
+        f"{name} is {value}; it must be above 0. Set it to null to leave gradients as they are "
+        "(in TRL and transformers, 0 does that).",
+    )
+
+
 class DefaultAdamW(AdamW):
     """AdamW whose default learning rate depends on what is trained; logged at start-up.
 

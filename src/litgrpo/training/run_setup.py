@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Timer
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.distributed.fsdp.strategy import strategy_of
-from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.distributed.messages import log, rank, rank_zero_info
 from litgrpo.models.sharded_weights import PolicySharding
 from litgrpo.training.lightning_compat import count_training_batches
 from litgrpo.training.optim import DefaultAdamW, Warmup
@@ -22,6 +26,9 @@ DEFAULT_EPOCHS = 3  # transformers' and TRL's num_train_epochs
 LIGHTNINGS_DEFAULT_EPOCHS = 1000  # of a Trainer without max_epochs
 EMBEDDED = "builtin:"
 MUCH_HIGHER = 30  # times the default learning rate: worth a note
+MAX_TRIAL_STEPS = 10_000  # of a schedule
+SAMPLED_WEIGHTS = 10_000  # of a parameter
+MOSTLY_LOST = 0.5  # fraction of the weights that an update does not change
 
 
 @dataclass(frozen=True)
@@ -76,14 +83,18 @@ def build_optimizer(module: Any, default_rates: DefaultRates, steps_per_iteratio
     """
     iterations = resolve_run_length(module)
     parameters = [p for p in module.parameters() if p.requires_grad]
+    steps = None if iterations is None else iterations * steps_per_iteration
     optimizer = _construct("optimizer", module.optimizer, parameters)
     _set_and_log_learning_rate(optimizer, *default_rates.select(module))
     _check_eps(optimizer)
+    _warn_of_lost_updates(optimizer)
     if module.lr_scheduler is None:
+        try_steps(module.optimizer, None, optimizer, steps)
         return optimizer
     schedule = _construct("lr_scheduler", module.lr_scheduler, optimizer)
     if isinstance(schedule, Warmup):
-        schedule.set_total_steps(None if iterations is None else iterations * steps_per_iteration)
+        schedule.set_total_steps(steps)
+    try_steps(module.optimizer, module.lr_scheduler, optimizer, steps)
     return {
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -93,9 +104,74 @@ def build_optimizer(module: Any, default_rates: DefaultRates, steps_per_iteratio
 def _construct(option: str, constructor: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return constructor(argument)
-    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"Could not construct model.{option}: {reason}") from error
+    except Exception as error:  # the class may be of any package
+        raise ValueError(f"Could not construct model.{option}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def try_steps(
+    build: Callable[[Any], Any],
+    build_schedule: Callable[[Any], Any] | None,
+    optimizer: Optimizer,
+    steps: int | None,
+) -> None:
+    """Take a step with a small weight, and follow the schedule to the end of the run.
+
+    Some optimizers need a closure or sparse gradients, and some schedules a metric or fewer steps
+    than the run has. All of them fail in their first steps, after minutes of loading.
+
+    Args:
+        build: constructor of the optimizer.
+        build_schedule: constructor of the schedule, if there is one.
+        optimizer: the optimizer of the run.
+        steps: optimizer steps of the run, if known.
+
+    Raises:
+        ValueError: optimizer or schedule cannot be used.
+    """
+    first = next(p for group in optimizer.param_groups for p in group["params"])
+    if first.device.type in ("meta", "xla"):
+        return
+    weight = Parameter(torch.ones(2, 2, dtype=first.dtype, device=first.device))
+    weight.grad = torch.full_like(weight, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the run itself are shown
+        try:
+            trial = build([weight])
+        except Exception:  # a constructor that expects several groups of weights
+            return
+        if isinstance(trial, DefaultAdamW):
+            trial.set_default_lr(1.0)
+        name, schedule = type(optimizer).__name__, None
+        if build_schedule is not None:
+            schedule = _construct("lr_scheduler", build_schedule, trial)
+            if isinstance(schedule, Warmup):
+                schedule.set_total_steps(steps)
+        try:
+            trial.step()
+        except Exception as error:
+            raise ValueError(
+                f"model.optimizer {name} does not work with dense gradients and a plain `step()`: "
+                f"{_reason(error)}. Use another optimizer, such as torch.optim.AdamW."
+            ) from error
+        for number in range(min(steps or 1, MAX_TRIAL_STEPS) if schedule is not None else 0):
+            try:
+                schedule.step()  # type: ignore[union-attr]
+                rates = [float(group["lr"]) for group in trial.param_groups]
+            except Exception as error:
+                raise ValueError(
+                    f"model.lr_scheduler {type(schedule).__name__} fails at optimizer step "
+                    f"{number + 1} of {steps or 'the run'}: {_reason(error)}. Use a schedule that "
+                    "is stepped without a metric and is as long as the run, such as WarmupCosine."
+                ) from error
+            if not all(0 <= rate < math.inf for rate in rates):
+                raise ValueError(
+                    f"model.lr_scheduler {type(schedule).__name__} sets the learning rate to "
+                    f"{rates[0]} at optimizer step {number + 1}; it must be 0 or more."
+                )
 
 
 def _set_and_log_learning_rate(optimizer: Optimizer, default: float, trained: str) -> None:
@@ -106,7 +182,12 @@ def _set_and_log_learning_rate(optimizer: Optimizer, default: float, trained: st
             origin = f" (default for {trained})"
         optimizer.set_default_lr(default)
     group = optimizer.param_groups[0]
-    lr, decay = float(group["lr"]), group.get("weight_decay", 0)
+    if group.get("lr") is None:
+        raise ValueError(
+            f"model.optimizer {name} has no learning rate (lr is None): set optimizer.lr; for "
+            "transformers' Adafactor also relative_step: false."
+        )
+    lr, decay = float(group["lr"]), group.get("weight_decay", 0) or 0
     line = f"Optimizer: {name}, lr {lr:.3g}{origin}, weight decay {decay:g}"
     if "betas" in group and lr > MUCH_HIGHER * default:
         line += f". That lr is high: {default:.0e} is usual for {trained} (--model.optimizer.lr)"
@@ -116,13 +197,45 @@ def _set_and_log_learning_rate(optimizer: Optimizer, default: float, trained: st
 def _check_eps(optimizer: Optimizer) -> None:
     """Check that the optimizer's divisor does not become 0 in the dtype of its weights."""
     for group in optimizer.param_groups:
-        eps, weights = group.get("eps"), group["params"]
-        if eps and weights and torch.tensor(eps, dtype=weights[0].dtype) == 0:
+        given, weights = group.get("eps"), group["params"]
+        # Adafactor has two, of which torch's may be None.
+        for eps in given if isinstance(given, tuple | list) else [given]:
+            if not eps or not weights or torch.tensor(eps, dtype=weights[0].dtype) != 0:
+                continue
             raise ValueError(
                 f"The optimizer's eps is {eps}, which is 0 in {weights[0].dtype}: its first step "
                 "would not be finite. Set precision.dtype to float32 (with trainer.precision "
                 "16-mixed for speed) or bfloat16, or optimizer.eps to 1e-4."
             )
+
+
+def _warn_of_lost_updates(optimizer: Optimizer) -> None:
+    """Warn if Adam's steps are rounded away: weights of low precision would not change at all."""
+    lost = total = 0
+    for group in optimizer.param_groups:
+        if "betas" not in group:  # the size of other optimizers' steps depends on the gradients
+            continue
+        for weight in group["params"]:
+            if (
+                torch.finfo(weight.dtype).eps <= torch.finfo(torch.float32).eps
+                or not weight.numel()
+            ):
+                continue
+            local = weight.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            sizes = local.flatten()[:: max(1, local.numel() // SAMPLED_WEIGHTS)].abs().float()
+            # A number between 2^k and 2^(k+1) changes by steps of 2^k eps.
+            spacing = torch.finfo(weight.dtype).eps * torch.exp2(sizes.log2().floor())
+            lost += int((2 * float(group["lr"]) < spacing).sum()) * weight.numel()
+            total += len(sizes) * weight.numel()
+    if total and lost > MOSTLY_LOST * total and rank() == 0:
+        dtype = str(optimizer.param_groups[0]["params"][0].dtype).removeprefix("torch.")
+        lr = float(optimizer.param_groups[0]["lr"])
+        log.warning(
+            f"precision.dtype is {dtype}: steps of the learning rate, {lr:g}, are rounded away in "
+            f"{lost / total:.0%} of the weights, which will not change. Set precision.dtype to "
+            "float32 (precision.autocast_dtype bfloat16 keeps the speed), or raise optimizer.lr."
+        )
 
 
 def make_sharding(module: Any) -> PolicySharding | None:

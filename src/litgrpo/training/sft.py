@@ -31,7 +31,7 @@ from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tok
 from litgrpo.tensors import full_tensor, head_chunk, token_logprobs
 from litgrpo.training import hyper_parameters, kernel_choice
 from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_every_iteration
-from litgrpo.training.optim import DefaultAdamW
+from litgrpo.training.optim import DefaultAdamW, check_max_grad_norm
 from litgrpo.training.run_setup import (
     SFT_RATES,
     build_optimizer,
@@ -101,6 +101,7 @@ class SFT(LightningModule):
         self.scratch = scratch
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        check_max_grad_norm("max_grad_norm", max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.precision = precision
         self.lora = lora

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from litgrpo.arguments import at_least, one_of
+from litgrpo.training.optim import check_max_grad_norm
 
 # More tokens at once are not faster, unless the model is so small that calling it costs more than
 # its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
@@ -49,7 +50,7 @@ class UpdateConfig:
         for name in ("epochs_per_rollout", "num_mini_batches", "micro_batch_size"):
             at_least(f"update.{name}", getattr(self, name), 1)
         at_least("update.micro_batch_tokens", self.max_tokens, 1)
-        at_least("update.max_grad_norm", self.max_grad_norm, 0)
+        check_max_grad_norm("update.max_grad_norm", self.max_grad_norm)
         one_of("update.staleness", self.staleness, (0, 1))
 
     @cached_property

@@ -18,6 +18,8 @@ from litgrpo.tools.doctor.run import (
 
 SKIPPED_STEPS = 3  # critical
 NO_MOVEMENT, SLOW_MOVEMENT = 1e-6, 3e-5  # relative change of the weights: critical, warning
+STANDSTILL = 3e-8  # a twentieth of float32's at the lowest usual learning rate, 1e-6
+LOW_PRECISION = ("bfloat16", "float16")
 MOVEMENT_ITERATIONS = 30
 ROUNDING = 1e-3  # relative to a reward
 REWARD_DROP, DROP_SIGMAS = 0.4, 4.0  # fraction of what was reached; standard errors
@@ -70,6 +72,9 @@ def check_movement(run: RunLog) -> Finding | None:
     usual = float(np.median(change.finite.values))
     if len(change.finite) < MOVEMENT_ITERATIONS or usual > SLOW_MOVEMENT:
         return None
+    if usual <= STANDSTILL and run.config.get("model.precision.dtype") in LOW_PRECISION:
+        # Even if the accuracy happens to be higher than before.
+        return _describe_standstill(run, int(change.steps[0]))
     if accuracy_rose(run.metrics):
         return None
     # Steps as small as this do change the output of a pretrained model; then its entropy moves.
@@ -86,6 +91,20 @@ def check_movement(run: RunLog) -> Finding | None:
         evidence=describe_changes(run.metrics, "optim/update_rel", "reward/mean"),
         setting="model.optimizer.lr",
         value=_scale_lr(run.config, 100 if usual <= NO_MOVEMENT else 10),
+    )
+
+
+def _describe_standstill(run: RunLog, first_iteration: int) -> Finding:
+    """Return the finding for updates that low precision rounds away."""
+    dtype = run.config.get("model.precision.dtype")
+    return Finding(
+        rule="nothing_moves",
+        problem=f"The weights do not change: {dtype} rounds steps of this learning rate away.",
+        severity="critical",
+        first_iteration=first_iteration,
+        evidence=describe_changes(run.metrics, "optim/update_rel", "reward/mean"),
+        setting="model.precision.dtype",
+        value="float32",
     )
 
 
