@@ -159,7 +159,8 @@ def _operators(node: ast.AST, text: str, place: Callable[[Any], Place]) -> Itera
         case ast.BoolOp(op=op, values=[*_, left, right]):
             words = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
             yield _swap(text, place(left)[1], place(right)[0], *words)
-        case ast.UnaryOp(operand=operand):
+        # The last dimension, -1, often is 1.
+        case ast.UnaryOp(operand=operand) if not isinstance(operand, ast.Constant):
             yield place(node), _part(text, place(operand))
 
 
