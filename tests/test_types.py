@@ -214,6 +214,12 @@ def test_a_component_of_weight_zero_keeps_its_sign_in_the_cosine():
     assert float(stats["reward/cosine_a_b"]) == pytest.approx(1.0)
 
 
+def test_a_deviation_of_one_or_of_infinite_values_is_zero():
+    nan, inf = torch.nan, torch.inf
+    stats = table([[0.0, 1.0]], one=[[nan, 3.0]], infinite=[[inf, 1.0]]).stats()
+    assert float(stats["reward/one_std"]) == float(stats["reward/infinite_std"]) == 0.0
+
+
 def test_a_single_component_is_not_compared():
     assert {f"reward/{name}" for name in RewardTable.stat_names(["a"])} == set(
         table([[0.0, 1.0]], a=[[0.0, 1.0]]).stats()
