@@ -146,6 +146,7 @@ class Scores:
         error: the first exception, if the function raised any.
         metrics: {name: the numbers that the function logged}.
         extras: {column: {row: what the function logged for it}}.
+        state: state of the function's object after the call; None if it has none.
     """
 
     values: list[float]
@@ -154,6 +155,7 @@ class Scores:
     error: Exception | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
+    state: Any = None
 
     def put(self, rows: Sequence[int], other: Scores) -> None:
         """Enter the scores of some rows, in the order of `rows`."""
@@ -373,6 +375,26 @@ async def _score(call: Call, limit_s: float) -> Scores:
     return scores
 
 
+def find_state_owner(function: Any) -> Any:
+    """Return the object with `state_dict` and `load_state_dict` that a reward calls, or None.
+
+    A model has weights under these names, which are not the state of a run.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    methods = (getattr(owner, name, None) for name in ("state_dict", "load_state_dict"))
+    is_model = hasattr(owner, "parameters") or is_marked(function, "in_process")
+    return owner if all(map(callable, methods)) and not is_model else None
+
+
+def attach_state(scores: Scores, function: Any) -> None:
+    """Add the state of the function's object to the scores of a call that worked."""
+    owner = find_state_owner(function)
+    if owner is not None and scores.error is None:
+        scores.state = owner.state_dict()
+
+
 Answer = tuple[int, Scores, float]  # number of the question, scores, seconds that it took
 
 
@@ -384,12 +406,14 @@ class Question(NamedTuple):
         arguments: {parameter: value}.
         num_rows: how many.
         notes: which methods of `Notes` the function names.
+        state: state that the function's object has before the call; None leaves it.
     """
 
     name: str
     arguments: dict[str, Any]
     num_rows: int
     notes: tuple[str, ...] = ()
+    state: Any = None
 
 
 class Message(NamedTuple):
@@ -416,6 +440,7 @@ def handle_message(loaded: dict[str, Any], message: Message, send: Send) -> Answ
     function, given = _load_call(loaded, question)
     # Ctrl-C does not reach a worker, so every exception comes from the function.
     scores = call_function(function, given, question.num_rows, question.notes, (BaseException,))
+    attach_state(scores, function)
     return _pack_answer(0, scores, started)
 
 
@@ -427,6 +452,7 @@ async def _handle_coroutines(loaded: dict[str, Any], message: Message, send: Sen
         function, given = _load_call(loaded, question)
         rows, notes = question.num_rows, question.notes
         scores = await await_function(function, given, rows, notes, message.limit_s)
+        attach_state(scores, function)
         send(_pack_answer(number, scores, started))
 
     await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
@@ -434,6 +460,9 @@ async def _handle_coroutines(loaded: dict[str, Any], message: Message, send: Sen
 
 def _load_call(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[str, Any]]:
     function, settings = loaded[question.name]
+    owner = find_state_owner(function)
+    if owner is not None and question.state is not None:
+        owner.load_state_dict(question.state)
     return function, question.arguments | copy_settings(settings)
 
 

@@ -24,6 +24,7 @@ from litgrpo.rewards.calls import (
     Question,
     Scores,
     UnusableReward,
+    find_state_owner,
     is_marked,
     make_failed_scores,
 )
@@ -35,7 +36,10 @@ OWN_PACKAGE = "litgrpo.rewards."
 MAX_WORKERS = 4
 HANDLER = "litgrpo.rewards.calls:handle_message"
 STORES = ("STORE_DEREF", "STORE_GLOBAL")
-CONTAINERS = (list, dict, set, bytearray)
+CONTAINERS = (list, dict, set, bytearray, deque)
+# Methods that change a container.
+MUTATORS = {"append", "extend", "insert", "pop", "popleft", "appendleft", "remove", "clear"}
+MUTATORS |= {"add", "discard", "update", "setdefault"}
 
 
 class ProcessRunner(RewardRunner):
@@ -184,7 +188,7 @@ def find_state(function: Any) -> list[str]:
     while isinstance(function, partial):
         function = function.func
     if not inspect.isfunction(function):
-        return []
+        return [] if find_state_owner(function) is not None else _find_changed_attributes(function)
     code, closure = function.__code__, function.__closure__ or ()
     stored = {i.argval for i in dis.get_instructions(code) if i.opname in STORES}
     found = [name for name in (*code.co_freevars, *code.co_names) if name in stored]
@@ -196,6 +200,20 @@ def find_state(function: Any) -> list[str]:
     if function.__module__ == "__main__":
         seen |= {n: v for n, v in function.__globals__.items() if n in code.co_names}
     return found + [name for name, value in seen.items() if isinstance(value, CONTAINERS)]
+
+
+def _find_changed_attributes(owner: Any) -> list[str]:
+    """Names of attributes that a callable object sets, or changes as containers, when called."""
+    code = getattr(getattr(owner, "__func__", type(owner).__call__), "__code__", None)
+    if code is None:
+        return []
+    instructions = list(dis.get_instructions(code))
+    changed = [each.argval for each in instructions if each.opname == "STORE_ATTR"]
+    mutates = any(each.opname == "STORE_SUBSCR" for each in instructions)
+    if mutates or MUTATORS.intersection(code.co_names):
+        attributes = getattr(getattr(owner, "__self__", owner), "__dict__", {}).items()
+        changed += [n for n, v in attributes if n in code.co_names and isinstance(v, CONTAINERS)]
+    return changed
 
 
 def stays_in_process(call: Call) -> bool:
@@ -347,7 +365,9 @@ class Batch:
 
     def _question(self, n: int, rows: list[int]) -> Question:
         call = self.calls[n]
-        return Question(call.name, call.select(rows) | call.context, len(rows), call.notes)
+        # Any worker may answer, so the state goes with the question and comes back.
+        state = self.runner.states.get(call.name)
+        return Question(call.name, call.select(rows) | call.context, len(rows), call.notes, state)
 
     def _fail_broken(self, task: Task) -> None:
         """Fail the rows of functions that broke the process which loaded them."""
@@ -363,6 +383,8 @@ class Batch:
         """Enter the scores of a question, or ask for each row what failed for several."""
         n, rows = task.unanswered.pop(number)
         call, result = self.calls[n], self.results[n]
+        if scores.state is not None:
+            self.runner.states[call.name] = scores.state
         self.runner.warn_if_slow(call, seconds, rows)
         if task.attempt is Attempt.ROW:
             self.remaining_s[n] -= seconds

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import one_of
-from litgrpo.rewards.calls import DOUBLE_EPS, Call, Notes, Scores, UnusableReward, find_check
+from litgrpo.rewards.calls import (
+    DOUBLE_EPS,
+    Call,
+    Notes,
+    Scores,
+    UnusableReward,
+    find_check,
+    find_state_owner,
+)
 from litgrpo.rewards.process_runner import ProcessRunner
 from litgrpo.rewards.reward import (
     Normalize,
@@ -427,16 +435,33 @@ class Scorer:
             raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")
         return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
 
-    def state_dict(self) -> dict[str, dict[str, int]]:
-        """Return {component: requests and tokens spent} of judges with a budget."""
-        return {
+    def state_dict(self) -> dict[str, Any]:
+        """Return {component: state} of judges with a budget and of objects that have a state.
+
+        An object that runs in worker processes returns its state with each call.
+        """
+        known = self.runner.states
+        own = {
+            name: known[name] if name in known else owner.state_dict()
+            for name, owner in self._state_owners().items()
+        }
+        return own | {
             name: judge.state_dict() for name, judge in judges_with_budget(self.functions).items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Resume with the budgets of a checkpoint."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume with the states of a checkpoint."""
+        for name, owner in self._state_owners().items():
+            if name in state:
+                owner.load_state_dict(state[name])
+                self.runner.states[name] = state[name]
         for name, judge in judges_with_budget(self.functions).items():
             judge.load_state_dict(state.get(name, {}))
+
+    def _state_owners(self) -> dict[str, Any]:
+        """{component: object with `state_dict` and `load_state_dict`}, without judges."""
+        owners = {name: find_state_owner(each) for name, each in self.functions.items()}
+        return {name: owner for name, owner in owners.items() if owner is not None}
 
 
 class PendingRewards:

@@ -409,7 +409,9 @@ class GRPO(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trained weights, and its schedule in optimizer steps."""
-        return build_optimizer(self, GRPO_RATES, self.update.num_steps)
+        batch_size = getattr(self.trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
+        num_prompts = None if batch_size is None else batch_size // self.trainer.world_size
+        return build_optimizer(self, GRPO_RATES, self.update.count_steps(num_prompts))
 
     # --- training ---
 

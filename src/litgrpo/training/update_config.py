@@ -75,3 +75,17 @@ class UpdateConfig:
     def num_steps(self) -> int:
         """Optimizer steps of one iteration."""
         return self.epochs_per_rollout * self.num_mini_batches
+
+    def count_steps(self, num_prompts: int | None) -> int:
+        """Return the optimizer steps of one iteration; a mini-batch has at least one prompt.
+
+        Args:
+            num_prompts: prompts of a rank and iteration; None if unknown.
+
+        Example:
+            >>> UpdateConfig(epochs_per_rollout=2, num_mini_batches=4).count_steps(num_prompts=3)
+            6
+        """
+        if num_prompts is None:
+            return self.num_steps
+        return self.epochs_per_rollout * min(self.num_mini_batches, num_prompts)
