@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from litgrpo.arguments import require
 from litgrpo.workers.failures import WorkerError, cause_of, to_picklable
@@ -22,6 +22,7 @@ from litgrpo.workers.worker import Send
 MARKS = ("whole_batch", "pure", "isolated", "in_process")
 
 Function = Callable[..., Any]
+Checked = TypeVar("Checked", bound=Function)
 
 
 def whole_batch(function: Function) -> Function:
@@ -52,14 +53,14 @@ def is_marked(function: Any, mark: str) -> bool:
     return bool(getattr(_innermost(function), mark, False))
 
 
-def add_check(check: Function) -> Callable[[Function], Function]:
+def add_check(check: Function) -> Callable[[Checked], Checked]:
     """Attach a check of the data, which runs before training.
 
     The check gets the columns and kwargs that its signature names, as the function would, and
     raises `UnusableReward`.
     """
 
-    def attach(function: Function) -> Function:
+    def attach(function: Checked) -> Checked:
         function.check = check  # type: ignore[attr-defined]
         return function
 

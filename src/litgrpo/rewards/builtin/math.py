@@ -116,8 +116,8 @@ def list_references(references: References) -> list[Reference]:
         >>> list_references("7"), list_references(["7", "seven"]), list_references(None)
         (['7'], ['7', 'seven'], [])
     """
-    several = isinstance(references, Sequence) and not isinstance(references, str | bytes)
-    references = references if several else [references]  # type: ignore[list-item, assignment]
+    if isinstance(references, str | bytes) or not isinstance(references, Sequence):
+        references = [] if references is None else [references]
     return [one for one in references if one is not None and not _is_nan(one)]
 
 
