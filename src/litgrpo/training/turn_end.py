@@ -73,4 +73,4 @@ def find_turn_end(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBas
     places = [(tail.find(each), -len(each), each) for each in special_token_texts(tokenizer)]
     found = min((place for place in places if place[0] >= 0), default=None)
     token_id: Any = None if found is None else tokenizer.convert_tokens_to_ids(found[2])
-    return token_id  # type: ignore[no-any-return]
+    return None if token_id is None else int(token_id)
