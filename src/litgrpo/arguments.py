@@ -77,6 +77,21 @@ def check_imports(check: Callable[[str], object]) -> Iterator[None]:
         _import_check.reset(token)
 
 
+def find_page(page: str) -> str:
+    """Return where a page of the documentation is: in the current folder, or in the package.
+
+    Args:
+        page: path in the repository, possibly with a section.
+
+    Example:
+        >>> find_page("docs/doctor.md#loops").endswith("docs/doctor.md#loops")
+        True
+    """
+    if os.path.isfile(page.partition("#")[0]):
+        return page
+    return os.path.join(os.path.dirname(__file__), page)
+
+
 def import_by_path(path: str) -> Any:
     """Import the object of a path such as `package.module.name`.
 

@@ -798,7 +798,7 @@ def test_an_advantage_of_zero_has_no_gradient(surrogate):
 
 
 def test_bad_settings_are_refused_and_a_small_cap_is_warned_about():
-    with raises_for("clip_low -0.2"):
+    with raises_for("clip_low is -0.2"):
         Clipped(clip_low=-0.2)
     with raises_for("tau_positive 0"):
         SAPO(tau_positive=0)

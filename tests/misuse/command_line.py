@@ -56,7 +56,6 @@ PROBES = [
     recipe("a bracket left open", "model: [1, 2\ndata: {}\n", "line 2"),
     recipe("a colon in a text", "data: {chat: {}}\nrun_dir: a: b\n", "line 2", "quote"),
     recipe("a template without quotes", TEMPLATE_RECIPE, "line 2", "quote a text with braces"),
-    recipe("an impossible date", "run_dir: 2026-13-45\n", "not valid YAML"),
     recipe("a YAML bomb", BOMB, "more than 100,000 values", quick=True),
     recipe("10,000 brackets", "a: " + "[" * 10_000, "more than 64 nested", quick=True),
     recipe("10,000 braces", "a: " + "{a: " * 10_000, "more than 64 nested"),
@@ -90,6 +89,62 @@ PROBES = [
     said_by_terminal("- {{ prompt }}"),
     said_by_terminal("5"),
     said_by_terminal("{{ prompt", "template", code=2),
+    Probe(
+        "clip_low 5",
+        f"{QUICK} --model.objective.surrogate Clipped --model.objective.surrogate.clip_low 5",
+        ("clip_low is 5",),
+    ),
+    Probe("kl_coef nan", f"{QUICK} --model.objective.kl_coef .nan", ("kl_coef is nan",)),
+    Probe(
+        "50 mini-batches of 2 groups",
+        f"{QUICK} --model.update.num_mini_batches 50",
+        ("num_mini_batches is 50", "2 groups"),
+        quick=True,
+    ),
+    Probe(
+        "completions of 100,000,000 tokens",
+        QUICK.replace("_length 8", "_length 100000000"),
+        ("model.max_completion_length",),
+        quick=True,
+    ),
+    Probe(
+        "100,000,000 completions per prompt",
+        QUICK.replace("group_size 2", "group_size 1000000000"),
+        ("model.group_size", "GiB"),
+    ),
+    *(
+        Probe(
+            f"accelerator {name}",
+            QUICK.replace("accelerator cpu", f"accelerator {name}"),
+            (f"trainer.accelerator is '{name}'",),
+        )
+        for name in ("gpu", "cuda", "mps", "gpuu")
+    ),
+    Probe(
+        "a fast_dev_run",
+        f"{QUICK} --trainer.fast_dev_run true",
+        ("no files were written",),
+        code=0,
+        never=("results are in", "Traceback"),
+    ),
+    Probe(
+        "a class in place of a reward",
+        f"{QUICK} --model.rewards.correct.function fractions.Fraction",
+        ("class fractions.Fraction", "class_path"),
+    ),
+    Probe(
+        "an option of fit for compare",
+        "compare quickstart --data.batch_size 0 --seeds [0,1] --algorithms [plain,dr_grpo]",
+        ("batch_size",),
+    ),
+    Probe(
+        "a warning of a run",
+        "predict --model.pretrained builtin:tiny-gemma2 --data.prompts 'What is 3+4?'"
+        " --trainer.accelerator cpu",
+        ("warning: The longest row",),
+        code=0,
+        never=("UserWarning", "Traceback"),
+    ),
     Probe(
         "one prompt without a list",
         "predict -c {recipe} --data.prompts 'What is 3+4?'"

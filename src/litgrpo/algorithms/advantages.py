@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm
 from litgrpo.types import RewardTable
 
@@ -115,6 +116,7 @@ class Advantages(ABC):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Normalized(Advantages):
     """Reward minus a baseline, divided by a scale: (r - baseline) / scale.
 
@@ -180,6 +182,7 @@ def _divide(centered: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 @dataclass(frozen=True)
+@check_field_types
 class GDPO(Advantages):
     """GDPO: each reward function normalized in its group, weighted, summed, scaled by the batch.
 
@@ -204,6 +207,7 @@ class GDPO(Advantages):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class GFPO(Advantages):
     """GFPO: only the best completions of each group, and ties, keep their advantage.
 

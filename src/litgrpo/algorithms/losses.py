@@ -20,6 +20,7 @@ from torch import Tensor
 
 from litgrpo.algorithms.advantages import Advantages, Normalized
 from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
+from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.tensors import row_mean, safe_exp
 from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
@@ -90,6 +91,7 @@ class Surrogate(ABC):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Clipped(Surrogate):
     """GRPO, DAPO, GSPO: -min(min(w, max_ratio) A, clip(w, 1 - clip_low, 1 + clip_high) A).
 
@@ -114,8 +116,12 @@ class Clipped(Surrogate):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if min(self.clip_low, self.clip_high) < 0:
-            raise ValueError(f"clip_low {self.clip_low}, clip_high {self.clip_high}: must be >= 0")
+        if not 0 <= self.clip_low <= 1:  # a ratio is at least 0
+            raise ValueError(f"clip_low is {self.clip_low}; it must be from 0 to 1 (never clips)")
+        if not self.clip_high >= 0:
+            raise ValueError(f"clip_high is {self.clip_high}; it must be at least 0")
+        if self.max_ratio is not None and self.max_ratio <= 0:
+            raise ValueError(f"max_ratio is {self.max_ratio}; it must be above 0")
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] clipped loss."""
@@ -137,6 +143,7 @@ class Clipped(Surrogate):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class CISPO(Surrogate):
     """CISPO: -sg[min(w, max_ratio)] A l; every token keeps its gradient. Source: arXiv:2506.13585.
 
@@ -166,6 +173,7 @@ class CISPO(Surrogate):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class SAPO(Surrogate):
     """SAPO: -4 / tau sigmoid(tau (w - 1)) A, a soft gate for the clip. Source: arXiv:2511.20347.
 
@@ -192,6 +200,7 @@ class SAPO(Surrogate):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class VESPO(Surrogate):
     """VESPO: -phi A l, phi = sg[exp(lam + k log W - lam W)], W the ratio of the whole completion.
 
@@ -219,6 +228,7 @@ class VESPO(Surrogate):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class GMPO(Surrogate):
     """GMPO: -A exp(mean of clipped s), a geometric mean of token ratios. Source: arXiv:2507.20673.
 
@@ -244,6 +254,7 @@ class GMPO(Surrogate):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class PolicyGradient(Surrogate):
     """REINFORCE, RLOO: -A l, for one optimizer step per rollout. Source: Williams 1992."""
 
@@ -280,6 +291,7 @@ class LossAggregation(ABC):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class TokenMean(LossAggregation):
     """DAPO (`token_mean`): every token counts the same, m / tokens of the step.
 
@@ -294,6 +306,7 @@ class TokenMean(LossAggregation):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class SequenceMean(LossAggregation):
     """GRPO's paper (`sequence_mean`): every completion counts the same, m / length / K.
 
@@ -308,6 +321,7 @@ class SequenceMean(LossAggregation):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ConstantLength(LossAggregation):
     """Dr. GRPO (`constant_length`): m / (K * max_completion_length).
 
@@ -322,6 +336,7 @@ class ConstantLength(LossAggregation):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class SequenceSum(LossAggregation):
     """LUSPO, RLOO, REINFORCE (`sequence_sum`): the sum over a completion's tokens, m / K.
 
@@ -336,6 +351,7 @@ class SequenceSum(LossAggregation):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class MicroBatchTokenMean(LossAggregation):
     """BNPO (`micro_batch_token_mean`), discouraged: the mean over each micro-batch's tokens.
 
@@ -411,6 +427,7 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": ab
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ImportanceCorrection:
     """Weights p_trainer / p_sampler for a sampler whose probabilities differ from the trainer's.
 
@@ -493,6 +510,7 @@ class EntropyTotals:
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Objective:
     """The training objective. The default is GRPO with a token mean and without a KL penalty.
 
@@ -552,8 +570,10 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.kl_coef < 0:
+        if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"kl_coef is {self.kl_coef}; it must be >= 0")
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef is {self.entropy_coef}; it must be finite")
         for name in ("gamma", "top_entropy_quantile"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")

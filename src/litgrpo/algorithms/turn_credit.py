@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import Advantages, Groups, Normalized
+from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm
 from litgrpo.types import RewardTable, Rollout
 
@@ -231,6 +232,7 @@ def _normalize(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Ten
 
 
 @dataclass(frozen=True)
+@check_field_types
 class GiGPO(TurnAdvantages):
     """GiGPO: advantage of the episode plus that of the turn among turns in the same state.
 
@@ -268,6 +270,7 @@ class GiGPO(TurnAdvantages):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class MTGRPO(TurnAdvantages):
     """MT-GRPO: advantage of the outcome for all turns, plus those of the rewards from a turn on.
 
@@ -299,6 +302,7 @@ class MTGRPO(TurnAdvantages):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class GTPO(TurnAdvantages):
     """GTPO: discounted return of each turn, normalized over all turns of the group.
 
@@ -324,6 +328,7 @@ class GTPO(TurnAdvantages):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ReBN(TurnAdvantages):
     """REINFORCE with return batch normalization: returns normalized over all turns of the batch.
 
@@ -356,6 +361,7 @@ class ReBN(TurnAdvantages):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class SimpleTIR(TurnAdvantages):
     """SimpleTIR: episodes with a void turn get zero advantage; they stay in the baseline.
 

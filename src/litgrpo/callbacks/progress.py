@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from tqdm import tqdm
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.formatting import (
     format_number,
     format_report,
@@ -63,6 +64,7 @@ class Progress(ProgressBar):
         `Trainer(callbacks=[Progress(every_s=60)])`
     """
 
+    @check_argument_types()
     def __init__(self, every_s: float = 30.0) -> None:
         super().__init__()
         self.every_s = every_s

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.completions import episode_row, format_episode
 from litgrpo.callbacks.evaluation_files import checkpoint_name
 from litgrpo.callbacks.files import write_if_possible
@@ -66,6 +67,7 @@ class Summary(Callback):
         `Trainer(callbacks=[Summary(num_samples=5)], num_sanity_val_steps=-1)`
     """
 
+    @check_argument_types()
     def __init__(self, num_samples: int = 3) -> None:
         self.num_samples = num_samples
         self.before: Evaluation | None = None
@@ -174,7 +176,8 @@ class Summary(Callback):
         self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())
-        print_safely(pl_module, "\n" + visible(self.page(folder, pl_module.iteration)))
+        saved = folder if writes_files(trainer) else None
+        print_safely(pl_module, "\n" + visible(self.page(saved, pl_module.iteration)))
 
     def _complete(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Add metrics of the last evaluation that need the initial policy, which is loaded."""
@@ -230,8 +233,13 @@ class Summary(Callback):
             "samples": {"before": _samples(self.before), "after": _samples(self.after)},
         }
 
-    def page(self, folder: Path, iterations: int) -> str:
-        """Text that the terminal shows at the end of a run."""
+    def page(self, folder: Path | None, iterations: int) -> str:
+        """Text that the terminal shows at the end of a run.
+
+        Args:
+            folder: the run folder; None if no files were written.
+            iterations: of the run.
+        """
         parts = [f"{plural(iterations, 'iteration')}, {self.trained_s:.0f} s of training"]
         if self.after is not None:
             evaluations = {"before": self.before, "after": self.after}
@@ -240,7 +248,10 @@ class Summary(Callback):
             parts.append(note_on_changed_data(self.before, self.after))
             parts.append(format_samples(_samples(self.before), _samples(self.after)))
         samples_text = bool((self.after or {}).get("reward_names"))
-        parts.append(next_commands(folder, can_predict=samples_text))
+        if folder is None:
+            parts.append("no files were written (trainer.fast_dev_run)")
+        else:
+            parts.append(next_commands(folder, can_predict=samples_text))
         return "\n\n".join(part for part in parts if part)
 
     def _training_time_s(self) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -189,6 +190,30 @@ def check_trainer(module: Any) -> None:
     names = "strategy accumulate_grad_batches gradient_clip_val gradient_clip_algorithm "
     names += "overfit_batches barebones callbacks"
     check_trainer_options({name: getattr(trainer, name) for name in names.split()}, module)
+
+
+def check_accelerator(name: Any) -> None:
+    """Reject an accelerator that this machine lacks.
+
+    Raises:
+        ValueError: with the accelerators that it has.
+    """
+    known = AcceleratorRegistry.available_accelerators()
+    if not isinstance(name, str) or name == "auto":
+        return
+    # Lightning takes `gpu` for the first kind of GPU that it finds.
+    kinds = ("cuda", "mps") if name == "gpu" else (name,)
+    require(
+        name == "gpu" or name in known,
+        f"trainer.accelerator is {name!r}{did_you_mean(name, ['gpu', *known])}: expected auto, "
+        f"gpu, {', '.join(known)}",
+    )
+    usable = [each for each in known if AcceleratorRegistry[each]["accelerator"].is_available()]
+    require(
+        bool({*kinds} & {*usable}),
+        f"trainer.accelerator is {name!r}, but this machine has no such device, or torch was "
+        f"installed without support for it. Set auto, or one of: {', '.join(usable)}.",
+    )
 
 
 def check_strategy(strategy: Any) -> None:

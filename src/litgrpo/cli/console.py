@@ -64,6 +64,17 @@ def keep_quiet() -> None:
             logging.getLogger(f"lightning.{name}.utilities.{module}").addFilter(is_informative)
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message)
+    warnings.formatwarning = format_warning
+
+
+def format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    r"""Return a warning as one line, without the file that issued it.
+
+    Example:
+        >>> format_warning(UserWarning("all rewards are 0"), UserWarning, "a.py", 5)
+        'warning: all rewards are 0\n'
+    """
+    return f"warning: {one_line(str(message))}\n"
 
 
 def is_informative(record: logging.LogRecord) -> bool:

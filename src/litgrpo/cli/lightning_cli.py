@@ -39,7 +39,11 @@ from litgrpo.callbacks.run_folder import (
     lock_run_folder,
     resolve_checkpoint,
 )
-from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
+from litgrpo.callbacks.trainer_options import (
+    check_accelerator,
+    check_trainer_options,
+    cluster_plugins,
+)
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.files import NEEDED_TO_RESUME
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
@@ -272,6 +276,7 @@ class LitGRPOCLI(RecipeCLI):
         """Build the trainer with loggers and callbacks, unless the recipe turns them off."""
         options = {**self.config_init["trainer"], **kwargs}
         check_trainer_options(options, self.model)
+        check_accelerator(options["accelerator"])
         given = options["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         ours = [self.config_init[name] for name in CALLBACKS]

@@ -133,7 +133,7 @@ def compare(words: Sequence[str]) -> None:
     """Compare algorithms."""
     from litgrpo.tools.compare import compare as run
 
-    call("compare", run, words)
+    call("compare", run, collect_fit_options(words))
 
 
 def doctor(words: Sequence[str]) -> None:
@@ -155,6 +155,29 @@ def report(words: Sequence[str]) -> None:
     from litgrpo.tools.report.command import report as run
 
     call("report", run, runs_as_list(words))
+
+
+def collect_fit_options(words: Sequence[str]) -> list[str]:
+    """Return the words of `compare` with all dotted options, which are those of `fit`, as one list.
+
+    Example:
+        >>> collect_fit_options(["quickstart", "--data.val.limit", "50", "--jobs", "2"])
+        ['quickstart', '--jobs', '2', '--fit_options=["--data.val.limit", "50"]']
+    """
+    own: list[str] = []
+    given: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or "." not in word.partition("=")[0]:
+            own.append(word)
+            continue
+        given.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            given.append(rest.pop(0))
+    if given and any(word.startswith(("--fit_options", "--fit-options")) for word in own):
+        raise ValueError(f"give {given[0]} either within --fit_options or beside it, not both ways")
+    return [*own, f"--fit_options={json.dumps(given)}"] if given else own
 
 
 def call(command: str, function: Callable[..., Any], words: Sequence[str]) -> None:

@@ -91,9 +91,10 @@ def read_recipe(word: str) -> dict[str, Any]:
         raise ValueError(f"{word} cannot be read: {error.strerror}") from error
     try:
         check_limits(text)
-        repeated = list(find_repeated_keys(yaml.compose(text)))
+        tree = yaml.compose(text)
+        repeated = list(find_repeated_keys(tree))
         # Unlike yaml.safe_load, the parser's own loader reads 1e-6 as a number.
-        content = get_loader("yaml")(text)
+        content = None if tree is None else get_loader("yaml")(text)
     # A date such as 2026-13-01 or a number of 5,000 digits raises a ValueError, and a list as a
     # key of a mapping a TypeError.
     except (yaml.YAMLError, ValueError, TypeError) as error:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning import LightningDataModule, Trainer
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.in_memory import settle_source
 from litgrpo.data.loader import (
@@ -318,6 +319,7 @@ class PromptData(SourceData[PromptBatch]):
         '7'
     """
 
+    @check_argument_types("train", "val", "test", "predict")
     def __init__(  # noqa: PLR0913 (each is an option of a recipe)
         self,
         train: SourceLike | None = None,
@@ -532,6 +534,7 @@ class PairData(SourceData[PairBatch]):
         True
     """
 
+    @check_argument_types("train", "val", "test")
     def __init__(  # noqa: PLR0913 (each is an option of a recipe)
         self,
         train: SourceLike,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import jinja2
 import jinja2.meta
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.messages import (
     Messages,
@@ -44,6 +45,7 @@ LongRows = Literal["drop", "truncate", "error"]
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Chat:
     """Render prompts with the tokenizer's chat template, as a user message.
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import (
     above,
     at_least,
@@ -51,6 +52,7 @@ INSTALL = "needs `pip install reasoning-gym` (or `pip install litgrpo[reasoning_
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Source:
     """A source of rows. A plain string in YAML is its `path`.
 
@@ -100,6 +102,7 @@ class GeneratedSource(ABC):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class EpisodePrompts(GeneratedSource):
     """Rows for a game that needs no data: the same prompt `size` times, each with a number.
 
@@ -147,6 +150,7 @@ class EpisodePrompts(GeneratedSource):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ReasoningGym(GeneratedSource):
     """Problems of reasoning-gym, generated on reading: the same ones for the same arguments.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import one_of, require
 from litgrpo.environments.base import Message
 from litgrpo.environments.tool import Tool, ToolResult
@@ -83,6 +84,7 @@ class CallFormat(ABC):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class HermesFormat(CallFormat):
     """JSON in tags: `<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 4}}</tool_call>`.
 
@@ -114,6 +116,7 @@ class HermesFormat(CallFormat):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class TagFormat(CallFormat):
     """Short tags: `<call>multiply(347, 82)</call>` returns `<res>28454</res>`, inline.
 
@@ -172,6 +175,7 @@ class TagFormat(CallFormat):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class PythonFormat(CallFormat):
     """Python literals: the turn is `[multiply(a=3, b=4), today()]`, or holds it in a fenced block.
 

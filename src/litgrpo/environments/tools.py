@@ -10,6 +10,7 @@ from functools import partial
 from math import isnan
 from typing import Any, Literal
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.episode import shorten
@@ -57,6 +58,7 @@ class EpisodeTools:
 
 
 @dataclass(eq=False)
+@check_field_types
 class Tools:
     """Runs the model's tool calls and returns the results; a turn without a call ends the episode.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.evaluation.metrics import (
@@ -36,6 +37,7 @@ InitialLogprobs = Callable[[Rollout], Tensor]
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Evaluation:
     """Settings of the evaluation on held-out prompts.
 

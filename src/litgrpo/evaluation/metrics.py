@@ -17,6 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.evaluation.intervals import (
     bootstrap_ratio,
     mean_interval,
@@ -403,6 +404,7 @@ class DialogueScores(CorpusMetrics):
         'replies'
     """
 
+    @check_argument_types()
     def __init__(
         self, answers: str = "answers", strip: str = "R:", confidence: float = 0.95
     ) -> None:

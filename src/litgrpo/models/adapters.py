@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.device import to_host
 from litgrpo.distributed.messages import rank, rank_zero_info
 from litgrpo.tensors import full_tensor
@@ -29,6 +30,7 @@ CONFIG_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
+@check_field_types
 class LoRA:
     """Train low-rank adapters; weights are frozen, and the reference is the model without adapter.
 

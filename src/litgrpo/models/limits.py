@@ -15,6 +15,8 @@ from litgrpo.models.policy import Policy
 # Names of the number of positions in configs, and of position embeddings in models.
 NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length")
 POSITION_EMBEDDING = re.compile(r"wpe|position|pos_e")
+# Beyond this multiple of the positions that a model was trained for, the length is a mistake.
+MAX_EXTRAPOLATION = 8
 MAX_SPARE_ROWS = 8  # position embeddings begin with a few rows for padding: 2 in OPT
 
 
@@ -135,7 +137,8 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, subject
         subject: names the row and its length; begins the message.
 
     Raises:
-        ValueError: the model has no position embeddings for the last tokens.
+        ValueError: the model has no position embeddings for the last tokens, or was trained for
+            texts that are many times shorter.
     """
     context = find_context_length(policy.bare_model)
     if context is None or tokens + completion <= context.positions:
@@ -162,7 +165,7 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, subject
     if completion:
         remedies.append(f"lower model.max_completion_length by {needed - available}")
     remedy = f"Remedy: {' or '.join(remedies)}."
-    if context.hard:
+    if context.hard or needed > MAX_EXTRAPOLATION * available:
         raise ValueError(f"{message} {remedy}")
     rank_zero_warn(f"{message} Text beyond that is usually noise. {remedy}")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.models.adapters import (
     LoRA,
     Quantization,
@@ -44,12 +45,16 @@ from litgrpo.temporary import TemporaryFolder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    # What `GRPO` and `SFT` take as `pretrained` in Python.
+    Pretrained = str | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
 ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN = "builtin:"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Precision:
     """Dtypes, activation memory and kernels of the policy.
 

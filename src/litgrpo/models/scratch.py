@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import did_you_mean, require
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.temporary import TemporaryFolder
@@ -24,6 +25,7 @@ FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Scratch:
     """A randomly initialized model, with a tokenizer trained on the training texts.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from litgrpo.arguments import find_page
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.models.transformers_compat import supports_sdpa
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 NO_LANGUAGE_MODEL = (
     "Models of type {!r} cannot be trained: transformers has no text generation class for them. "
-    "docs/models.md lists the supported types."
+    f"{find_page('docs/models.md')} lists the supported types."
 )
 MAX_SHOWN = 3  # weight names in an error message
 # {part of a name: largest number in a config}: lists of modules, widths of tensors, other numbers.

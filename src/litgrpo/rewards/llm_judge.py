@@ -27,6 +27,7 @@ import httpx
 import torch
 from torch import distributed
 
+from litgrpo.argument_types import check_argument_types, check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.http import (
     MIB,
@@ -48,6 +49,7 @@ Mark = float | None
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Criterion:
     """One line of a rubric.
 
@@ -86,6 +88,7 @@ class Rubric(Judge):
         [0.5]
     """
 
+    @check_argument_types()
     def __init__(
         self, criteria: Mapping[str, Criterion], judge: Callable[..., Any], max_score: float = 1.0
     ) -> None:
@@ -281,6 +284,7 @@ class LLMJudge(Rubric):
     whole_batch = True  # it looks after single failures itself
     runs_in_background = True
 
+    @check_argument_types()
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
         base_url: str,

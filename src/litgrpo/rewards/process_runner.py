@@ -17,6 +17,7 @@ from math import ceil, nan
 from types import CellType
 from typing import Any
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least
 from litgrpo.rewards.calls import (
     Call,
@@ -63,6 +64,7 @@ class ProcessRunner(RewardRunner):
         2
     """
 
+    @check_argument_types()
     def __init__(
         self,
         timeout_s: float = 60.0,

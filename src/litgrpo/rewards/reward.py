@@ -6,11 +6,12 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import combinations
 from math import isfinite
 from typing import Any, Literal, get_args
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import did_you_mean, import_by_path, one_of, require
 from litgrpo.types import RewardTable
 
@@ -24,9 +25,16 @@ def resolve_function(
         ValueError: there is no such function, or it does not take the kwargs.
     """
     function = _import_function(name, given) if isinstance(given, str) else given
+    if inspect.isclass(function):
+        path = f"{function.__module__}.{function.__qualname__}"
+        raise ValueError(
+            f"reward '{name}' is the class {path}, expected a function or an object: in a recipe "
+            f"function: {{class_path: {path}}}, in Python {function.__name__}(...)"
+        )
     require(
-        callable(function) and not inspect.isclass(function),
-        f"reward '{name}' must be a function, got {given!r}",
+        callable(function),
+        f"reward '{name}' must be a function, its import path or a Reward, got {given!r:.60} "
+        f"({type(given).__name__})",
     )
     named, takes_all = parameters(function)
     unknown = [key for key in kwargs if not takes_all and key not in named]
@@ -105,6 +113,7 @@ Normalize = Literal["none", "group", "batch"]
 
 
 @dataclass
+@check_field_types
 class Reward:
     """One component of the reward: a function, its weight, its normalization and its gate.
 
@@ -146,31 +155,63 @@ class Reward:
         return self.gate is not None or self.normalize != "none"
 
 
+OneReward = Reward | str | Callable[..., Any] | Mapping[str, Any]
+# What `GRPO` takes as rewards in Python.
+Rewards = Mapping[str, OneReward] | Sequence[OneReward] | OneReward
+
+
 def name_rewards(rewards: Any) -> dict[str, Reward]:
-    """Name the rewards: a bare function has weight 1; alone or in a list its name is used.
+    """Return the rewards by name; a function or an import path alone has weight 1.
+
+    Args:
+        rewards: {name: reward}, a list of rewards, or one; each a function, an import path, a
+            `Reward`, or a mapping with its arguments. Alone or in a list, the function's name is
+            used.
 
     Example:
-        >>> name_rewards([len])["len"].weight, list(name_rewards(len))
-        (1.0, ['len'])
+        >>> name_rewards([len])["len"].weight, list(name_rewards("litgrpo.rewards.correctness"))
+        (1.0, ['correctness'])
+        >>> name_rewards({"exact": {"function": "litgrpo.rewards.exact", "weight": 0.5}})
+        ... # doctest: +ELLIPSIS
+        {'exact': Reward(function='litgrpo.rewards.exact', weight=0.5, ...
     """
-    rewards = [rewards] if callable(rewards) else rewards
+    rewards = [rewards] if callable(rewards) or isinstance(rewards, str | Reward) else rewards
     require(
         isinstance(rewards, Mapping | list | tuple),
         f"rewards is {rewards!r:.80}; give {{name: function}}, a list of functions, or one"
         " function",
     )
     if isinstance(rewards, Sequence):
-        names = [_name_of(each) for each in rewards]
+        listed = [_as_reward(f"rewards[{n}]", each) for n, each in enumerate(rewards)]
+        names = [_name_of(each.function) for each in listed]
         require(
             len(set(names)) == len(names),
             f"rewards: several functions of a list have the same name: {', '.join(names)}; give"
             " {name: function}",
         )
-        rewards = dict(zip(names, rewards, strict=True))
-    return {
-        name: reward if isinstance(reward, Reward) else Reward(reward)
-        for name, reward in rewards.items()
-    }
+        return dict(zip(names, listed, strict=True))
+    return {str(name): _as_reward(f"reward {name!r}", reward) for name, reward in rewards.items()}
+
+
+def _as_reward(place: str, part: Any) -> Reward:
+    """Return a reward; a mapping has its arguments."""
+    if isinstance(part, Reward):
+        return part
+    if isinstance(part, Mapping):
+        known = [each.name for each in fields(Reward)]
+        for key in part:
+            require(
+                key in known,
+                f"{place} has no option {key!r}{did_you_mean(str(key), known)}: it takes "
+                f"{', '.join(known)}",
+            )
+        return Reward(**part)
+    require(
+        callable(part) or isinstance(part, str),
+        f"{place} is {part!r:.60} ({type(part).__name__}), expected a function, an import path or "
+        "a Reward",
+    )
+    return Reward(part)
 
 
 def find_main_reward(weights: Mapping[str, float]) -> str:
@@ -185,7 +226,9 @@ def find_main_reward(weights: Mapping[str, float]) -> str:
     return max(weights, key=lambda name: weights[name], default="")
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: str | Callable[..., Any]) -> str:
+    if isinstance(function, str):
+        return function.rpartition(".")[2]
     # Callable objects, such as a judge, have no name: their class has one.
     named = function if hasattr(function, "__name__") else type(function)
     return str(named.__name__)

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, first_line, one_of, require
 from litgrpo.text.answers import text_of
 from litgrpo.text.chat_templates import TemplateError, render_messages
@@ -123,6 +124,7 @@ class RewardModel(Judge):
         2048
     """
 
+    @check_argument_types()
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
         pretrained: str,

@@ -14,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from math import nan
 from typing import Any
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import above, at_least, at_most
 from litgrpo.rewards.calls import (
     Call,
@@ -174,6 +175,7 @@ class RewardRunner(ABC):
         slow_warning_s: log a warning for the first call of a function that takes longer.
     """
 
+    @check_argument_types()
     def __init__(
         self, timeout_s: float = 60.0, max_failed_frac: float = 0.5, slow_warning_s: float = 1.0
     ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import PromptDropped
@@ -26,6 +27,7 @@ OnTimeout = Literal["fail", "reply"]
 
 
 @dataclass(frozen=True)
+@check_field_types
 class EpisodeSettings:
     """Limits of an episode, and the format between turns.
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.tensors import widen
 
 
@@ -58,6 +59,7 @@ BELOW_1 = 1 - 2.0**-50  # short of 1 by more than float64 rounds: some entry alw
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Sampling:
     """Temperature, filters and stop conditions. Filters apply in the order of the arguments.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from litgrpo.algorithms.losses import Objective
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_most
 from litgrpo.distributed.collectives import Comm
 from litgrpo.models.policy import Policy
@@ -15,6 +16,7 @@ from litgrpo.types import Rollout, Stats
 
 
 @dataclass(frozen=True)
+@check_field_types
 class EntropyTarget:
     """Adaptive entropy bonus, as large as needed to keep the entropy at the target.
 
@@ -50,6 +52,7 @@ class EntropyTarget:
 
 
 @dataclass(frozen=True)
+@check_field_types
 class KLTarget:
     """Adaptive KL coefficient that keeps the KL to the reference near the target.
 
@@ -82,6 +85,7 @@ class KLTarget:
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ReferenceSync:
     """Move the reference towards the policy: ref <- alpha * policy + (1 - alpha) * ref.
 
@@ -107,6 +111,7 @@ class ReferenceSync:
 
 
 @dataclass(frozen=True)
+@check_field_types
 class Controllers:
     """Coefficients that adapt during training; by default none does. Their state is checkpointed.
 

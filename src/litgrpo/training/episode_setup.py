@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from litgrpo.arguments import find_page
 from litgrpo.data.modules import SourceData
 from litgrpo.data.rendering import build_prompt_format
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
@@ -66,7 +67,7 @@ def check_environment(
     if not isinstance(environment, Environment):
         raise ValueError(
             f"environment is {environment!r:.80}, which has no `reset(row, seed)` or "
-            "`step(action)`; see docs/environments.md."
+            f"`step(action)`; see {find_page('docs/environments.md')}."
         )
     if not engine.supports_episodes:
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.turn_credit import TurnAdvantages
+from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
 from litgrpo.callbacks.monitors import MonitorChecks
@@ -92,6 +93,11 @@ from litgrpo.types import PromptBatch, Stats, StepReport, TrainingBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from litgrpo.models.loading import Pretrained
+    from litgrpo.rewards.reward import Rewards
+else:  # the types of a config; Python takes more
+    Pretrained, Rewards = str, dict[str, Reward]
+
 
 class GRPO(LightningModule):
     """Group Relative Policy Optimization of a language model.
@@ -148,10 +154,11 @@ class GRPO(LightningModule):
     # Subclass Scorer and override `combine` to change how components become one reward.
     scorer_class: type[Scorer] = Scorer
 
+    @check_argument_types("pretrained", "rewards")
     def __init__(  # noqa: PLR0913 (each is an option of a config)
         self,
-        pretrained: str,
-        rewards: dict[str, Reward],
+        pretrained: Pretrained,
+        rewards: Rewards,
         *,
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         group_size: int = 8,
@@ -247,6 +254,9 @@ class GRPO(LightningModule):
         device = self.trainer.strategy.root_device
         if stage == "fit":
             settings_checks.check_temperature(self.sampling, self.group_size)
+            settings_checks.check_batch(
+                self, self.group_size, self.max_completion_length, self.update.num_mini_batches
+            )
         settings_checks.check_trainer_precision(str(self.trainer.precision))
         settings_checks.check_device(
             device, self.engine, self.coefficients.objective, self.precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.update_config import UpdateConfig
 
+# Of a rollout's token: its id (8 bytes), random number, log-probability and masks.
+BYTES_PER_TOKEN = 18
 EXACT_DTYPES = ("float32", "float64")
 
 
@@ -43,6 +46,40 @@ def check_sizes(
         raise ValueError(
             "group_size is 1, but this objective compares completions of the same prompt. Set "
             "group_size to 2 or more, or objective.advantages.baseline and .scale to batch or none."
+        )
+
+
+def check_batch(module: LightningModule, group_size: int, completion: int, steps: int) -> None:
+    """Check that a rollout fits this machine, and that each optimizer step gets a group.
+
+    Args:
+        module: attached to its trainer.
+        group_size: G.
+        completion: C, the limit on the tokens of a completion.
+        steps: optimizer steps of a pass over the rollout.
+
+    Raises:
+        ValueError: it does not.
+    """
+    trainer: Any = module.trainer
+    prompts = getattr(trainer.datamodule, "batch_size", None)
+    if not isinstance(prompts, int):  # a loader or data of the user's own
+        return
+    prompts = max(1, prompts // trainer.world_size)
+    if steps > prompts:
+        raise ValueError(
+            f"update.num_mini_batches is {steps}, but a batch has {prompts} groups per process "
+            "(data.batch_size), and a mini-batch takes whole groups. Set num_mini_batches to at "
+            f"most {prompts}, or raise data.batch_size."
+        )
+    needed = prompts * group_size * completion * BYTES_PER_TOKEN
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise ValueError(
+            f"A rollout of {prompts} prompts (data.batch_size) x {group_size} completions "
+            f"(model.group_size) x {completion:,} tokens (model.max_completion_length) needs at "
+            f"least {needed / 2**30:,.0f} GiB, but this machine has {total / 2**30:,.0f} GiB. "
+            "Lower one of them."
         )
 
 

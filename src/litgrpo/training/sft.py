@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import replace_stock_bar
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from litgrpo.data.pairs import PairBatch
+    from litgrpo.models.loading import Pretrained
     from litgrpo.models.policy import Policy
+else:  # the type of a config; Python takes more
+    Pretrained = str
 
 
 class SFT(LightningModule):
@@ -74,9 +78,10 @@ class SFT(LightningModule):
 
     max_generated_tokens: int | None = None  # read by `resolve_run_length`; SFT generates nothing
 
+    @check_argument_types("pretrained")
     def __init__(
         self,
-        pretrained: str | None = None,
+        pretrained: Pretrained | None = None,
         scratch: Scratch | None = None,
         optimizer: OptimizerCallable = DefaultAdamW,
         lr_scheduler: LRSchedulerCallable | None = None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of
 from litgrpo.training.optim import check_max_grad_norm
 
@@ -17,6 +18,7 @@ LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
 
 
 @dataclass(frozen=True)
+@check_field_types
 class UpdateConfig:
     """Options of the update: epochs, mini-batches, micro-batches, gradient clipping, staleness.
 

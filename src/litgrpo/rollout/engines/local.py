@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
 from litgrpo.models.shared_prefix import RowOffloader
@@ -33,6 +34,7 @@ DecodeStep = tuple[Tensor, Tensor, Drawn]
 
 
 @dataclass(frozen=True)
+@check_field_types
 class LocalEngine(RolloutEngine):
     """Samples with the policy itself; each prompt's keys and values are shared by its group.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
 from litgrpo.models.policy import Policy
@@ -20,6 +21,7 @@ from litgrpo.types import PromptBatch, Rollout
 
 
 @dataclass(frozen=True)
+@check_field_types
 class StaticEngine(RolloutEngine):
     """Decodes all rows at once in tensors whose shapes never change.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.collectives import is_distributed
 from litgrpo.http import MalformedReply
@@ -27,6 +28,7 @@ from litgrpo.rollout.engines.weight_transfer import FolderSender, FolderTransfer
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ServerEngine(ServedEngine):
     """Samples with vLLM servers, which receive the policy's weights before each rollout.
 
@@ -110,6 +112,7 @@ class ServerEngine(ServedEngine):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class ColocatedEngine(ServedEngine):
     """Samples with vLLM inside the trainer's process.
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from litgrpo.arguments import require
+from litgrpo.arguments import find_page, require
 from litgrpo.http import (
     MIB,
     ConnectionLost,
@@ -37,7 +37,7 @@ MAX_BYTES, MAX_BYTES_PER_TOKEN = 16 * MIB, 4096
 GENERATE = "/inference/v1/generate"
 MISSING_ROUTE = (
     "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out; see "
-    "docs/scale.md."
+    f"{find_page('docs/scale.md')}."
 )
 
 

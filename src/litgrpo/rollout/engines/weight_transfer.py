@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import require
 from litgrpo.distributed.collectives import all_gather_object, broadcast_object
 from litgrpo.distributed.messages import rank
@@ -59,6 +60,7 @@ class WeightTransfer(ABC):
 
 
 @dataclass(frozen=True)
+@check_field_types
 class FolderTransfer(WeightTransfer):
     """Transfer weights through a folder that trainer and servers see under the same path.
 
@@ -166,6 +168,7 @@ def gather_to_host(policy: Policy) -> dict[str, Tensor] | None:
 
 
 @dataclass(frozen=True)
+@check_field_types
 class NcclTransfer(WeightTransfer):
     """Send weights from GPU to GPU with vLLM's own transfer classes, over NCCL.
 

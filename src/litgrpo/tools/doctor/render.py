@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from litgrpo.arguments import find_page
 from litgrpo.text.counts import plural
 from litgrpo.tools.doctor.finding import Diagnosis, Finding
 
@@ -23,7 +24,7 @@ def render_line(finding: Finding) -> str:
     line = f"{start}: {finding.problem}"
     if finding.setting and finding.value:
         line += f" Set {finding.setting} to {finding.value}."
-    return f"{line} ({finding.doc})"
+    return f"{line} ({find_page(finding.doc)})"
 
 
 def render_text(diagnosis: Diagnosis) -> str:
@@ -71,7 +72,7 @@ def _render_finding(finding: Finding) -> str:
     if finding.command:
         lines.append(f"  {finding.command}")
     lines += [f"  explains: {symptom.problem}" for symptom in finding.symptoms]
-    lines.append(f"  see {finding.doc}")
+    lines.append(f"  see {find_page(finding.doc)}")
     return "\n".join(lines)
 
 
