@@ -100,7 +100,7 @@ def test_every_public_class_with_settings_is_checked():
         ("update", None, "expected UpdateConfig"),
         ("lora", {"rank": 4}, "expected LoRA or None: LoRA(rank=4)"),
         ("optimizer", "AdamW", "expected a function"),
-        ("reward_format", "json", "expected 'text' or 'chat'"),
+        ("reward_format", 5, "expected 'text' or 'chat'"),
         ("max_iterations", "all", "expected int or None"),
         ("evaluation", Evaluation, "expected Evaluation"),
     ],

@@ -109,7 +109,7 @@ def matches(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(matches(value, each) for each in inner)
     if origin is typing.Literal:
-        return value in inner if isinstance(value, typing.Hashable) else False
+        return any(isinstance(value, type(each)) for each in inner)  # classes check the words
     if hint is None or hint is type(None):
         return value is None
     if origin is not None:
