@@ -169,7 +169,7 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
         ("correctnes",
         "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
-        ("litgrpo.rewards.builtin.math.Fraction", "must be a function"),
+        ("litgrpo.rewards.builtin.math.Fraction", "expected a function or an object"),
         ("litgrpo.rewards.calls.DOUBLE_EPS", "must be a function"), ("", "has no function; name one"),  # noqa: E501
         (".math.correctness", "is not an import path"),
     ],
@@ -298,7 +298,7 @@ def test_a_single_completion_is_a_group_of_one() -> None:
 
 @pytest.mark.parametrize("weight", [True, False])
 def test_a_truth_value_is_no_weight(weight) -> None:
-    with pytest.raises(ValueError, match=f"weight of reward 'size' .* got {weight}"):
+    with pytest.raises(TypeError, match="expected float"):
         Scorer({"size": Reward(size, weight=weight)})
 
 
