@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-Class = TypeVar("Class", bound=type)
+Class = TypeVar("Class")
 SHOWN = 60  # characters of a value
 
 
@@ -25,7 +25,7 @@ class WrongType(TypeError):
     exit_code = 2  # of the program: the user can fix it
 
 
-def check_field_types(kind: Class) -> Class:
+def check_field_types(kind: type[Class]) -> type[Class]:
     """Let a dataclass check the types of its fields before its own checks.
 
     Example:
@@ -41,14 +41,15 @@ def check_field_types(kind: Class) -> Class:
     own = kind.__dict__.get("__post_init__")
 
     def __post_init__(self: Any) -> None:
-        hints = _hints(type(self))  # each field's in the module of its class
+        owner: Any = type(self)
+        hints = _hints(owner)  # each field's in the module of its class
         for field in dataclasses.fields(self):
             if field.init:
                 _check(type(self).__name__, field.name, getattr(self, field.name), hints)
         if own is not None:
             own(self)
         elif hasattr(super(kind, self), "__post_init__"):
-            super(kind, self).__post_init__()  # type: ignore[misc]
+            super(kind, self).__post_init__()
 
     kind.__post_init__ = __post_init__  # type: ignore[attr-defined]
     return kind

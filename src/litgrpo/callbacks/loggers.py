@@ -119,7 +119,7 @@ class SafeLogger(Logger):
         source = f"logger {self.kind}"
         if name == "experiment" and hasattr(type(self.logger), name):
             with warn_once_on_failure(source):
-                return Guarded(self.logger.experiment, source)
+                return Guarded(getattr(self.logger, name), source)
             return DummyExperiment()
         return guard(getattr(self.logger, name), source)
 

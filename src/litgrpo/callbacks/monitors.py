@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from litgrpo.arguments import did_you_mean, require
@@ -32,7 +32,7 @@ class MonitorChecks(Callback):
     def __init__(self) -> None:
         self.is_checked = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: TrainedModule) -> None:
         """Check that the callbacks will act.
 
         Raises:
@@ -41,7 +41,7 @@ class MonitorChecks(Callback):
         self.is_checked = False
         if trainer.enable_validation or trainer.fast_dev_run:
             return
-        if any(saves_never(each, trainer) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        if any(saves_never(each, trainer) for each in trainer.callbacks):
             rank_zero_warn(
                 "ModelCheckpoint saves after each validation, but this run has none, so it never "
                 "will: set data.val or data.val_fraction, or of the callback "
@@ -55,7 +55,7 @@ class MonitorChecks(Callback):
                 f"data.val_fraction, or of the callback {epoch_option(callback)}.",
             )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainedModule, *_: object) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: TrainedModule, *_: object) -> None:
         """After the first iteration, check that the monitored metrics are logged.
 
         Raises:
@@ -77,14 +77,17 @@ class MonitorChecks(Callback):
             )
 
 
-def find_monitors(trainer: Trainer) -> list[Any]:
+def find_monitors(trainer: Any) -> list[Any]:
     """Return the callbacks that monitor a metric."""
     kinds = tuple(EPOCH_OPTION)
-    found = [each for each in trainer.callbacks if isinstance(each, kinds)]  # type: ignore[attr-defined]
-    return [each for each in found if each.monitor is not None]
+    return [
+        each
+        for each in trainer.callbacks
+        if isinstance(each, kinds) and getattr(each, "monitor", None) is not None
+    ]
 
 
-def saves_never(callback: Any, trainer: Trainer) -> bool:
+def saves_never(callback: Any, trainer: Any) -> bool:
     """Return whether a ModelCheckpoint without a metric waits for a validation."""
     is_plain = isinstance(callback, ModelCheckpoint) and callback.monitor is None
     return is_plain and acts_after_validation(callback, trainer)

@@ -243,7 +243,7 @@ class TerminalLines:
             return
         for line in self.replaced.values():
             if handler.stream is line.stream:
-                self.handlers.append((handler, handler.setStream(line)))  # type: ignore[type-var]
+                self.handlers.append((handler, handler.setStream(line)))
 
     def restore(self) -> None:
         """Let everything write to the terminal itself again."""

@@ -217,7 +217,8 @@ class LitGRPOCLI(RecipeCLI):
         limits, iteration = run_limits(self.config), self.model.iteration
         limit = self.model.max_iterations
         is_reached = limit is not None and iteration >= limit
-        if not is_reached and any(isinstance(each, timers) for each in self.trainer.callbacks):
+        trainer: Any = self.trainer
+        if not is_reached and any(isinstance(each, timers) for each in trainer.callbacks):
             return
         note = {"checkpoint": newest.resolve().name, "iteration": iteration, "limits": limits}
         path = checkpoint_folder(self.config.run_dir) / COMPLETE

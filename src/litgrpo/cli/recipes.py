@@ -106,11 +106,11 @@ def read_recipe(word: str) -> dict[str, Any]:
             f"twice, first in line {first.start_mark.line + 1}. Keep one of them."
         )
     require(content is not None, f"{word} is an empty recipe: expected keys such as model and data")
-    require(
-        isinstance(content, dict),
-        f"{word} is not a recipe: expected keys such as model and data, got "
-        f"{type(content).__name__}",
-    )
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{word} is not a recipe: expected keys such as model and data, got "
+            f"{type(content).__name__}"
+        )
     wrong = [key for key in content if not isinstance(key, str)]
     require(not wrong, f"{word}: {wrong[:1]} is not a key; expected model, data, ...")
     return dict(content)

@@ -117,7 +117,7 @@ def list_references(references: References) -> list[Reference]:
         (['7'], ['7', 'seven'], [])
     """
     if isinstance(references, str | bytes) or not isinstance(references, Sequence):
-        references = [] if references is None else [references]
+        references = [] if references is None else [references]  # type: ignore[list-item]
     return [one for one in references if one is not None and not _is_nan(one)]
 
 

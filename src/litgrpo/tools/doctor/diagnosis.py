@@ -285,8 +285,8 @@ def examine(run: RunLog) -> Diagnosis:
         else:
             passed[rule.name] = rule.passed
     causes = tuple(group_by_cause(findings))
-    iterations, rule = run.metrics.iterations, run.config.success_rule
-    return Diagnosis(causes, passed, not_checked, iterations, rule)
+    iterations, success_rule = run.metrics.iterations, run.config.success_rule
+    return Diagnosis(causes, passed, not_checked, iterations, success_rule)
 
 
 def group_by_cause(findings: Sequence[Finding]) -> list[Finding]:
