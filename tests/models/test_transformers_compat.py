@@ -21,6 +21,15 @@ def test_the_tested_versions_are_those_of_the_installation():
     assert f"transformers{compat.TESTED_VERSIONS}" in requirements.replace(" ", "")
 
 
+def test_activation_checkpointing_is_seen_when_it_is_turned_on_and_off():
+    model = tiny_model("llama")
+    assert not compat.checkpoints_activations(model)
+    compat.checkpoint_activations(model)
+    assert compat.checkpoints_activations(model)
+    model.activation_checkpointing_disable()
+    assert not compat.checkpoints_activations(model)
+
+
 def test_use_attention_selects_a_registered_function_and_restores_the_former():
     calls = []
 

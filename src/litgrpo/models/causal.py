@@ -35,7 +35,11 @@ from litgrpo.models.shared_prefix import (
     attend_shared_prefix,
 )
 from litgrpo.models.static import STATIC, CausalStaticDecoder, attend_static
-from litgrpo.models.transformers_compat import no_mask, use_attention
+from litgrpo.models.transformers_compat import (
+    checkpoints_activations,
+    no_mask,
+    use_attention,
+)
 from litgrpo.tensors import apply_softcap, padding_mask, positions, predicting, widen
 from litgrpo.types import TokenRows
 
@@ -180,7 +184,7 @@ class CausalPolicy(Policy):
 
         Full activation checkpointing keeps even fewer, so it replaces this.
         """
-        wanted = self.selective_recompute and not self.bare_model.is_activation_checkpointing
+        wanted = self.selective_recompute and not checkpoints_activations(self.bare_model)
         if not wanted or not torch.is_grad_enabled() or self._recomputed_modules is None:
             return nullcontext()
         return recompute_in_backward(self._recomputed_modules)

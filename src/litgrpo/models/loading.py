@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +31,7 @@ from litgrpo.models.reference import (
 )
 from litgrpo.models.sharded_weights import PolicySharding, adapters_in_memory
 from litgrpo.models.t5 import Seq2SeqPolicy
-from litgrpo.models.transformers_compat import keep_attention_in_recompute
+from litgrpo.models.transformers_compat import checkpoint_activations
 from litgrpo.models.weights import (
     check_sizes,
     check_vocabulary,
@@ -343,8 +342,7 @@ def build_policy(
     precision = precision or Precision()
     keep_4bit_layout(model)
     if precision.gradient_checkpointing:
-        context = partial(keep_attention_in_recompute, model)
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+        checkpoint_activations(model)
     if lora is not None:
         model = add_adapters(model, lora)
     build = Seq2SeqPolicy if model.config.is_encoder_decoder else build_causal_policy

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -114,6 +115,25 @@ def find_unsplit_modules(model: PreTrainedModel) -> list[str]:
     FSDP wrappers (accelerate, TRL, torchtitan) read the same attribute; there is no public one.
     """
     return sorted(require_private(model, "_no_split_modules") or ())
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let the backward pass of a model recompute activations (gradient checkpointing)."""
+    # Versions that vLLM needs have the old name only; newer ones warn about it.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable
+    context = partial(keep_attention_in_recompute, model)
+    enable({"use_reentrant": False, "context_fn": context})
+
+
+def checkpoints_activations(model: PreTrainedModel) -> bool:
+    """Return True if the backward pass recomputes activations (gradient checkpointing).
+
+    The public property has another name in older versions, which environments with vLLM have; both
+    read this attribute of the layers.
+    """
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 # --- step-by-step generation ---

@@ -43,6 +43,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenReference, Reference
+from litgrpo.models.transformers_compat import checkpoints_activations
 from litgrpo.rewards.reward import Reward, RewardFormat, find_main_reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import RewardRunner
@@ -400,7 +401,7 @@ class GRPO(LightningModule):
         for part in self.modules():
             if isinstance(part, Policy):
                 part.static_shapes = static_shapes
-                if static_shapes and part.bare_model.is_activation_checkpointing:
+                if static_shapes and checkpoints_activations(part.bare_model):
                     # A hook that XLA cannot trace; checkpoints without reentry need none.
                     part.bare_model.disable_input_require_grads()
 
