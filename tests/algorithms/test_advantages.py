@@ -200,6 +200,12 @@ def test_a_row_that_teaches_nothing_gets_zero_and_moves_no_other(chosen, bad):
     torch.testing.assert_close(found, masked, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scale", ["none", "batch"])
+def test_the_only_valid_reward_of_a_batch_equals_the_mean_of_the_batch(scale):
+    rewards = table([[1.0, 2.0], [3.0, 4.0]], [[False, False], [True, False]])
+    assert (advantages(Normalized("batch", scale), rewards) == 0).all()
+
+
 def test_an_all_invalid_group_and_a_single_valid_row_get_zero():
     valid = [[False, False], [True, False]]
     for chosen in EVERY[:4]:

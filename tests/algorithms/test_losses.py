@@ -293,6 +293,15 @@ def test_the_corrected_kl_penalty_of_one_token_has_the_gradient_minus_d(estimato
     torch.testing.assert_close(grad, expected)
 
 
+def test_a_function_as_kl_estimator_equals_the_estimator_of_that_name():
+    named = Objective(kl_coef=0.5, kl_estimator="k2")
+    now, entropy, training_batch = batch(named)
+    given = Objective(kl_coef=0.5, kl_estimator=lambda d: d.square() / 2)
+
+    expected = gradients(named, now, entropy, training_batch, ALL)
+    torch.testing.assert_close(gradients(given, now, entropy, training_batch, ALL), expected)
+
+
 def test_a_loss_without_totals_takes_its_rows_as_the_whole_step():
     objective = Objective(top_entropy_quantile=0.4, entropy_coef=0.5)
     now, entropy, training_batch = batch(objective)
@@ -352,6 +361,21 @@ def test_off_policy_limit_drops_bad_rows_that_became_unlikely():
     _, grad, _ = gradients(objective, now, entropy, moved, ALL)
 
     assert (grad != 0).any(1).tolist() == [False, True, True, False, True, False]
+
+
+def test_off_policy_limit_keeps_tokens_of_unknown_sampler_log_probabilities():
+    objective = Objective(off_policy_mask_threshold=0.5, surrogate=PolicyGradient())
+    now, entropy, training_batch = batch(objective, old=False)
+    sampler_logprobs = (now + 0.6).masked_fill(torch.arange(5) == 0, torch.nan)
+    moved = replace(
+        training_batch, advantages=-torch.ones_like(now), sampler_logprobs=sampler_logprobs
+    )
+
+    loss, grad, _ = gradients(objective, now, entropy, moved, ALL)
+
+    assert math.isfinite(loss)
+    # An unknown token counts as one that did not move: means of 0.48, 0, 0.4, 0, 0.45 and 0.48.
+    assert (grad != 0).sum(1).tolist() == [5, 1, 3, 0, 4, 5]
 
 
 def test_off_policy_limit_compares_the_mean_of_a_completion():
