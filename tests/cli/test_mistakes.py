@@ -122,7 +122,6 @@ def test_an_unknown_kl_estimator_names_the_known_ones(cli):
         (("fit", "-c", "grpo.yaml", "--model.num_generations", "8"), "'model.group_size'"),
         (("fit", "-c", "grpo.yaml", "--model.beta", "0.1"), "'model.objective.kl_coef'"),
         (("fit", "-c", "grpo.yaml", "--actor_rollout_ref.rollout.n", "8"), "'model.group_size'"),
-        (("compare", "quickstart", "--data.batch_size", "8"), "--fit_options"),
         (("export", "--run_dir", "x"), "checkpoint, folder, dtype, force, adapter"),
     ],
 )
