@@ -19,7 +19,7 @@ MODULES = ("grpo", "sft", "hyper_parameters", "run_setup", "initial_policy")
 # that is named here has a separate number, also for files of its package.
 LAYER = {
     **dict.fromkeys(("argument_types", "arguments", "types", "tensors", "text", "temporary"), 0),
-    "http": 1,
+    "http_client": 1,
     "training/lightning_compat": 0,
     **dict.fromkeys(("instantiate", "distributed", "workers"), 1),
     **dict.fromkeys(("xla", "algorithms", "models", "environments", "data"), 2),

@@ -13,6 +13,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, TypeVar
 
 Class = TypeVar("Class")
@@ -140,6 +141,8 @@ def _matches_generic(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
 def _matches_class(value: Any, hint: Any) -> bool:
     if not inspect.isclass(hint):  # Any, a type variable
         return True
+    if hint is str:
+        return isinstance(value, str | PathLike)  # a path stands for its text
     if hint in (int, float):
         kind = numbers.Integral if hint is int else numbers.Real
         return isinstance(value, kind) and not isinstance(value, bool)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
+from litgrpo.evaluation.metrics import CorpusMetrics
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
@@ -131,7 +132,7 @@ def test_evaluation_is_not_counted_as_training():
 
 
 def test_the_corpus_gets_the_reply_that_would_be_given():
-    class Corpus(torch.nn.Module):
+    class Corpus(CorpusMetrics):
         def update(self, index, replies, columns):
             self.seen = (index.tolist(), replies, columns)
 

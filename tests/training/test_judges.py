@@ -96,7 +96,7 @@ def test_a_judge_without_a_chosen_label_is_refused_before_training(policy, tmp_p
 def test_answering_needs_no_judge(policy, tmp_path):
     grpo = module(policy, RewardModel(str(tmp_path / "gone")))
     answers = trainer(tmp_path).predict(grpo, data())
-    assert answers[0][0]["conversation"] == [{"role": "user", "content": "three"}]
+    assert answers[0][0]["columns"]["conversation"] == [{"role": "user", "content": "three"}]
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")

@@ -147,7 +147,7 @@ def subclasses(base: type) -> list[type]:
         for kind in found
         if not inspect.isabstract(kind)
         and not kind.__name__.startswith("_")
-        and kind.__module__.partition(".")[0] not in INTERNAL
+        and (kind.__module__ or "").partition(".")[0] not in INTERNAL
     ]
 
 

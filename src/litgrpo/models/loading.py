@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -160,8 +161,8 @@ def save_in_memory_model(pretrained: Any) -> str:
     Raises:
         ValueError: another type, or there is no tokenizer.
     """
-    if isinstance(pretrained, str):
-        return pretrained
+    if isinstance(pretrained, str | PathLike):
+        return str(pretrained)
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     model, tokenizer = pretrained if isinstance(pretrained, tuple) else (pretrained, None)

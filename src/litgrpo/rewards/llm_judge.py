@@ -29,7 +29,7 @@ from torch import distributed
 
 from litgrpo.argument_types import check_argument_types, check_field_types
 from litgrpo.arguments import above, at_least, require
-from litgrpo.http import (
+from litgrpo.http_client import (
     MIB,
     ConnectionLost,
     MalformedReply,

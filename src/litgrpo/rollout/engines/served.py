@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.http import MalformedReply, repr_of
+from litgrpo.http_client import MalformedReply, repr_of
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.types import Rollout
 

@@ -12,7 +12,7 @@ from typing import Any
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.collectives import is_distributed
-from litgrpo.http import MalformedReply
+from litgrpo.http_client import MalformedReply
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.served import (

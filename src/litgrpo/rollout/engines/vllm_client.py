@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from litgrpo.arguments import find_page, require
-from litgrpo.http import (
+from litgrpo.http_client import (
     MIB,
     ConnectionLost,
     MalformedReply,

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from litgrpo import http
-from litgrpo.http import MalformedReply, parse_json, read_field
+from litgrpo.http_client import MalformedReply, parse_json, read_field
 
 
 def test_all_threads_share_one_event_loop():
