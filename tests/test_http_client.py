@@ -4,16 +4,17 @@ import threading
 
 import pytest
 
+from litgrpo import http_client
 from litgrpo.http_client import MalformedReply, parse_json, read_field
 
 
 def test_all_threads_share_one_event_loop():
-    http._start_loop.cache_clear()
+    http_client._start_loop.cache_clear()
     together, found = threading.Barrier(32), []
 
     def ask():
         together.wait()
-        found.append(http.event_loop())
+        found.append(http_client.event_loop())
 
     threads = [threading.Thread(target=ask) for _ in range(32)]
     for thread in threads:

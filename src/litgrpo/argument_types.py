@@ -142,7 +142,7 @@ def _matches_class(value: Any, hint: Any) -> bool:
     if not inspect.isclass(hint):  # Any, a type variable
         return True
     if hint is str:
-        return isinstance(value, str | PathLike)  # a path stands for its text
+        return isinstance(value, str | PathLike)  # a path is as good as its text
     if hint in (int, float):
         kind = numbers.Integral if hint is int else numbers.Real
         return isinstance(value, kind) and not isinstance(value, bool)

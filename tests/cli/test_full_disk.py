@@ -83,7 +83,7 @@ def test_a_file_that_does_not_fit_is_the_only_loss(cli, monkeypatch, pattern, wh
     if not (where == "write" and pattern in LIBRARIES):
         assert not [name for name in written if fnmatch(name, pattern)]
     warnings = [str(each.message) for each in recwarn if "training continues" in str(each.message)]
-    assert len(warnings) <= 1
+    assert len(warnings) <= 1, "\n".join(warnings)
     # With free space, the same command writes what is missing.
     assert cli(*FIT, "--ckpt_path", "last", "--model.max_iterations", "6")[0] == 0
     assert (RUN / "checkpoints/iteration=000006.ckpt").exists()

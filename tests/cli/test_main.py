@@ -140,7 +140,7 @@ def test_a_recipe_keeps_any_text(text, cli):
 def test_one_prompt_needs_no_list(cli):
     words = ("--model.pretrained", "x", "--data.prompts", "Is a: b?", "--print_config")
     _, out, _ = cli("predict", *words)
-    assert yaml.safe_load(out)["data"]["init_args"]["prompts"] == ["Is a: b?"]
+    assert yaml.safe_load(out)["data"]["init_args"]["prompts"] == "Is a: b?"
 
 
 INTERRUPTED_TWICE = """

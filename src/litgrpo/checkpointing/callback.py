@@ -168,7 +168,6 @@ class IterationCheckpoint(Checkpoint):
             ValueError: not even the trained weights fit on the disk.
         """
         self.boundary, self.evaluated_source = None, -1
-        forget_warnings()
         if writes_files(trainer):
             folder = checkpoint_folder(run_folder(trainer))
             for path in folder.glob(".*.tmp"):
@@ -177,6 +176,7 @@ class IterationCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the previous signal handlers."""
+        forget_warnings()
         self.stop.restore()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -117,6 +117,17 @@ def is_text(hint: Any) -> bool:
     return str in kinds and kinds <= {str, type(None)}
 
 
+def is_text_or_list(hint: Any) -> bool:
+    """Return True for a type whose values are a text or a list of texts, or null.
+
+    Example:
+        >>> is_text_or_list(list[str] | str | None), is_text_or_list(list[str])
+        (True, False)
+    """
+    kinds = set(members(hint))
+    return is_text(hint) or (str in kinds and kinds <= {str, list[str], Sequence[str], type(None)})
+
+
 def is_list_of_texts(hint: Any) -> bool:
     """Return True for a type whose values are lists of texts, or null.
 

@@ -33,6 +33,7 @@ from litgrpo.cli.options import (
     find_option,
     is_list_of_texts,
     is_text,
+    is_text_or_list,
     members,
     options_of,
 )
@@ -225,10 +226,15 @@ class RecipeCLI(LightningCLI):
         words = add_true_to_switches(self.given.words(self.option_word), self.switches())
         model = self.given.settings["model"]
         is_grpo = isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO")
-        for name, value in NOT_REQUIRED.get(self.command, {}).items():
-            if is_grpo and name not in model:
-                words.append(f"--model.{name}={value}")
-        return words
+        added = [
+            f"--model.{name}={value}"
+            for name, value in NOT_REQUIRED.get(self.command, {}).items()
+            if is_grpo and name not in model
+        ]
+        # `--print_config` prints what stands before it.
+        numbers = (n for n, word in enumerate(words) if word.startswith("--print_"))
+        end = next(numbers, len(words))
+        return [*words[:end], *added, *words[end:]]
 
     def option_word(self, key: str, value: str | None) -> str:
         """Return an option as one word for the parser.
@@ -243,7 +249,12 @@ class RecipeCLI(LightningCLI):
         if value is not None and is_list_of_texts(hint) and value.strip().lower() not in NULLS:
             if not value.lstrip().startswith("["):
                 value = json.dumps([value])
-        elif value is not None and is_text(hint) and "." in key and is_list_or_mapping(value):
+        elif (
+            value is not None
+            and "." in key
+            and is_list_or_mapping(value)
+            and (is_text(hint) or (is_text_or_list(hint) and not value.lstrip().startswith("[")))
+        ):
             return f"--config={json.dumps(self.build_config(key, value))}"
         return option_word(key, value)
 

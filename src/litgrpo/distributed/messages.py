@@ -51,7 +51,7 @@ _warned: set[str] = set()  # of this run
 
 
 def forget_warnings() -> None:
-    """Let `warn_once_on_failure` warn again; a new run begins."""
+    """Let `warn_once_on_failure` warn again, in the next run of this process."""
     _warned.clear()
 
 

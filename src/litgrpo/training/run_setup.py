@@ -152,7 +152,8 @@ def try_steps(
             if isinstance(schedule, Warmup):
                 schedule.set_total_steps(steps)
         try:
-            trial.step(lambda: torch.zeros(()))  # with a closure, as Lightning's trainer
+            # As Lightning: with a closure, which returns nothing in manual optimization.
+            trial.step(_return_none)
         except Exception as error:
             raise ValueError(
                 f"model.optimizer {name} does not work with dense gradients and a plain `step()`: "
@@ -295,3 +296,7 @@ def batches_per_epoch(trainer: Trainer) -> int | None:
 def passes_over_data(trainer: Trainer) -> float:
     """Return how often the training prompts have been seen, including the current batch."""
     return trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
+
+
+def _return_none() -> Any:
+    return None

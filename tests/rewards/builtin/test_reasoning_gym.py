@@ -124,6 +124,7 @@ def test_settings_that_mean_nothing_are_refused(setting):
 
 
 def test_a_sandbox_that_died_scores_zero_and_is_replaced(monkeypatch):
+    pytest.importorskip("reasoning_gym")
     scorer = object.__new__(reward.SandboxedScorer)
     scorer.timeout_s, scorer.reusable = 7.0, True
     scorer.end, other = socket.socketpair()
