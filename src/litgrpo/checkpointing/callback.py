@@ -38,7 +38,7 @@ from litgrpo.checkpointing.shards import remove_checkpoint
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.distributed.messages import forget_warnings, warn_once_on_failure
+from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.models.loading import check_weights
 from litgrpo.training.lightning_compat import validate_now, validation_is_due
 
@@ -176,7 +176,6 @@ class IterationCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the previous signal handlers."""
-        forget_warnings()
         self.stop.restore()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -52,6 +52,7 @@ from litgrpo.checkpointing.shards import read_checkpoint, verify_checkpoint
 from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.distributed.machine import check_machine
+from litgrpo.distributed.messages import forget_warnings
 from litgrpo.distributed.restarts import open_restart_store
 from litgrpo.text.secrets import mask_settings
 from litgrpo.training.sft import SFT
@@ -88,6 +89,7 @@ class LitGRPOCLI(RecipeCLI):
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
         self.is_complete = False
+        forget_warnings()
         with ExitStack() as self.until_the_end:  # holds the lock of the run folder
             super().__init__(words, command, build=True)
             if self.is_complete:
