@@ -93,6 +93,10 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
         Raises:
             OSError: an earlier save failed, or this one if it is waited for.
         """
+        if "state_dict" not in checkpoint:
+            # A launcher of processes hands the final weights to the process that started them.
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+            return
         kept = {name: part for name, part in checkpoint.items() if name not in self.excluded}
         if self.shards_for is not allocate_whole:
             self._save_shards(kept, Path(path), storage_options)
