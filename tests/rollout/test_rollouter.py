@@ -150,6 +150,8 @@ def test_texts_keep_special_tokens_that_the_policy_generated_but_not_its_end():
         "",
         "",
     ]
+    policy.eos_ids = (2, newline)  # an end token that is text
+    assert policy.completion_texts([[*word, newline], [*word, 2]]) == ["ab\n", "ab"]
     # A stop token is left out if it is special, and stays if it is text, as in vLLM.
     rows = [[*word, call], [*word, newline], [call, *word]]
     assert policy.completion_texts(rows, [call, newline]) == ["ab", "ab\n", "<|call|>ab"]

@@ -80,15 +80,16 @@ class Policy(nn.Module, ABC):
     ) -> list[str]:
         """Decode completions with the special tokens that the policy generated.
 
-        Only the token that ends a completion is left out: an end token, or a stop token that is
-        special.
+        Only the token that ends a completion is left out, an end or stop token, if it is special. A
+        full stop as end token is part of the text.
 
         Args:
             rows: token ids of the completions.
             stop_token_ids: further tokens that end a completion.
         """
-        special = {*self.tokenizer.all_special_ids} & {*stop_token_ids}
-        ends = special | {*self.eos_ids}
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {*self.tokenizer.all_special_ids, *(n for n, token in added if token.special)}
+        ends = special & {*self.eos_ids, *stop_token_ids}
         texts: list[str] = self.tokenizer.batch_decode(
             [ids[:-1] if ids and ids[-1] in ends else ids for ids in rows]
         )
