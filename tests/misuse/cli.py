@@ -18,11 +18,6 @@ PROBES = [
     Probe("help of fit", "fit --help", ("--model.group_size", "--data.train"), code=0, quick=True),
     Probe("help of a wrong key", "fit --model.lorra.help", ("did you mean 'lora'",)),
     Probe("a key of plan given to fit", f"{QUICK} --chip v5e", ("plan --help",)),
-    Probe(
-        "a key of fit given to compare",
-        "compare quickstart --data.batch_size 8",
-        ("--fit_options",),
-    ),
     Probe("a key of another trainer", f"{QUICK} --learning_rate 1e-6", ("model.optimizer.lr",)),
     Probe(
         "a KL estimator that does not exist",
