@@ -21,7 +21,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CHUNK_BYTES = 1 << 24  # bytes of a file that are searched for line ends at once
 MAX_DEPTH = 100  # of nested lists and objects; Python's recursion ends at about 1000 calls
 MARK = b"\xef\xbb\xbf"  # byte order mark, which spreadsheets write first
-SPACES = " \t\r\n\v\f"  # a line of these alone is no row, in memory and streamed
+SPACES = " \t\r\n\v\f"  # a line of these alone is not a row, in memory and streamed
 
 
 def rows_from_list(rows: Iterable[Any], name: str) -> list[PlacedRow]:

@@ -27,7 +27,7 @@ LATEX_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|([0-9]
 POWER_OF_TEN = re.compile(
     r"( ?[*xX] ?|(?<![\w.,^*]))10 ?(?:\^|\*\*) ?([+-]?[0-9]{1,3})(?!\w|\.[0-9])"
 )
-# The 2 of "72 m2" is no number, but that of "7e2" is.
+# The 2 of "72 m2" is not a number, but that of "7e2" is.
 UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])(?<![0-9.][eE])\^?[23](?![0-9])")
 SUPERSCRIPT = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 SUPERSCRIPTS = str.maketrans(

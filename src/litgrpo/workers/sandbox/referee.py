@@ -264,7 +264,8 @@ def main(descriptor, tests, seconds):
         # Written one by one: tests that finish before the time limit count.
         mark, broken = judge(line, one)
         os.write(verdict, mark.encode())
-        reasons += [broken] * bool(broken)
+        if broken:
+            reasons.append(broken)
     os.write(verdict, "".join(f"\n{each}" for each in reasons).encode(errors="replace"))
 
 
