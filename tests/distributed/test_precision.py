@@ -1,7 +1,10 @@
+import ast
 import warnings
+from pathlib import Path
 
 import torch
 
+import litgrpo
 from litgrpo.distributed.precision import matmul_precision
 
 
@@ -15,3 +18,37 @@ def test_it_is_what_torch_was_told_without_its_advice_of_an_old_version(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert matmul_precision() == "high"
+
+
+def test_no_operator_relies_on_dtypes_that_autocast_matches_on_a_cpu_only():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    of_cpu_only = {
+        name.removeprefix("aten::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if has_kernel(name, "AutocastCPU") and not has_kernel(name, "AutocastCUDA")
+    }
+    assert {"index_copy", "cat", "stack"} <= of_cpu_only
+    wide, narrow = torch.ones(1), torch.ones(1, dtype=torch.bfloat16)
+    for promotes_itself in (torch.cat, torch.stack):
+        assert promotes_itself([narrow, wide]).dtype == torch.float32
+    # Operands of these calls have one dtype: see the test of each file.
+    checked = {
+        "models/kernels/packed_attention.py": {"index_copy"},
+        "models/packing.py": {"index_copy"},
+        "models/static.py": {"index_copy"},
+        "models/fused_decode.py": {"view_as_complex"},  # of float32 or wider
+    }
+    source = Path(litgrpo.__file__).parent
+    packages = "models", "algorithms", "rollout", "training"  # compute under autocast
+    for path in [
+        source / "tensors.py",
+        *(p for each in packages for p in (source / each).rglob("*.py")),
+    ]:
+        name = path.relative_to(source).as_posix()
+        attributes = {
+            node.func.attr
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        }
+        found = attributes & of_cpu_only - {"cat", "stack"}
+        assert found <= checked.get(name, set()), f"{name}: give these operands of one dtype"

@@ -117,6 +117,16 @@ def test_a_window_shorter_than_a_row_by_one_still_hides_a_token(window):
     torch.testing.assert_close(found[:, :7], (weights @ v).transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_on_grids_keeps_the_dtype_that_autocast_gives_it(softcap):
+    packing = Packing.of_groups(rows())
+    q, k, v = torch.randn(3, 1, 2, len(packing.ids), 8)
+    settings = dict(packing=packing, scaling=0.5, sliding_window=5, softcap=softcap)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attend_packed(torch.nn.Module(), q, k, v, None, **settings)
+    assert found.dtype == torch.bfloat16  # float32 is the promotion that CUDA does not do
+
+
 def test_this_processor_has_the_kernel_for_packed_rows():
     assert flash._kernel_works()
 

@@ -89,7 +89,6 @@ def _attend_grid(
     softcap: float | None,
 ) -> Tensor:
     """Compute [T, heads, D] by public operators: each row of a bucket with a copy of its prompt."""
-    output = torch.zeros_like(query)
     prompts, prompt_keys, prompt_values = (
         packing.prefixes.to_grid(x).transpose(1, 2) for x in (query, keys, values)
     )
@@ -98,7 +97,8 @@ def _attend_grid(
     column = torch.arange(length, device=query.device)
     visible = within(column[:, None] - column, window)[None, None]
     attended = _attend_masked(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
-    output = output.index_copy(
+    # Under autocast `attended` has a lower dtype than the query, and CUDA's index_copy needs one.
+    output = attended.new_zeros(query.shape).index_copy(
         0, packing.prefixes.tokens, packing.prefixes.from_grid(attended.transpose(1, 2))
     )
     for bucket in packing.suffixes:
