@@ -1,11 +1,12 @@
 """Chat templates that are broken, hostile or without end."""
 
 import threading
+import time
 
 import pytest
 
 from litgrpo.data.rendering import Chat, apply_chat_template
-from litgrpo.text.chat_templates import TemplateError, render_messages
+from litgrpo.text.chat_templates import TemplateError, TimeIsUp, limit_time, render_messages
 from tests.support.models import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -54,6 +55,26 @@ def test_a_template_without_end_is_stopped(name, monkeypatch):
     monkeypatch.setattr("litgrpo.text.chat_templates.MAX_SECONDS", 0.3)
     with pytest.raises(TemplateError, match=r"within 0\.3 s|MemoryError|MiB"):
         render_messages(tokenizer_with(ENDLESS[name]), MESSAGES)
+
+
+def run_and_ignore_exceptions():
+    """Ignore every Exception, as Jinja does, and one of any other kind, as `__del__` does."""
+    ignored = []
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+        except BaseException as error:
+            if ignored:
+                raise
+            ignored.append(error)
+
+
+@pytest.mark.timeout(60)
+def test_the_time_limit_holds_in_code_that_ignores_exceptions():
+    with pytest.raises(TimeIsUp), limit_time(0.05):
+        run_and_ignore_exceptions()
 
 
 @pytest.mark.timeout(60)

@@ -27,8 +27,8 @@ class TemplateError(ValueError):
     """A chat template rejects the messages, or takes too much time or memory."""
 
 
-class _TimeIsUp(Exception):
-    """The limit of a rendering has passed."""
+class TimeIsUp(BaseException):
+    """A time limit has passed; not an Exception, because Jinja catches those and goes on."""
 
 
 def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
@@ -53,7 +53,7 @@ def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
                 limits.enter_context(limit_time(MAX_SECONDS))
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         _tried.add(template)
-    except _TimeIsUp as error:
+    except TimeIsUp as error:
         raise TemplateError(f"it did not finish within {MAX_SECONDS:g} s") from error
     except MemoryError as error:
         raise TemplateError(f"it needs more than {MAX_BYTES // 2**20} MiB of memory") from error
@@ -70,12 +70,13 @@ def limit_time(seconds: float) -> Iterator[None]:
 
     def stop(*_: Any) -> None:
         if running:
-            raise _TimeIsUp
+            raise TimeIsUp
 
     running = True
     before = signal.signal(signal.SIGALRM, stop)
+    # It fires again: code that runs when Python ignores exceptions (`__del__`) loses the first.
     # Others may use the timer, as pytest-timeout does.
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
