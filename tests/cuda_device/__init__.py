@@ -1,0 +1,18 @@
+"""A simulated CUDA device in torch's CPU build: run code for GPUs on machines without one.
+
+Tensors are on `cuda:N` with CUDA's dispatch keys: autocast, autograd, Lightning and transformers
+take their CUDA branches. Kernels are torch's CPU kernels on the same memory. Unlike a CPU, and like
+a GPU:
+
+- tensors of the CPU and of a device, or of two devices, do not mix;
+- memory is counted and limited, and fresh memory is not zero;
+- launches of kernels and waits of the host are counted, with their bytes and operations;
+- random numbers belong to the device;
+- CUDA graphs are recorded and replayed, and a capture raises on waits;
+- NCCL takes only tensors on the current device.
+
+    python -m tests.cuda_device cli.py fit -c configs/quickstart.yaml -c configs/hardware/cuda.yaml
+    python -m tests.cuda_device -m pytest tests/distributed/test_cuda.py
+
+Environment: CUDA_DEVICE_COUNT (1), CUDA_DEVICE_LIMIT_MB (80 GiB). Docs: docs/gpu.md.
+"""
