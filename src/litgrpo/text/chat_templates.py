@@ -28,7 +28,7 @@ class TemplateError(ValueError):
 
 
 class TimeIsUp(BaseException):
-    """A time limit has passed; not an Exception, because Jinja catches those and goes on."""
+    """A time limit has passed; not an Exception, because Jinja catches those and continues."""
 
 
 def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
