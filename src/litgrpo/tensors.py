@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 Head = Callable[[Tensor], Tensor]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 # Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
+# More on devices with more memory, see `litgrpo.training.update_config.DeviceSizes`.
 FEW_LOGITS = 2**26
 
 
@@ -152,11 +153,11 @@ def _of_logits(
     return chosen - log_z, entropy
 
 
-def head_chunk(num_tokens: int, vocab_size: int) -> int:
+def head_chunk(num_tokens: int, vocab_size: int, few_logits: int = FEW_LOGITS) -> int:
     """All tokens if their logits are few, else as many as make the product of a chunk efficient."""
-    if num_tokens * vocab_size <= FEW_LOGITS:
+    if num_tokens * vocab_size <= few_logits:
         return max(1, num_tokens)
-    return max(1, FEW_LOGITS // 2 // vocab_size)
+    return max(1, few_logits // 2 // vocab_size)
 
 
 class _Chosen(torch.autograd.Function):

@@ -1,12 +1,16 @@
 import pytest
 import torch
 
+from litgrpo.distributed.device import Backend
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.linear import LinearKernels
 from litgrpo.models.reference import FrozenReference
+from litgrpo.models.transformers_compat import checkpoint_activations
 from litgrpo.rewards.reward import Reward
+from litgrpo.tensors import FEW_LOGITS
 from litgrpo.training import kernel_choice
 from litgrpo.training.grpo import GRPO
+from litgrpo.training.update_config import MOST_LOGITS, MOST_TOKENS, UpdateConfig
 from tests.support.invariants import fit, module
 from tests.support.models import tiny_policy
 
@@ -56,3 +60,79 @@ def test_a_checkpoint_of_a_time_before_kernels_computes_plainly():
     grpo = choosing(LinearKernels())
     kernel_choice.restore(grpo, {})
     assert grpo.policy.linear_kernels == LinearKernels()
+
+
+def sizes_of(grpo):
+    return grpo.learner.config.max_tokens, grpo.policy.few_logits
+
+
+def give_memory(monkeypatch, free_bytes):
+    monkeypatch.setattr(Backend, "free_memory", lambda self: free_bytes)
+
+
+def test_sizes_follow_free_memory_and_a_resumed_run_keeps_them(tmp_path, monkeypatch):
+    on_cpu = fit(choosing(LinearKernels()))
+    give_memory(monkeypatch, 10**11)
+    first = choosing(LinearKernels())
+    first.reference = FrozenReference(tiny_policy("qwen2"))
+    fit(first).save_checkpoint(tmp_path / "last.ckpt")
+    assert sizes_of(first) == (MOST_TOKENS, MOST_LOGITS)
+    assert first.reference.policy.few_logits == MOST_LOGITS
+    give_memory(monkeypatch, 10**7)
+    fresh = fit(choosing(LinearKernels()))
+    small = sizes_of(fresh.lightning_module)
+    assert small[0] < MOST_TOKENS
+    assert small[1] == FEW_LOGITS
+
+    resumed = choosing(LinearKernels())
+    resumed.max_iterations = 2
+    fit(resumed, ckpt_path=tmp_path / "last.ckpt")
+    assert sizes_of(resumed) == (MOST_TOKENS, MOST_LOGITS)
+    given = choosing(LinearKernels())
+    given.update, given.max_iterations = UpdateConfig(micro_batch_tokens=33), 2
+    fit(given, ckpt_path=tmp_path / "last.ckpt")
+    assert sizes_of(given) == (33, MOST_LOGITS)
+
+    monkeypatch.undo()
+    moved = choosing(LinearKernels())
+    moved.max_iterations = 2
+    fit(moved, ckpt_path=tmp_path / "last.ckpt")
+    assert sizes_of(moved) == sizes_of(on_cpu.lightning_module)
+    assert moved.policy.few_logits == FEW_LOGITS
+
+
+def test_ranks_take_the_sizes_of_the_one_with_the_least_memory(monkeypatch):
+    policy = tiny_policy("qwen2")
+    give_memory(monkeypatch, 10**11)
+    monkeypatch.setattr(kernel_choice, "all_gather_object", lambda own: [own, 2**28])
+    both = kernel_choice.choose_sizes(policy, torch.device("cpu"))
+    monkeypatch.undo()
+    give_memory(monkeypatch, 2**28 + 16 * sum(p.numel() for p in policy.parameters()))
+    alone = kernel_choice.choose_sizes(policy, torch.device("cpu"))
+    assert both == alone
+
+
+def test_gradients_and_optimizer_states_are_left_free(monkeypatch):
+    policy = tiny_policy("qwen2")
+    size = sum(p.numel() for p in policy.parameters()) * 4
+    device = torch.device("cpu")
+    wanted = []
+    of = kernel_choice.DeviceSizes.of
+    monkeypatch.setattr(
+        kernel_choice.DeviceSizes, "of", lambda free, kept: wanted.append(free) or of(free, kept)
+    )
+    give_memory(monkeypatch, 2**30)
+    kernel_choice.choose_sizes(policy, device)
+    kernel_choice.choose_sizes(policy.requires_grad_(False), device)
+    assert wanted == [2**30 - 3 * size, 2**30]
+
+
+def test_checkpointed_layers_leave_memory_for_more_tokens(monkeypatch):
+    give_memory(monkeypatch, 2**28)
+    sizes = []
+    for checkpointed in (False, True):
+        policy = tiny_policy("qwen2", num_hidden_layers=8)
+        if checkpointed:
+            checkpoint_activations(policy.model)
+        sizes.append(kernel_choice.choose_sizes(policy, torch.device("cpu")).tokens)
+    assert sizes[1] >= 4 * sizes[0]

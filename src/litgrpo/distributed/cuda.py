@@ -136,6 +136,13 @@ class CudaBackend(Backend):
             return function
         return self.replayed.setdefault(function, Replayed(function))
 
+    def free_memory(self) -> int | None:
+        """See `Backend.free_memory`."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        # Torch keeps blocks of freed tensors for itself, which the driver counts as used.
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free + kept)
+
     def peak_memory_gib(self) -> float:
         """See `Backend.peak_memory_gib`."""
         return torch.cuda.max_memory_allocated(self.device) / 2**30

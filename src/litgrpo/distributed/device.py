@@ -114,6 +114,14 @@ class Backend:
         """
         return {}
 
+    def free_memory(self) -> int | None:
+        """Bytes of the device's memory that this process can still use; None: decide without it.
+
+        Sizes that follow it decide in which order sums are rounded, so a CPU, whose free memory is
+        other programs', has fixed ones.
+        """
+        return None
+
     def peak_memory_gib(self) -> float:
         """Peak memory in GiB, of the device if it reports it, else of this process."""
         import resource

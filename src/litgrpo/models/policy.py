@@ -17,7 +17,7 @@ from litgrpo.models.packing import pack_left
 from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
-from litgrpo.tensors import head_chunk, token_logprobs
+from litgrpo.tensors import FEW_LOGITS, head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 
 
@@ -50,6 +50,7 @@ class Policy(nn.Module, ABC):
     """
 
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
+    few_logits = FEW_LOGITS  # logits that may exist at once
     share_prompts = True  # `precision.share_prompts`; in effect: `computes_prompts_once`
     selective_recompute = True  # `precision.selective_recompute`
     autocast_dtype: torch.dtype | None = None  # `precision.autocast_dtype`
@@ -275,4 +276,4 @@ class Policy(nn.Module, ABC):
 
     def chunk_size(self, num_tokens: int) -> int:
         """Return the number of tokens whose logits exist at once."""
-        return self.head_chunk or head_chunk(num_tokens, self.vocab_size)
+        return self.head_chunk or head_chunk(num_tokens, self.vocab_size, self.few_logits)

@@ -55,6 +55,7 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
 from litgrpo.rollout.sampling import Purpose, Sampling
+from litgrpo.tensors import FEW_LOGITS
 from litgrpo.training import hyper_parameters, kernel_choice, settings_checks
 from litgrpo.training.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
 from litgrpo.training.episode_setup import build_episodes, check_environment
@@ -364,10 +365,12 @@ class GRPO(LightningModule):
         elif is_sharded(policy):
             micro_batching = EvenBatches(policy, comm)
         linear_outputs = linears.count_linear_outputs(policy.model)
+        sizes = kernel_choice.choose_sizes(policy, device)
+        kernel_choice.set_logits(self, FEW_LOGITS if sizes is None else sizes.logits)
         return Learner(
             policy,
             self.coefficients,
-            self.update.resolve_auto(linear_outputs, static_shapes=static_shapes),
+            self.update.resolve_auto(linear_outputs, static_shapes=static_shapes, sizes=sizes),
             self.sampling,
             self.group_size,
             self.max_completion_length,
@@ -629,6 +632,7 @@ class GRPO(LightningModule):
             "coefficients": self.coefficients.state_dict(),
             "judges": self.scorer.state_dict(),
             "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
+            "micro_batch_tokens": self.learner.config.max_tokens,
             kernel_choice.KEY: kernel_choice.save_kernels(self.learner.policy),
         }
 
@@ -649,6 +653,9 @@ class GRPO(LightningModule):
         if self.rollouter.prefetch is not None:
             self.rollouter.prefetch.load_state_dict(checkpoint.get("ahead"))
         kernel_choice.restore(self, checkpoint)
+        if self.update.micro_batch_tokens == "auto" and kernel_choice.follows_memory(self):
+            tokens = checkpoint["micro_batch_tokens"]
+            self.learner.config = replace(self.learner.config, micro_batch_tokens=tokens)
 
     def _changing_weights(self) -> dict[str, Tensor]:
         """Return {name: tensor} of the weights that training changes."""

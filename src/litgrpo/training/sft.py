@@ -29,7 +29,7 @@ from litgrpo.models.loading import (
     save_in_memory_model,
 )
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
-from litgrpo.tensors import full_tensor, head_chunk, token_logprobs
+from litgrpo.tensors import full_tensor, token_logprobs
 from litgrpo.training import hyper_parameters, kernel_choice
 from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_every_iteration
 from litgrpo.training.optim import DefaultAdamW, check_max_grad_norm
@@ -204,6 +204,9 @@ class SFT(LightningModule):
         if is_attached(self):
             check_data_fits_model(self, self.policy, 0, "max_length")
             kernel_choice.use_everywhere(self, self.policy)
+            sizes = kernel_choice.choose_sizes(self.policy, self.trainer.strategy.root_device)
+            if sizes is not None:
+                kernel_choice.set_logits(self, sizes.logits)
 
     def configure_callbacks(self) -> list[Callback]:
         """Checks of other callbacks, and a progress bar that counts iterations."""
@@ -233,7 +236,7 @@ class SFT(LightningModule):
 
         hidden = policy.target_hidden_states(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
-        chunk_size = head_chunk(len(hidden), policy.vocab_size)
+        chunk_size = policy.chunk_size(len(hidden))
         logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
         return logprobs, torch.cat(predictions) == targets
 

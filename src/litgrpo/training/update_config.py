@@ -8,6 +8,7 @@ from typing import Literal
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of
+from litgrpo.tensors import FEW_LOGITS
 from litgrpo.training.optim import check_max_grad_norm
 
 # More tokens at once are not faster, unless the model is so small that calling it costs more than
@@ -15,6 +16,48 @@ from litgrpo.training.optim import check_max_grad_norm
 # of a token was measured as 8.5 bytes for each output of the linear layers (float32), and half of
 # that with `precision.selective_recompute`, which not every model knows.
 LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
+# On a device with its own memory each call has a fixed cost, so tokens and logits follow what is
+# free: at most this fraction of it for activations, and this one for the tensors of the logits.
+ACTIVATIONS_FRAC, LOGITS_FRAC, MOST_TOKENS, MOST_LOGITS = 3 / 4, 1 / 8, 2**16, 2**29
+BYTES_PER_LOGIT = 12  # three float32 tensors in the backward pass
+
+
+@dataclass(frozen=True)
+class DeviceSizes:
+    """Sizes of a pass that follow the free memory of a device.
+
+    Powers of two, so that a little more or less free memory gives the same sizes.
+
+    Args:
+        tokens: tokens of a micro-batch (`micro_batch_tokens: auto`).
+        logits: logits that exist at once.
+
+    Example:
+        >>> DeviceSizes.of(free_bytes=60 * 2**30, bytes_per_token=2**20)
+        DeviceSizes(tokens=32768, logits=536870912)
+    """
+
+    tokens: int
+    logits: int
+
+    @staticmethod
+    def of(free_bytes: int, bytes_per_token: float) -> DeviceSizes:
+        """Return the largest sizes that fit.
+
+        Args:
+            free_bytes: free memory while the weights, gradients and optimizer states exist.
+            bytes_per_token: memory that the backward pass wants kept of a token.
+        """
+        tokens = round_down(ACTIVATIONS_FRAC * free_bytes / bytes_per_token)
+        logits = round_down(LOGITS_FRAC * free_bytes / BYTES_PER_LOGIT)
+        return DeviceSizes(
+            min(max(tokens, LEAST_TOKENS), MOST_TOKENS), min(max(logits, FEW_LOGITS), MOST_LOGITS)
+        )
+
+
+def round_down(number: float) -> int:
+    """Return the largest power of two that is at most a number, at least 1."""
+    return 2 ** max(0, int(number).bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -29,8 +72,10 @@ class UpdateConfig:
         micro_batch_size: completions that go through the model at once; only memory and speed
             depend on it, the gradient does not. None sets no limit.
         micro_batch_tokens: tokens that go through the model at once; a prompt that its completions
-            share counts once, otherwise padding counts as well. "auto": 2,048, or with
-            a small model as many as need at most 512 MiB of activations. None sets no limit.
+            share counts once, otherwise padding counts as well. "auto": on a CPU 2,048, or with
+            a small model as many as need at most 512 MiB of activations; on a GPU 2,048 to 65,536,
+            as many as fit into its free memory by estimate, decided once per run. None sets no
+            limit.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         staleness: 0: on-policy; 1: generate the next rollout during the update (one-step
             off-policy), which hides the time of engines on other devices.
@@ -60,16 +105,25 @@ class UpdateConfig:
         """`micro_batch_tokens` as a number; "auto" is its smallest value."""
         return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
-    def resolve_auto(self, linear_outputs: int, *, static_shapes: bool = False) -> UpdateConfig:
+    def resolve_auto(
+        self,
+        linear_outputs: int,
+        *,
+        static_shapes: bool = False,
+        sizes: DeviceSizes | None = None,
+    ) -> UpdateConfig:
         """Return these options with "auto" replaced by a number that fits the model.
 
         Args:
             linear_outputs: numbers that the model's linear layers compute for each token.
             static_shapes: True if the device compiles micro-batches of one shape, which are
                 padded: "auto" is then its smallest value.
+            sizes: sizes that follow the device's memory; None: a CPU.
         """
         if self.micro_batch_tokens != "auto" or static_shapes:
             return self
+        if sizes is not None:
+            return replace(self, micro_batch_tokens=sizes.tokens)
         kept = BYTES_PER_OUTPUT * linear_outputs
         return replace(self, micro_batch_tokens=max(LEAST_TOKENS, int(KEPT_BYTES / kept)))
 
