@@ -1,13 +1,16 @@
 """House rules: import layers, no import cycles, and pages that name only what exists."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
+from litgrpo import GRPO, SFT, PairData, PromptData
 from tests.house import pages
 from tests.house.source import File, files_of, import_cycles
 
@@ -151,6 +154,71 @@ def test_a_recipe_opens_with_what_machine_and_expected_result(path):
 def test_every_name_path_key_and_command_of_a_page_is_there():
     found = [f"{page.name}: {line}" for page in pages.pages() for line in pages.stale(page)]
     assert not found, "\n".join(found)
+
+
+OPTION = re.compile(r"(?<![\w./])(?:--)?((?:model|data|trainer|checkpoint)(?:\.[a-z_]\w*)+)")
+PREFIXES = {
+    name: prefix
+    for prefix, owners in {"model": (GRPO, SFT), "data": (PromptData, PairData)}.items()
+    for owner in owners
+    for name in inspect.signature(owner).parameters
+}
+WITHOUT_PREFIX = re.compile(rf"(?<![\w./-])({'|'.join(PREFIXES)})\.([a-z_]\w*|$)")
+NO_OPTIONS = {
+    "model.lr_scheduler.step",
+    "model.merge_and_unload",
+    "model.resize_token_embeddings",
+    "model.safetensors",
+    "model.safetensors.index.json",
+}
+
+
+def wrong_options(file: File) -> Iterator[str]:
+    """Yield the dotted options in messages of a file that a user cannot type like this."""
+    inside = {
+        part: isinstance(part, ast.Constant)
+        for node in file.nodes
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
+    documented = {id(node.value) for node in file.nodes if isinstance(node, ast.Expr)}
+    for node in file.nodes:
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        if id(node) in documented:  # docstrings name options relative to their class
+            continue
+        for name, rest in WITHOUT_PREFIX.findall(node.value):
+            key = f"{PREFIXES[name]}.{name}" + f".{rest}" * bool(rest)
+            before_a_field = bool(rest) or (node in inside and node.value.endswith(f"{name}."))
+            whole_sentence = not rest and " " in node.value  # "... use a wider precision."
+            known = pages.is_setting(key) and key not in NO_OPTIONS
+            if before_a_field and not whole_sentence and known:
+                yield f"{file.name}:{node.lineno}: {name}.{rest} is {key}"
+        for key in OPTION.findall(node.value):
+            known = key in NO_OPTIONS or pages.is_setting(key.removesuffix(".help"))
+            if not known and key != node.value:
+                yield f"{file.name}:{node.lineno}: {key} is not an option"
+
+
+def test_every_option_in_a_message_can_be_typed_like_this():
+    import_module("litgrpo.rollout.engines.vllm")  # classes that a recipe imports by their path
+    import_module("litgrpo.rollout.engines.static")
+    files = [file for file in FILES if file.name != "__init__.py"]  # which has dotted modules
+    assert not [line for file in files for line in wrong_options(file)]
+
+
+def test_an_option_without_its_prefix_and_an_unknown_one_are_found(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(
+        '"""Docstrings say lora.rank."""\n'
+        "x = 'lora.rank is 0', f'update.{x}', 'model.update.x is 1', 'Set --model.lora.rank'\n"
+    )
+    found = list(wrong_options(File(path, tmp_path)))
+    assert sorted(line.partition(": ")[2] for line in found) == [
+        "lora.rank is model.lora.rank",
+        "model.update.x is not an option",
+        "update. is model.update",
+    ]
 
 
 def test_every_file_that_a_script_of_ci_runs_exists():

@@ -4,6 +4,7 @@ import math
 import random
 from math import inf, isnan
 
+import mpmath
 import pytest
 
 from litgrpo.evaluation.intervals import (
@@ -95,6 +96,16 @@ def test_student_t_agrees_with_tables() -> None:
         assert student_t_quantile(0.995, df) == pytest.approx(t99, abs=5e-5)
     assert student_t_quantile(0.975, 10_001) == pytest.approx(1.9602, abs=5e-5)
     assert student_t_central_probability(0.0, 7) == 0.0
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 5, 10, 29, 30, 99, 1318])
+def test_student_t_agrees_with_the_incomplete_beta_function(df: int) -> None:
+    # P(|T| <= t) = I_x(1/2, df/2) with x = t^2 / (df + t^2); Abramowitz and Stegun, 26.7.1.
+    with mpmath.workdps(40):
+        for t in (1e-12, 1e-6, 1e-3, 0.1, 1.0, 1.96, 8.0, 1e3, 1e8):
+            x = mpmath.mpf(t) ** 2 / (df + mpmath.mpf(t) ** 2)
+            exact = mpmath.betainc(0.5, mpmath.mpf(df) / 2, 0, x, regularized=True)
+            assert student_t_central_probability(t, df) == pytest.approx(float(exact), rel=1e-12)
 
 
 def test_clustered_mean_by_hand() -> None:

@@ -139,7 +139,7 @@ def test_an_adapter_of_another_model_raises(adapter, tmp_path):
 
 
 def test_settings_that_contradict_the_folder_raise(base, adapter):
-    with raises_for("lora.r is 8", "lora.adapter_path has 4"):
+    with raises_for("model.lora.rank is 8", "lora.adapter_path has 4"):
         load_policy(base, lora=LoRA(rank=8, adapter_path=str(adapter)))
     assert load_policy(base, lora=LoRA(rank=4, adapter_path=str(adapter))).has_adapter
 

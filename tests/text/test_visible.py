@@ -17,3 +17,9 @@ def test_what_is_seen_or_joins_stays():
 def test_a_completion_cannot_command_the_terminal():
     page = format_samples([], [{"prompt": "1+1", "completion": "\x1b[2J2"}])
     assert visible(page) == "prompt: 1+1\nafter:  [U+001B][2J2"
+
+
+def test_a_long_text_is_cut_and_other_objects_are_converted():
+    assert visible("a" * 12, 10) == "a" * 10 + " ... [2 more characters]"
+    assert visible("ab", 2) == "ab"
+    assert visible(1.5, 10) == "1.5"

@@ -270,4 +270,5 @@ class Recompilation(Callback):
         names = shapes[:MAX_SHAPES]
         if len(shapes) > MAX_SHAPES:
             names.append(f"and {len(shapes) - MAX_SHAPES} more")
-        return f"{counts}New shapes: {'; '.join(names)}. Give fewer widths (engine.prompt_buckets)"
+        advice = "Give fewer widths (model.engine.prompt_buckets)"
+        return f"{counts}New shapes: {'; '.join(names)}. {advice}"

@@ -78,8 +78,8 @@ METRICS: dict[str, Metric] = {
         healthy="0",
     ),
     "reward/correct_frac": Metric(
-        "Fraction of correct completions: the reward `evaluation.success_reward` (default: the one "
-        "with the largest weight) reaches `evaluation.success_threshold`.",
+        "Fraction of correct completions: the reward `model.evaluation.success_reward` (default: "
+        "the one with the largest weight) reaches `model.evaluation.success_threshold`.",
         unit="fraction",
         healthy="rises",
     ),
@@ -355,7 +355,7 @@ METRICS: dict[str, Metric] = {
         verl="actor/grad_norm",
     ),
     "optim/clipped_frac": Metric(
-        "Fraction of optimizer steps whose gradient was clipped to `update.max_grad_norm`.",
+        "Fraction of optimizer steps whose gradient was clipped to `model.update.max_grad_norm`.",
         unit="fraction",
         healthy="not informative with Adam",
     ),

@@ -98,7 +98,7 @@ class Invariant(Enum):
         4,
         "padding and batch change nothing",
         "padding is attended to, or positions count it: attention mask or position ids are "
-        "missing; or rows see another prompt (precision.share_prompts: false reads rows "
+        "missing; or rows see another prompt (model.precision.share_prompts: false reads rows "
         "separately)",
     )
     RATIO = (
@@ -148,8 +148,8 @@ class Invariant(Enum):
         10,
         "the environment is reproducible",
         "the environment keeps state outside of an episode (an attribute of its class, a list of "
-        "its module), or reads a clock, a disk or a network; set `episode.record_responses: true` "
-        "for tools that do so on purpose",
+        "its module), or reads a clock, a disk or a network; set `model.episode.record_responses: "
+        "true` for tools that do so on purpose",
         True,
     )
 
@@ -284,8 +284,9 @@ def explain(result: CheckResult) -> str:
     if FULL_TOLERANCE < result.tolerance < result.error < ROUNDING * result.tolerance:
         return (
             "that may be rounding, because this run computes in low precision: run the same "
-            "command with precision.dtype float32, precision.autocast_dtype null, engine.dtype "
-            "null and trainer.precision 32-true to distinguish rounding from a mistake"
+            "command with model.precision.dtype float32, model.precision.autocast_dtype null, "
+            "model.engine.dtype null and trainer.precision 32-true to distinguish rounding from "
+            "a mistake"
         )
     return f"likely {result.invariant.likely_cause}"
 

@@ -21,16 +21,6 @@ ROUTINE_LINES += (
     "was configured so 1 batch",
     "callbacks returned in `LightningModule.configure_call",
 )
-HARMLESS_WARNINGS = (
-    r".*does not have many workers",
-    r".*in eval mode at the start of training",
-    r".*sync_dist=True",  # the modules average over processes before they log
-    r".*You have overridden `transfer_batch_to_device`",
-    r".*isinstance\(treespec, LeafSpec\)",
-    r".*is_gradient_checkpointing. is deprecated",  # peft asks transformers by the old name
-    # Lightning's calls of jsonargparse.
-    r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
-)
 READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that was closed
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the file that the output goes to
 
@@ -62,8 +52,10 @@ def keep_quiet() -> None:
     for name in ("pytorch", "fabric"):
         for module in ("rank_zero", "seed"):
             logging.getLogger(f"lightning.{name}.utilities.{module}").addFilter(is_informative)
-    for message in HARMLESS_WARNINGS:
-        warnings.filterwarnings("ignore", message)
+    # Imports Lightning, which --help and completion of options do not need.
+    from litgrpo.training.lightning_compat import ignore_harmless_warnings
+
+    ignore_harmless_warnings()
     warnings.formatwarning = format_warning
 
 

@@ -426,7 +426,7 @@ def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
 def system_remarks(conversations: Sequence[Messages]) -> list[str]:
     """Return how many conversations have a system message that replaces `chat.system`."""
     number = sum(map(has_system, conversations))
-    how = "have a system message, which replaces chat.system"
+    how = "have a system message, which replaces data.chat.system"
     return [f"{number} of {len(conversations)} rows {how}"] if number else []
 
 

@@ -58,9 +58,11 @@ class RowReader:
                 groups = re.compile(pattern).groups
             except re.error as error:
                 raise ValueError(
-                    f"extract.{name}: {pattern!r} is not a regular expression: {error}"
+                    f"data.extract.{name}: {pattern!r} is not a regular expression: {error}"
                 ) from error
-            require(groups == 1, f"extract.{name}: {pattern!r} has {groups} groups, expected one")
+            require(
+                groups == 1, f"data.extract.{name}: {pattern!r} has {groups} groups, expected one"
+            )
 
     @property
     def required(self) -> set[str]:

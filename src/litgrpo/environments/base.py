@@ -264,7 +264,7 @@ class FailureCounter:
             raise EnvironmentFailure(
                 f"environment: {len(self.failed)} of {len(self.starts)} episodes failed; the first"
                 f" is {self._describe(first)}: {self.failed[first]}. Fix the environment, or raise"
-                " episode.timeout_s if its steps are slow."
+                " model.episode.timeout_s if its steps are slow."
             )
 
     def _describe(self, episode: int) -> str:

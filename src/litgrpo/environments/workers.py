@@ -74,8 +74,8 @@ def episode_pool(
     if num_workers == 0:
         require(
             response_log is None,
-            "episode.record_responses needs worker processes; episode.num_workers is 0. Leave it"
-            " out.",
+            "model.episode.record_responses needs worker processes; model.episode.num_workers is "
+            "0. Leave it out.",
         )
         return InProcessEpisodes(environment, max_observation_chars=max_observation_chars)
     return EpisodeWorkers(
@@ -127,10 +127,10 @@ class EpisodeWorkers(EpisodePool):
         response_log: ResponseLog | None = None,
         pool: WorkerPool | None = None,
     ) -> None:
-        above("episode.timeout_s", timeout_s, 0)
-        one_of("episode.on_timeout", on_timeout, ("fail", "reply"))
-        at_least("episode.num_workers", num_workers, 1)
-        at_least("episode.max_observation_chars", max_observation_chars, 1)
+        above("model.episode.timeout_s", timeout_s, 0)
+        one_of("model.episode.on_timeout", on_timeout, ("fail", "reply"))
+        at_least("model.episode.num_workers", num_workers, 1)
+        at_least("model.episode.max_observation_chars", max_observation_chars, 1)
         self.objects = (environment, max_observation_chars)
         self.timeout_s = timeout_s
         self.reply = StepResult(late) if on_timeout == "reply" else None
@@ -239,8 +239,8 @@ class EpisodeWorkers(EpisodePool):
             raise ValueError(
                 f"the environment cannot be sent to worker processes ({troubles['environment']})."
                 " Give it only what can be pickled, and open files, locks and connections in reset;"
-                " or set episode.num_workers: 0, which plays episodes in this process, where a hang"
-                " cannot be stopped."
+                " or set model.episode.num_workers: 0, which plays episodes in this process, where "
+                "a hang cannot be stopped."
             )
         if not self.processes:
             first = self.pool.launch()

@@ -76,14 +76,15 @@ class Evaluation:
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not 0 < self.predict_top_p <= 1:
-            given = f"evaluation.predict_top_p is {self.predict_top_p}"
+            given = f"model.evaluation.predict_top_p is {self.predict_top_p}"
             raise ValueError(f"{given}; it must be above 0 and at most 1 (off).")
-        at_least("evaluation.num_samples", self.num_samples, 1)
+        at_least("model.evaluation.num_samples", self.num_samples, 1)
         for k in self.pass_at_k:
             if not 1 <= k <= self.num_samples:
                 raise ValueError(
-                    f"evaluation.pass_at_k contains {k}; it must be from 1 to "
-                    f"evaluation.num_samples, {self.num_samples}. Raise num_samples or remove {k}."
+                    f"model.evaluation.pass_at_k contains {k}; it must be from 1 to "
+                    f"model.evaluation.num_samples, {self.num_samples}. Raise num_samples or "
+                    f"remove {k}."
                 )
 
 
@@ -226,7 +227,7 @@ class Evaluator:
         self.settings = settings
         self.scorer = scorer
         self.success_reward = settings.success_reward or find_main_reward(scorer.weights)
-        one_of("evaluation.success_reward", self.success_reward, names)
+        one_of("model.evaluation.success_reward", self.success_reward, names)
         taken = sorted(RESERVED & set(names))
         if taken:
             raise ValueError(

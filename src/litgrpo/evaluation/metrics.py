@@ -417,8 +417,8 @@ class DialogueScores(CorpusMetrics):
         """Add a batch; see `CorpusMetrics.update`."""
         if self.answers not in columns:
             raise ValueError(
-                f"evaluation.corpus_metrics.answers is {self.answers!r}; expected the column of "
-                f"reference replies, one of {sorted(columns)}."
+                f"model.evaluation.corpus_metrics.answers is {self.answers!r}; expected the column "
+                f"of reference replies, one of {sorted(columns)}."
             )
         pairs = zip(replies, columns[self.answers], strict=True)
         counts = [reply_counts(reply, answer, self.strip) for reply, answer in pairs]

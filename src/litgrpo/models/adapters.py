@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TRAINED, INITIAL = "default", "initial"  # names of the adapters in a PEFT model
 CONFIG_FILE = "adapter_config.json"
+PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,9 @@ class LoRA:
     @property
     def peft_settings(self) -> dict[str, Any]:
         """These settings under the names of `peft.LoraConfig`."""
-        names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         del own["adapter_path"]
-        return {names.get(name, name): value for name, value in own.items()}
+        return {PEFT_NAMES.get(name, name): value for name, value in own.items()}
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
@@ -94,7 +94,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
         names = sorted({name.rpartition(".")[2] for name in list_linear_names(model)})
         raise ValueError(
             f"lora does not fit the model: {' '.join(str(error).split())[:300]} Set "
-            f"lora.target_modules to some of its linear layers: {', '.join(names)}."
+            f"model.lora.target_modules to some of its linear layers: {', '.join(names)}."
         ) from error
     check_not_tied(adapted)
     if lora.adapter_path is not None:
@@ -129,8 +129,8 @@ def check_not_tied(adapted: Any) -> None:
             raise ValueError(
                 f"lora adapts {short}, whose weight is tied to that of "
                 f"{sharing[0].removesuffix('.base_layer').rpartition('.')[2]}: merging would "
-                f"change both. Leave {short} out of lora.target_modules, or train it in full with "
-                f"lora.modules_to_save: [{short}]."
+                f"change both. Leave {short} out of model.lora.target_modules, or train it in full "
+                f"with model.lora.modules_to_save: [{short}]."
             )
 
 
@@ -148,22 +148,25 @@ def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
 
     if not (Path(folder) / CONFIG_FILE).is_file():
         raise ValueError(
-            f"lora.adapter_path: {folder!r} is not an adapter folder (no {CONFIG_FILE} in it). "
-            "Give a folder written by peft's save_pretrained, such as RUN/final_adapter."
+            f"model.lora.adapter_path: {folder!r} is not an adapter folder (no {CONFIG_FILE} in "
+            "it). Give a folder written by peft's save_pretrained, such as RUN/final_adapter."
         )
     kind = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
         raise ValueError(
-            f"lora.adapter_path: {folder!r} contains an adapter of type {kind}; expected LORA."
+            f"model.lora.adapter_path: {folder!r} contains an adapter of type {kind}; expected "
+            "LORA."
         )
     saved = LoraConfig.from_pretrained(folder)
     given, default, found = lora.peft_settings, LoRA().peft_settings, saved.to_dict()
     del given["lora_dropout"]  # a setting of the run, not of the adapter
+    options = {theirs: own for own, theirs in PEFT_NAMES.items()}
     for name, value in given.items():
         if value not in (default[name], found[name]):
+            option = options.get(name, name)
             raise ValueError(
-                f"lora.{name} is {value!r}, but the adapter in lora.adapter_path has "
-                f"{found[name]!r}. Leave out lora.{name} or lora.adapter_path."
+                f"model.lora.{option} is {value!r}, but the adapter in model.lora.adapter_path has "
+                f"{found[name]!r}. Leave out model.lora.{option} or model.lora.adapter_path."
             )
     rank_zero_info(
         f"Continuing from the adapter in {folder}: rank {found['r']}, alpha {found['lora_alpha']}"
@@ -298,8 +301,8 @@ def quantization_arguments(kind: Quantization, autocast_dtype: torch.dtype) -> d
         import bitsandbytes  # noqa: F401 (transformers imports it later, with a worse error)
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(
-            "precision.quantization needs the package bitsandbytes: pip install 'litgrpo[qlora]' "
-            f"({' '.join(str(error).split())[:100]})."
+            "model.precision.quantization needs the package bitsandbytes: pip install "
+            f"'litgrpo[qlora]' ({' '.join(str(error).split())[:100]})."
         ) from error
     from transformers import BitsAndBytesConfig
 

@@ -93,8 +93,9 @@ class Precision:
         """Check that the dtypes fit together."""
         if self.autocast_dtype is not None and self.dtype != "float32":
             raise ValueError(
-                f"precision.autocast_dtype is {self.autocast_dtype} and precision.dtype "
-                f"{self.dtype}; autocast needs float32 weights. Leave out one of the two."
+                f"model.precision.autocast_dtype is {self.autocast_dtype} and "
+                f"model.precision.dtype {self.dtype}; autocast needs float32 weights. Leave out "
+                "one of the two."
             )
 
 
@@ -284,8 +285,8 @@ def load_policy(
     precision = precision or Precision()
     if precision.quantization is not None and lora is None and not frozen:
         raise ValueError(
-            f"precision.quantization is {precision.quantization}, but 4-bit weights can only be "
-            "trained by adapters. Set --model.lora.rank 16, or leave it out."
+            f"model.precision.quantization is {precision.quantization}, but 4-bit weights can only "
+            "be trained by adapters. Set --model.lora.rank 16, or leave it out."
         )
     if sharding is not None:
         sharding.check(precision.quantization, lora)

@@ -63,19 +63,19 @@ class Scratch:
         """Check what needs no transformers import."""
         if "model_type" not in self.architecture:
             raise ValueError(
-                f"scratch.architecture has {sorted(self.architecture)} but no model_type; add one, "
-                "such as gemma2."
+                f"model.scratch.architecture has {sorted(self.architecture)} but no model_type; "
+                "add one, such as gemma2."
             )
         for name in FROM_TOKENIZER:
             if name in self.architecture:
                 raise ValueError(
-                    f"scratch.architecture.{name} comes from the tokenizer; leave it out."
+                    f"model.scratch.architecture.{name} comes from the tokenizer; leave it out."
                 )
         minimum = 256 + len(self.tags) + len(self.sentinels) + len((PAD, BOS, EOS))
         if self.vocab_size < minimum:
             raise ValueError(
-                f"scratch.vocab_size is {self.vocab_size}; it must be at least {minimum} (bytes, "
-                "tags and special tokens)."
+                f"model.scratch.vocab_size is {self.vocab_size}; it must be at least {minimum} "
+                "(bytes, tags and special tokens)."
             )
 
     def build_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
@@ -168,15 +168,15 @@ class Scratch:
         models = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODER]
         if model_type not in models:
             raise ValueError(
-                f"scratch.architecture.model_type is {model_type!r}, which is not a language model "
-                "of transformers" + did_you_mean(str(model_type), models)
+                f"model.scratch.architecture.model_type is {model_type!r}, which is not a language "
+                "model of transformers" + did_you_mean(str(model_type), models)
             )
         config = AutoConfig.for_model(model_type)
         known = {*config.to_dict(), *config.attribute_map}
         for name in self.architecture:
             if name not in known:
                 raise ValueError(
-                    f"scratch.architecture.{name} is not an option of {model_type} configs"
+                    f"model.scratch.architecture.{name} is not an option of {model_type} configs"
                     + did_you_mean(name, known)
                 )
 

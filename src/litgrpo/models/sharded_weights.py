@@ -90,11 +90,11 @@ class PolicySharding:
         """
         unsupported = []
         if quantization is not None:
-            unsupported.append("precision.quantization")
+            unsupported.append("model.precision.quantization")
         if lora is not None and lora.use_dora:
-            unsupported.append("lora.use_dora")
+            unsupported.append("model.lora.use_dora")
         if lora is not None and lora.modules_to_save is not None:
-            unsupported.append("lora.modules_to_save")
+            unsupported.append("model.lora.modules_to_save")
         if unsupported:
             raise ValueError(
                 f"{', '.join(unsupported)} cannot be used with sharded weights (trainer.strategy). "

@@ -74,8 +74,8 @@ class ProcessRunner(RewardRunner):
         cache_size: int = 100_000,
     ) -> None:
         super().__init__(timeout_s, max_failed_frac, slow_warning_s)
-        at_least("reward_runner.num_workers", num_workers, 1)
-        at_least("reward_runner.cache_size", cache_size, 0)
+        at_least("model.reward_runner.num_workers", num_workers, 1)
+        at_least("model.reward_runner.cache_size", cache_size, 0)
         self.pool = WorkerPool(num_workers or min(MAX_WORKERS, os.cpu_count() or 1), HANDLER)
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size

@@ -80,7 +80,7 @@ def _failure_message(call: Call, scores: Scores, summary: str) -> str:
     cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
     return (
         f"{summary} ({reasons}), first {first}{cause}.{_suggest_format(call, scores)} Fix the"
-        " function, or raise reward_runner.max_failed_frac; --debug shows its traceback."
+        " function, or raise model.reward_runner.max_failed_frac; --debug shows its traceback."
     )
 
 
@@ -179,10 +179,10 @@ class RewardRunner(ABC):
     def __init__(
         self, timeout_s: float = 60.0, max_failed_frac: float = 0.5, slow_warning_s: float = 1.0
     ) -> None:
-        above("reward_runner.timeout_s", timeout_s, 0)
-        above("reward_runner.slow_warning_s", slow_warning_s, 0)
-        at_least("reward_runner.max_failed_frac", max_failed_frac, 0)
-        at_most("reward_runner.max_failed_frac", max_failed_frac, 1)
+        above("model.reward_runner.timeout_s", timeout_s, 0)
+        above("model.reward_runner.slow_warning_s", slow_warning_s, 0)
+        at_least("model.reward_runner.max_failed_frac", max_failed_frac, 0)
+        at_most("model.reward_runner.max_failed_frac", max_failed_frac, 1)
         self.timeout_s = timeout_s
         self.max_failed_frac = max_failed_frac
         self.slow_warning_s = slow_warning_s

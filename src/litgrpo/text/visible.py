@@ -12,17 +12,24 @@ KEPT = "\n\t"
 JOINERS = "\u200c\u200d"  # without these some scripts and emoji fall apart
 
 
-def visible(text: str) -> str:
-    r"""A text of which every character can be seen.
+def visible(text: object, max_chars: int | None = None) -> str:
+    r"""Make every character of a text visible, and shorten it.
 
     Control characters (also those that command a terminal), marks that reverse the direction of
     writing, and halves of characters stand as their numbers.
 
+    Args:
+        text: anything; other objects are converted to text.
+        max_chars: characters to keep; None: all.
+
     Example:
-        >>> visible("a\u202eb\x1b[2J")
-        'a[U+202E]b[U+001B][2J'
+        >>> visible("a\u202eb\x1b[2J"), visible("abcdef", 3)
+        ('a[U+202E]b[U+001B][2J', 'abc ... [3 more characters]')
     """
-    return "".join(map(_seen, text.replace("\r\n", "\n")))
+    whole = str(text)
+    more = 0 if max_chars is None else len(whole) - max_chars
+    shown = "".join(map(_seen, whole[:max_chars].replace("\r\n", "\n")))
+    return f"{shown} ... [{more:,} more characters]" if more > 0 else shown
 
 
 def _seen(character: str) -> str:

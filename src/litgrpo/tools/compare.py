@@ -294,7 +294,7 @@ def format_table(
         "are paired by seed, with p-values corrected for the number of algorithms (Holm)."
     )
     if success_rule:
-        note += f" A completion is correct if {success_rule} (evaluation.success_reward)."
+        note += f" A completion is correct if {success_rule} (model.evaluation.success_reward)."
     return f"{text}\n\n{note}"
 
 

@@ -43,7 +43,7 @@ class EntropyTarget:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("target", "step", "max_coef"):
-            above(f"controllers.entropy.{name}", getattr(self, name), 0)
+            above(f"model.controllers.entropy.{name}", getattr(self, name), 0)
 
     def next(self, coefficient: float, entropy: float) -> float:
         """Return the coefficient after an iteration with this entropy."""
@@ -76,7 +76,7 @@ class KLTarget:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("target", "rate"):
-            above(f"controllers.kl.{name}", getattr(self, name), 0)
+            above(f"model.controllers.kl.{name}", getattr(self, name), 0)
 
     def next(self, coefficient: float, kl: float) -> float:
         """Return the coefficient after an iteration with this KL."""
@@ -106,8 +106,8 @@ class ReferenceSync:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("every", "mixup_alpha"):
-            above(f"controllers.reference.{name}", getattr(self, name), 0)
-        at_most("controllers.reference.mixup_alpha", self.mixup_alpha, 1)
+            above(f"model.controllers.reference.{name}", getattr(self, name), 0)
+        at_most("model.controllers.reference.mixup_alpha", self.mixup_alpha, 1)
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class AdaptiveCoefficients(FixedCoefficients):
         super().__init__(objective)
         if (controllers.kl or controllers.reference) and not objective.needs_reference:
             raise ValueError(
-                "controllers.kl and controllers.reference need a reference, but objective.kl_coef "
-                "is 0. Set it above 0, or remove them."
+                "model.controllers.kl and model.controllers.reference need a reference, but "
+                "model.objective.kl_coef is 0. Set it above 0, or remove them."
             )
         self.controllers = controllers
         self.moves_reference = controllers.reference is not None

@@ -86,8 +86,8 @@ def check_own_reward(rewards: Mapping[str, Any]) -> None:
     own = rewards.get(OWN_REWARD)
     if own is not None and not own.function:
         raise ValueError(
-            f"rewards.{OWN_REWARD} without a function is the environment's own reward, but "
-            "environment is not set."
+            f"model.rewards.{OWN_REWARD} without a function is the environment's own reward, but "
+            "model.environment is not set."
         )
 
 
@@ -185,7 +185,7 @@ def _build_turn_format(
     data = _data_of(module)
     if data is None or data.final_format is None:
         raise ValueError(
-            "episode.turn_format is template, but the data have no chat format: use "
+            "model.episode.turn_format is template, but the data have no chat format: use "
             "litgrpo.PromptData with chat: true, or set it to inline."
         )
     style, tokenizer = data.final_format

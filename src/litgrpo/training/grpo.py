@@ -274,7 +274,8 @@ class GRPO(LightningModule):
         for columns in reward_columns(self.trainer):
             self.scorer.check(columns, episodes=self.environment is not None)
         if stage != "predict":
-            rank_zero_info(f"Correct: {self.evaluator.success_rule} (evaluation.success_reward)")
+            rule = self.evaluator.success_rule
+            rank_zero_info(f"Correct: {rule} (model.evaluation.success_reward)")
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
@@ -411,7 +412,9 @@ class GRPO(LightningModule):
     def _next_prompts(self, device: torch.device) -> PromptBatch:
         loader = self.trainer.train_dataloader
         if not isinstance(loader, BatchLoader):
-            raise ValueError("update.staleness is 1, which needs litgrpo.PromptData. Set it to 0.")
+            raise ValueError(
+                "model.update.staleness is 1, which needs litgrpo.PromptData. Set it to 0."
+            )
         return loader.peek().to(device)
 
     def configure_callbacks(self) -> list[Callback]:

@@ -28,6 +28,9 @@ HARMLESS_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\)",  # Lightning's own call of torch
     r"Using ModelCheckpoint with manual optimization",  # weights after the step are meant
     r".*`max_epochs` was not set",  # `max_iterations` ends the training
+    r".*is_gradient_checkpointing. is deprecated",  # peft asks transformers by the old name
+    # Lightning's calls of jsonargparse.
+    r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
 )
 
 

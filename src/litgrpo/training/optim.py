@@ -78,10 +78,10 @@ class Warmup(LRScheduler, ABC):
         min_lr_ratio: float = 0.0,
         total_steps: int | None = None,
     ) -> None:
-        at_least("lr_scheduler.warmup", warmup, 0)
-        at_least("lr_scheduler.min_lr_ratio", min_lr_ratio, 0)
-        at_most("lr_scheduler.min_lr_ratio", min_lr_ratio, 1)
-        above("lr_scheduler.total_steps", total_steps, 0)
+        at_least("model.lr_scheduler.warmup", warmup, 0)
+        at_least("model.lr_scheduler.min_lr_ratio", min_lr_ratio, 0)
+        at_most("model.lr_scheduler.min_lr_ratio", min_lr_ratio, 1)
+        above("model.lr_scheduler.total_steps", total_steps, 0)
         self.warmup, self.min_lr_ratio, self.total_steps = warmup, min_lr_ratio, total_steps
         super().__init__(optimizer)
 
@@ -104,12 +104,12 @@ class Warmup(LRScheduler, ABC):
         require(
             self.total_steps is not None,
             f"lr_scheduler {name} decays to the end of the run, which is unknown: set "
-            "model.max_iterations, or lr_scheduler.total_steps in optimizer steps.",
+            "model.max_iterations, or model.lr_scheduler.total_steps in optimizer steps.",
         )
         require(
             self.warmup_steps < (self.total_steps or 0),
             f"lr_scheduler {name} warms up for {self.warmup:g} optimizer steps, but the run has "
-            f"{self.total_steps}: lower lr_scheduler.warmup (values below 1 are fractions).",
+            f"{self.total_steps}: lower model.lr_scheduler.warmup (values below 1 are fractions).",
         )
         self._apply()
 

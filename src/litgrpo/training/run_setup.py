@@ -186,8 +186,8 @@ def _set_and_log_learning_rate(optimizer: Optimizer, default: float, trained: st
     group = optimizer.param_groups[0]
     if group.get("lr") is None:
         raise ValueError(
-            f"model.optimizer {name} has no learning rate (lr is None): set optimizer.lr; for "
-            "transformers' Adafactor also relative_step: false."
+            f"model.optimizer {name} has no learning rate (lr is None): set model.optimizer.lr; "
+            "for transformers' Adafactor also relative_step: false."
         )
     lr, decay = float(group["lr"]), group.get("weight_decay", 0) or 0
     line = f"Optimizer: {name}, lr {lr:.3g}{origin}, weight decay {decay:g}"
@@ -206,8 +206,8 @@ def _check_eps(optimizer: Optimizer) -> None:
                 continue
             raise ValueError(
                 f"The optimizer's eps is {eps}, which is 0 in {weights[0].dtype}: its first step "
-                "would not be finite. Set precision.dtype to float32 (with trainer.precision "
-                "16-mixed for speed) or bfloat16, or optimizer.eps to 1e-4."
+                "would not be finite. Set model.precision.dtype to float32 (with trainer.precision "
+                "16-mixed for speed) or bfloat16, or model.optimizer.eps to 1e-4."
             )
 
 
@@ -234,9 +234,10 @@ def _warn_of_lost_updates(optimizer: Optimizer) -> None:
         dtype = str(optimizer.param_groups[0]["params"][0].dtype).removeprefix("torch.")
         lr = float(optimizer.param_groups[0]["lr"])
         log.warning(
-            f"precision.dtype is {dtype}: steps of the learning rate, {lr:g}, are rounded away in "
-            f"{lost / total:.0%} of the weights, which will not change. Set precision.dtype to "
-            "float32 (precision.autocast_dtype bfloat16 keeps the speed), or raise optimizer.lr."
+            f"model.precision.dtype is {dtype}: steps of the learning rate, {lr:g}, are rounded "
+            f"away in {lost / total:.0%} of the weights, which will not change. Set "
+            "model.precision.dtype to float32 (model.precision.autocast_dtype bfloat16 keeps the "
+            "speed), or raise model.optimizer.lr."
         )
 
 

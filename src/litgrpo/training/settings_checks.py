@@ -45,7 +45,8 @@ def check_sizes(
     if group_size == 1 and objective.advantages.needs_group:
         raise ValueError(
             "group_size is 1, but this objective compares completions of the same prompt. Set "
-            "group_size to 2 or more, or objective.advantages.baseline and .scale to batch or none."
+            "group_size to 2 or more, or model.objective.advantages.baseline and .scale to batch "
+            "or none."
         )
 
 
@@ -68,9 +69,9 @@ def check_batch(module: LightningModule, group_size: int, completion: int, steps
     prompts = max(1, prompts // trainer.world_size)
     if steps > prompts:
         raise ValueError(
-            f"update.num_mini_batches is {steps}, but a batch has {prompts} groups per process "
-            "(data.batch_size), and a mini-batch takes whole groups. Set num_mini_batches to at "
-            f"most {prompts}, or raise data.batch_size."
+            f"model.update.num_mini_batches is {steps}, but a batch has {prompts} groups per "
+            "process (data.batch_size), and a mini-batch takes whole groups. Set num_mini_batches "
+            f"to at most {prompts}, or raise data.batch_size."
         )
     needed = prompts * group_size * completion * BYTES_PER_TOKEN
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -93,9 +94,9 @@ def check_async(
     """
     if update.staleness and (dynamic_sampling_attempts or environment):
         raise ValueError(
-            "update.staleness is 1: the next rollout is generated before this one is finished, "
-            "which dynamic_sampling_attempts and environment do not allow. Set staleness to 0, or "
-            "remove them."
+            "model.update.staleness is 1: the next rollout is generated before this one is "
+            "finished, which dynamic_sampling_attempts and environment do not allow. Set staleness "
+            "to 0, or remove them."
         )
 
 
@@ -107,8 +108,9 @@ def check_async_sharding(policy: Policy, engine: RolloutEngine) -> None:
     """
     if is_sharded(policy) and not engine.samples_elsewhere:
         raise ValueError(
-            "update.staleness is 1, but this engine generates with weights that trainer.strategy "
-            "shards. Set staleness to 0, or use trainer.strategy ddp or a ServerEngine."
+            "model.update.staleness is 1, but this engine generates with weights that "
+            "trainer.strategy shards. Set staleness to 0, or use trainer.strategy ddp or a "
+            "ServerEngine."
         )
 
 
@@ -120,8 +122,9 @@ def check_temperature(sampling: Sampling, group_size: int) -> None:
     """
     if group_size > 1 and sampling.greedy:
         raise ValueError(
-            f"sampling.temperature is 0, so the {group_size} completions of a group are equal and "
-            "have no advantage. Train with 1.0; evaluation.temperature is for validation."
+            f"model.sampling.temperature is 0, so the {group_size} completions of a group are "
+            "equal and have no advantage. Train with 1.0; model.evaluation.temperature is for "
+            "validation."
         )
 
 
@@ -157,13 +160,13 @@ def check_device(
         )
     if isinstance(objective.aggregation, MicroBatchTokenMean):
         raise ValueError(
-            "objective.loss_aggregation divides by the tokens of a micro-batch, which has a fixed "
-            "shape with filler rows on this device. Use token_mean."
+            "model.objective.loss_aggregation divides by the tokens of a micro-batch, which has a "
+            "fixed shape with filler rows on this device. Use token_mean."
         )
     if precision.gradient_checkpointing and not precision.disable_dropout:
         raise ValueError(
-            "precision.disable_dropout is false and precision.gradient_checkpointing is on, but "
-            "this device cannot draw the same dropout again. Change one of them."
+            "model.precision.disable_dropout is false and model.precision.gradient_checkpointing "
+            "is on, but this device cannot draw the same dropout again. Change one of them."
         )
 
 
@@ -207,9 +210,9 @@ def with_candidates(sampling: Sampling) -> Sampling:
         return sampling
     if top_k > largest:
         raise ValueError(
-            f"sampling.top_k is {top_k}, but at most sampling.max_candidates = {largest} tokens "
-            "are stored for the update. Lower top_k, set it to 0 (all tokens), or raise "
-            "sampling.max_candidates (4 bytes per generated token and candidate)."
+            f"model.sampling.top_k is {top_k}, but at most model.sampling.max_candidates = "
+            f"{largest} tokens are stored for the update. Lower top_k, set it to 0 (all tokens), "
+            "or raise model.sampling.max_candidates (4 bytes per generated token and candidate)."
         )
     return replace(sampling, top_k=top_k or largest)
 
@@ -224,10 +227,10 @@ def with_importance_correction(
         return objective
     reason = f"{type(engine).__name__} has its own log-probabilities"
     if update.staleness:
-        reason = "update.staleness is 1, so rollouts are off-policy"
+        reason = "model.update.staleness is 1, so rollouts are off-policy"
     rank_zero_info(
-        f"{reason}: objective.importance_correction is on. Log-probabilities before the update are "
-        "recomputed if there are several optimizer steps per rollout."
+        f"{reason}: model.objective.importance_correction is on. Log-probabilities before the "
+        "update are recomputed if there are several optimizer steps per rollout."
     )
     return replace(objective, importance_correction=ImportanceCorrection())
 

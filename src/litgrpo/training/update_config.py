@@ -95,10 +95,10 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("epochs_per_rollout", "num_mini_batches", "micro_batch_size"):
-            at_least(f"update.{name}", getattr(self, name), 1)
-        at_least("update.micro_batch_tokens", self.max_tokens, 1)
-        check_max_grad_norm("update.max_grad_norm", self.max_grad_norm)
-        one_of("update.staleness", self.staleness, (0, 1))
+            at_least(f"model.update.{name}", getattr(self, name), 1)
+        at_least("model.update.micro_batch_tokens", self.max_tokens, 1)
+        check_max_grad_norm("model.update.max_grad_norm", self.max_grad_norm)
+        one_of("model.update.staleness", self.staleness, (0, 1))
 
     @cached_property
     def max_tokens(self) -> int | None:

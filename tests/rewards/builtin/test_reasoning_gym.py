@@ -238,9 +238,18 @@ def attack(program):
     return f"{builtins}.exec({builtins}.bytes.fromhex('{program.encode().hex()}'), {{}})"
 
 
+def configs(task):
+    """Return the settings of a task; `composite` has no problems without a list of tasks."""
+    if task != "composite":
+        return {}
+    from reasoning_gym.composite import DatasetSpec
+
+    return {task: {"datasets": [DatasetSpec(each, 1.0, {}) for each in ("n_queens", "countdown")]}}
+
+
 def scores_with(task, program, **settings):
     """Return the scores of a correct, a hostile, an incorrect and a correct answer."""
-    row, other = ReasoningGym({task: 1}, size=2, seed=4).rows()
+    row, other = ReasoningGym({task: 1}, size=2, seed=4, configs=configs(task)).rows()
     incorrect = "0" if row["answer"] != "0" else "1"
     answers = [row["answer"], attack(program), incorrect, other["answer"]]
     entries = [row["metadata"]] * 3 + [other["metadata"]]
@@ -249,7 +258,7 @@ def scores_with(task, program, **settings):
 
 
 @in_sandbox
-@pytest.mark.parametrize("task", sorted({*reward.EXECUTED} - {"composite"}))
+@pytest.mark.parametrize("task", sorted(reward.EXECUTED))
 def test_no_answer_of_any_executing_task_changes_the_score_of_another(task, monkeypatch):
     pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
     # The second wall alone: as if the screen had let the answer through.

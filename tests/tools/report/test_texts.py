@@ -1,12 +1,13 @@
 import pytest
 
-from litgrpo.tools.report.texts import diff_messages, mark_difference, visible
+from litgrpo.text.visible import visible
+from litgrpo.tools.report.texts import MAX_CHARS, diff_messages, mark_difference
 from tests.tools.report.run_folders import HOSTILE
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_every_text_can_be_encoded_and_is_visible(text):
-    shown = visible(text)
+    shown = visible(text, MAX_CHARS)
     shown.encode()
     assert len(shown) < 13_000
     assert not {*shown} & {*"\u202e\u2066\u200f\x00\x07\x1b\x7f\ud800"}

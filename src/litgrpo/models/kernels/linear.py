@@ -221,9 +221,9 @@ def set_kernels(model: nn.Module, kernels: LinearKernels) -> None:
     """
     if kernels != LinearKernels() and not onednn_works():
         raise ValueError(
-            "This torch build has no oneDNN kernels, but precision.linear_kernels or the "
-            "checkpoint (of another machine?) selects them. Set precision.linear_kernels: plain "
-            "and start from exported weights instead of the checkpoint."
+            "This torch build has no oneDNN kernels, but model.precision.linear_kernels or the "
+            "checkpoint (of another machine?) selects them. Set model.precision.linear_kernels: "
+            "plain and start from exported weights instead of the checkpoint."
         )
     plain = kernels == LinearKernels()
     for layer in list_linear_layers(model):

@@ -40,6 +40,7 @@ ALGEBRA = (
     "simple_integration",
 )
 # Their answers are texts. One that is not the reference answer is evaluated: it may be a list.
+# Any task may be in `composite`, so a data set with it needs the sandbox.
 LITERALS = ("binary_matrix", "composite", "n_queens", "spiral_matrix", "string_insertion")
 EXECUTED = (*ALGEBRA, *LITERALS)
 MAX_ANSWER_CHARS = 2_000  # or the length of the whole entry, if that is longer
@@ -161,6 +162,7 @@ def score_answer(
     task: str, answer: str, entry: str, isolation: Isolation, timeout_s: float
 ) -> float:
     """Score one answer, screened and sandboxed if its task executes answers."""
+    task = source_task(task, entry)
     executed = is_executed(task)
     if executed and isolation == "bubblewrap":
         _require_sandbox([task])
@@ -174,6 +176,23 @@ def score_answer(
         return float(get_score_answer_fn(task)(answer, loads(entry)))
     except Exception:  # a task's function may raise anything for a text that it cannot parse
         return 0.0
+
+
+def source_task(task: str, entry: str) -> str:
+    """Return the task of an entry; an entry of `composite` names the task it was taken from.
+
+    The package constructs `composite` only with the list of its tasks, which entries do not have.
+
+    Example:
+        >>> source_task("composite", '{"metadata": {"source_dataset": "n_queens"}}')
+        'n_queens'
+    """
+    if task != "composite":
+        return task
+    try:
+        return str(loads(entry)["metadata"]["source_dataset"])
+    except (ValueError, KeyError, TypeError):
+        return task
 
 
 def is_executed(task: str) -> bool:

@@ -210,7 +210,7 @@ def read_sizes(settings: Namespace, static_shapes: bool = True) -> RecipeSizes:
     common: dict[str, Any] = dict(  # noqa: C408 (keywords)
         config=config,
         dtype=precision.dtype,
-        compute=precision.get("compute"),
+        compute=precision.get("autocast_dtype"),
         lora=None if lora is None else LoRA(**vars(lora)),
         checkpointing=precision.gradient_checkpointing,
         strategy=strategy.class_path,
@@ -353,7 +353,7 @@ def grpo_sizes(model: Namespace, data: Namespace, ragged: Any = None) -> Iterati
         (data.eval_batch_size or data.batch_size, model.evaluation.num_samples),
     )
     step_rows = -(-data.batch_size // update.num_mini_batches) * model.group_size
-    dtype = engine.get("dtype") or model.precision.get("compute") or model.precision.dtype
+    dtype = engine.get("dtype") or model.precision.get("autocast_dtype") or model.precision.dtype
     return IterationSizes(
         rollouts=rollouts,
         prompt_len=prompt_len,

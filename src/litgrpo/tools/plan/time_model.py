@@ -41,7 +41,7 @@ SETTINGS = {
     },
     "scoring": {ARITHMETIC: "model.objective.kl_coef 0, model.update.staleness 0"},
     "learning": {
-        ARITHMETIC: "model.precision.compute bfloat16, model.update.epochs_per_rollout",
+        ARITHMETIC: "model.precision.autocast_dtype bfloat16, model.update.epochs_per_rollout",
         CALLS: "model.update.micro_batch_tokens up",
         GATHERING: "model.update.micro_batch_tokens up",
         STEPPING: "model.lora.rank, model.update.num_mini_batches",

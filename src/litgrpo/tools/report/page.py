@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from litgrpo.callbacks.metric_table import definition
+from litgrpo.text.visible import visible
 from litgrpo.tools.doctor.finding import Diagnosis, Finding
 from litgrpo.tools.doctor.render import describe_no_problems
 from litgrpo.tools.report import prompts, results, settings
 from litgrpo.tools.report.charts import Curve, Drawing, draw, format_number, group_curves
 from litgrpo.tools.report.run_files import RunFiles
-from litgrpo.tools.report.texts import MessageDiff, diff_messages, visible
+from litgrpo.tools.report.texts import MAX_CHARS, MessageDiff, diff_messages
 from litgrpo.tools.run_folder import Row, reward_components
 
 TEMPLATES = Path(__file__).parents[2] / "assets" / "report"
@@ -94,7 +96,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["visible"] = visible
+    environment.filters["visible"] = partial(visible, max_chars=MAX_CHARS)
     return environment
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from litgrpo.callbacks.formatting import format_number
 from litgrpo.text.counts import plural
+from litgrpo.text.visible import visible
 from litgrpo.tools.report.results import prompt_key
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
-from litgrpo.tools.report.texts import MessageDiff, diff_messages, visible
+from litgrpo.tools.report.texts import MessageDiff, diff_messages
 from litgrpo.tools.run_folder import Row
 
 MAX_PROMPTS = 12  # shown over time

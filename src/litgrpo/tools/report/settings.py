@@ -12,8 +12,8 @@ import yaml
 from litgrpo.callbacks.loggers import flatten
 from litgrpo.cli.recipes import recipe_file
 from litgrpo.text.secrets import mask_settings
+from litgrpo.text.visible import visible
 from litgrpo.tools.report.run_files import RunFiles
-from litgrpo.tools.report.texts import visible
 
 CONFIG_FLAGS = ("-c", "--config")
 MAX_VALUE_CHARS = 300

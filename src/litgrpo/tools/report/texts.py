@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from litgrpo.callbacks.completions import episode_messages
-from litgrpo.text.visible import visible as show_every_character
+from litgrpo.text.visible import visible
 
 MAX_CHARS = 1200  # shown of a text
 
@@ -33,23 +33,6 @@ class MessageDiff:
     new: str
     rest: str
     reward: str = ""
-
-
-def visible(text: object, max_chars: int = MAX_CHARS) -> str:
-    r"""Make every character of a text visible, and shorten it.
-
-    Args:
-        text: anything; other objects are converted to text.
-        max_chars: characters to keep.
-
-    Example:
-        >>> visible("a\u202eb\x00"), visible("abcdef", 3)
-        ('a[U+202E]b[U+0000]', 'abc ... [3 more characters]')
-    """
-    whole = str(text)
-    shown = show_every_character(whole[:max_chars])
-    more = len(whole) - max_chars
-    return f"{shown} ... [{more:,} more characters]" if more > 0 else shown
 
 
 def mark_difference(text: str, earlier: str | None) -> tuple[str, str, str]:
@@ -96,4 +79,7 @@ def diff_messages(row: dict[str, Any], earlier: dict[str, Any] | None = None) ->
 def _messages(row: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return role, text and reward of each message after the prompt."""
     _, *messages = episode_messages({**row, "prompt": ""})
-    return [(visible(role), visible(text), reward) for role, text, reward in messages]
+    return [
+        (visible(role, MAX_CHARS), visible(text, MAX_CHARS), reward)
+        for role, text, reward in messages
+    ]
