@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from litgrpo.distributed import device as devices
-from litgrpo.distributed.cuda import CudaBackend, Replayed
+from litgrpo.distributed.cuda import CudaBackend
 from litgrpo.distributed.device import (
     Backend,
     Clock,
@@ -40,14 +40,13 @@ def test_a_gpu_has_a_backend_of_its_own_without_being_touched():
     assert not first.static_shapes
 
 
-def test_functions_to_be_replayed_are_recorded_once_on_a_gpu():
-    def function(module, tensor):
-        return tensor
+def test_only_a_gpu_records_steps():
+    def run():
+        pass
 
-    gpu = backend(torch.device("cuda", 0))
-    assert gpu.compile(function) is function
-    assert isinstance(gpu.compile(function, replay=True), Replayed)
-    assert gpu.compile(function, replay=True) is gpu.compile(function, replay=True)
+    assert backend(torch.device("cuda", 0)).records_steps
+    assert not backend(CPU).records_steps
+    assert backend(CPU).record(run) is run
 
 
 def test_a_strategy_can_install_a_backend_that_knows_more(monkeypatch):

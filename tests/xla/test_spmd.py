@@ -36,8 +36,8 @@ def note_caches_and_batches(monkey) -> None:
 
     compile_steps, rows_to = SpmdBackend.compile, SpmdBackend.rows_to
 
-    def compile_and_record(self, function, *, replay=False):
-        compiled = compile_steps(self, function, replay=replay)
+    def compile_and_record(self, function):
+        compiled = compile_steps(self, function)
 
         def call(*arguments: Any):
             output, state = compiled(*arguments)

@@ -29,6 +29,7 @@ class Backend:
 
     `static_shapes`: True if the device compiles a program for each set of shapes, which takes
     seconds. Then shapes must not follow the content, and rollouts and numbers stay on the host.
+    `records_steps`: True if `record` saves the host most of the work of a repeated function.
     `num_chips`: chips that the device represents; the rows of a micro-batch are divided among them.
 
     Args:
@@ -36,6 +37,7 @@ class Backend:
     """
 
     static_shapes = False
+    records_steps = False
     num_chips = 1
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +67,7 @@ class Backend:
     def flush(self) -> None:
         """Start the recorded work on devices that record lazily; do not wait."""
 
-    def compile(self, function: Function, *, replay: bool = False) -> Function:
+    def compile(self, function: Function) -> Function:
         """The same function, prepared for many calls with the same shapes.
 
         The first call with new shapes may take long. Weights of modules among the arguments may
@@ -74,10 +76,17 @@ class Backend:
         Args:
             function: of a module, tensors and constants, defined at the top of a file. No shape may
                 depend on a value, and no value is read.
-            replay: what one call returns is the input of the next one and good until then; the
-                device may reuse memory.
         """
         return function
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats a run with the memory of the same tensors.
+
+        Args:
+            run: has run before. It reads and writes tensors that exist outside of it, and must not
+                read values of the device. All of them must outlive the result.
+        """
+        return run
 
     def optimization_barrier(self, hidden: Tensor) -> Tensor:
         """The same values, as something that a compiler does not merge with equal computations.

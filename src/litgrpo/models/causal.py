@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from litgrpo.distributed.device import threads
 from litgrpo.models.adapters import perturb_adapters
 from litgrpo.models.fused_decode import FusedDecoder, is_supported
+from litgrpo.models.grid_cache import GridCache
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
 from litgrpo.models.kernels.selective_recompute import (
@@ -197,6 +198,15 @@ class CausalPolicy(Policy):
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
         """See `Policy.prefill`."""
+        logits, cache = self._prefill(prompt_ids, prompt_mask)
+        if self._decoder is not None:
+            cache = self._decoder.convert_cache(cache, prompt_mask.shape[1] + capacity)
+        state = SharedPrefixCache(cache, prompt_mask, group_size, capacity)
+        state.can_join = True
+        return logits, state
+
+    def _prefill(self, prompt_ids: Tensor, prompt_mask: Tensor) -> tuple[Tensor, DynamicCache]:
+        """Compute the prompts; return [B, V] logits of the next token and transformers' cache."""
         cache = DynamicCache()  # without a config, so that it keeps keys beyond sliding windows
         output = self.bare_model.base_model(
             input_ids=prompt_ids,
@@ -205,11 +215,27 @@ class CausalPolicy(Policy):
             past_key_values=cache,
             use_cache=True,
         )
-        if self._decoder is not None:
-            cache = self._decoder.convert_cache(cache, prompt_mask.shape[1] + capacity)
-        state = SharedPrefixCache(cache, prompt_mask, group_size, capacity)
-        state.can_join = True
-        return self.head(output.last_hidden_state[:, -1]), state
+        return self.head(output.last_hidden_state[:, -1]), cache
+
+    @property
+    def has_grid_step(self) -> bool:
+        """See `Policy.has_grid_step`."""
+        return self._decoder is not None
+
+    def prefill_grid(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, GridCache]:
+        """See `Policy.prefill_grid`."""
+        assert self._decoder is not None
+        logits, cache = self._prefill(prompt_ids, prompt_mask)
+        grid = self._decoder.make_grid_cache(cache, prompt_mask, group_size, capacity)
+        return logits, grid
+
+    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
+        """See `Policy.decode_grid_step`."""
+        assert self._decoder is not None
+        with torch.autocast(self.model.device.type, enabled=False):
+            return self._decoder.decode_grid_step(tokens, cache)
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """See `Policy.decode_step`."""

@@ -25,9 +25,11 @@ from litgrpo.models.architectures import (
     find_fused_layout,
     modeling_module_name,
 )
+from litgrpo.models.grid_cache import GridCache
 from litgrpo.models.kernels.linear import FastLinear, PackedLinear
 from litgrpo.models.kernels.torch_compat import has_forward_hooks
 from litgrpo.models.shared_prefix import SharedPrefixCache
+from litgrpo.tensors import widen
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 LINEAR = (nn.Linear, FastLinear)
@@ -207,6 +209,7 @@ class FusedDecoder:
         assert layout is not None
         gemma = layout.gemma
         self.offset = 1.0 if gemma else 0.0  # Gemma stores norm weights minus 1
+        self.rms_eps = float(config.rms_norm_eps)
         self.eps = torch.tensor(config.rms_norm_eps, dtype=self.dtype, device=self.embedding.device)
         self.embed_scale = float(body.embed_tokens.embed_scale) if gemma else 1.0
         self.softcap = config.attn_logit_softcapping if gemma else None
@@ -270,12 +273,26 @@ class FusedDecoder:
         for layer in layers:
             layer.keys = layer.keys.to(self.dtype)[..., self.pairs]
             layer.values = layer.values.to(self.dtype)
+        self._prepare_rotations(positions)
+        return prefill
+
+    def make_grid_cache(
+        self, prefill: DynamicCache, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> GridCache:
+        """Return the cache of `decode_grid_step`, in the dtype of the matrix products."""
+        layers: list[Any] = prefill.layers
+        for layer in layers:
+            layer.keys = layer.keys[..., self.pairs]
+        self._prepare_rotations(prompt_mask.shape[1] + capacity)
+        return GridCache(prefill, prompt_mask, group_size, capacity, self.linear_args[0])
+
+    def _prepare_rotations(self, positions: int) -> None:
+        """Compute the rotations [positions, D / 2] of the first positions."""
         if positions > len(self.rotations):
             numbers = torch.arange(positions, device=self.pairs.device)[None]
             cos, sin = self.rotary(self.eps, numbers)
             half = self.size // 2
             self.rotations = torch.complex(cos[0, :, :half], sin[0, :, :half])
-        return prefill
 
     def _inverse_rms(self, x: Tensor) -> Tensor:
         """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, [..., 1]."""
@@ -333,3 +350,56 @@ class FusedDecoder:
             return linear(y, add=x)
         y = linear(y)
         return torch.addcmul(x, y * self._inverse_rms(y), layer.after[place])
+
+    # --- the same step for devices that record it: fewer and smaller operations ---
+
+    @torch.inference_mode()
+    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
+        """Feed one token to every row of a grid; no shape and no address depends on a value.
+
+        The residual stream has the dtype of the matrix products. Norms and softmax compute in
+        float32.
+
+        Args:
+            tokens: [n] the tokens just sampled.
+            cache: of these rows; it advances by one position.
+
+        Returns:
+            [n, V] float32 logits of the next token.
+        """
+        rotations = self._grid_rotations(cache.begin_step())
+        x = self.embedding.index_select(0, tokens).to(self.dtype).mul_(self.embed_scale)
+        x = x.to(self.linear_args[0])
+        for number, layer in enumerate(self.layers):
+            heads = layer.qkv(self._norm(x)).view(len(x), -1, self.size).to(self.dtype)
+            if layer.head_norm is not None:
+                normed = heads[:, : len(layer.head_norm)]
+                torch.mul(self._norm(normed), layer.head_norm, out=normed)
+            pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
+            heads = torch.view_as_real(pairs * rotations).flatten(2)
+            y = cache.attend(number, heads, softcap=self.softcap, window=layer.window)
+            x = self._add_grid_residual(x, y, layer.out, layer, 0)
+            gate, up = layer.gate_up(self._norm(x)).chunk(2, 1)
+            x = self._add_grid_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
+        cache.fed += 1
+        return self.scale_logits(widen(self.head(self._norm(x, self.last_norm))))
+
+    def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Normalize the last dimension, computing in float32."""
+        weight = None if weight is None else weight.to(x.dtype)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.rms_eps)
+
+    def _grid_rotations(self, positions: Tensor) -> Tensor:
+        """Return rotations [n, Q + 2 * H, D / 2]: of queries also their scale, of values none."""
+        rotations = self.rotations.index_select(0, positions)[:, None]
+        values = torch.ones_like(rotations)
+        heads = (rotations * self.scaling, self.heads), (rotations, self.groups)
+        return torch.cat([each.expand(-1, n, -1) for each, n in (*heads, (values, self.groups))], 1)
+
+    def _add_grid_residual(
+        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, place: int
+    ) -> Tensor:
+        """Add linear(y) to the residual stream x, after a norm if the layer has one (Gemma 2)."""
+        if layer.after is None:
+            return linear(y, add=x)
+        return self._norm(linear(y), layer.after[place]).add_(x)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.distributed.device import backend
+from litgrpo.models.grid_cache import GridCache
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.packing import pack_left
 from litgrpo.models.shared_prefix import DecodeState, RowOffloader
@@ -218,6 +219,29 @@ class Policy(nn.Module, ABC):
         Returns:
             [M, C + 1, V] logits; entry t predicts completion token t.
         """
+
+    @property
+    def has_grid_step(self) -> bool:
+        """True within `decoding` if `prefill_grid` and `decode_grid_step` support the model."""
+        return False
+
+    def prefill_grid(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, GridCache]:
+        """Compute what `prefill` does, for `decode_grid_step`."""
+        raise AssertionError("has_grid_step is False")
+
+    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
+        """Feed one token to every row of a grid, in a step that a device can record.
+
+        Args:
+            tokens: [n] the tokens just sampled.
+            cache: of these rows; it advances by one position.
+
+        Returns:
+            [n, V] logits of the next token.
+        """
+        raise AssertionError("has_grid_step is False")
 
     def make_row_offloader(self, state: DecodeState) -> RowOffloader | None:
         """Return the store of rows that leave the batch between turns; None if unsupported."""

@@ -1,11 +1,11 @@
 """Decoding and scoring in tensors whose shapes never change.
 
-For devices that compile a program for each set of shapes (XLA), and for CUDA graphs: one graph
-computes prompts, another feeds one token to all rows. Transformers' model code runs unchanged: an
-attention function registered as `STATIC` receives one of the classes `StaticPrompts`, `StaticRows`
-and `StaticSeq2SeqRows`, which are its KV cache as well. Positions are tensors, so that one graph
-serves every step; keys that a row must not attend to are masked. Each prompt is computed once and
-its keys and values are shared by its group, as in `shared_prefix`.
+For devices that compile a program for each set of shapes (XLA): one graph computes prompts,
+another feeds one token to all rows. Transformers' model code runs unchanged: an attention function
+registered as `STATIC` receives one of the classes `StaticPrompts`, `StaticRows` and
+`StaticSeq2SeqRows`, which are its KV cache as well. Positions are tensors, so that one graph serves
+every step; keys that a row must not attend to are masked. Each prompt is computed once and its keys
+and values are shared by its group, as in `shared_prefix`.
 
 Everything is a pure function of tensors, which a compiler can trace. Only the cache classes know
 the layout of `StaticState`; a `StaticDecoder` builds one, runs the model, and returns the state.

@@ -69,7 +69,7 @@ class XlaBackend(Backend):
         """See `Backend.flush`; torch-xla calls it `mark_step`."""
         torch_xla.sync(wait=False)
 
-    def compile(self, function: Function, *, replay: bool = False) -> Function:
+    def compile(self, function: Function) -> Function:
         """See `Backend.compile`; one graph per set of shapes, with the weights as inputs."""
         return _compile(function)
 
@@ -136,7 +136,7 @@ class SpmdBackend(XlaBackend):
         self.divide(there)
         return there
 
-    def compile(self, function: Function, *, replay: bool = False) -> Function:
+    def compile(self, function: Function) -> Function:
         """Run every call as one program, whose results are sharded by rows.
 
         The function is traced in every call: torch-xla 2.9 crashes if it is compiled ahead of time

@@ -33,7 +33,7 @@ class Tracing(Backend):
         super().__init__(torch.device("cpu"))
         self.counter, self.compiled = CompileCounter(), {}
 
-    def compile(self, function, *, replay=False):
+    def compile(self, function):
         if function not in self.compiled:
             self.compiled[function] = torch.compile(
                 function, backend=self.counter, dynamic=False, fullgraph=True

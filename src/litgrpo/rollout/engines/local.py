@@ -1,5 +1,7 @@
 """Engine for CPU and CUDA: groups share their prompt's cache, finished rows leave the batch.
 
+On devices that record steps, single-turn rows are decoded by `recorded`.
+
 Multi-turn rows are decoded in the same loop. A short observation that arrives in time is fed
 token by token in place of sampled ones. If it is long, or still missing, the row leaves the batch
 with its keys and values, reads the observation in one pass, and rejoins; no other row waits for it.
@@ -18,13 +20,18 @@ from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least
+from litgrpo.distributed.device import backend
 from litgrpo.models.policy import DecodeState
 from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
+from litgrpo.rollout.engines.recorded import RecordedDecoder
+from litgrpo.rollout.engines.static import DecodeBuffer
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compact_rows
 from litgrpo.types import PromptBatch, Rollout
 
+# Tokens between checks for finished rows if the device records steps: a check interrupts it.
+CHECK_RECORDED_EVERY = 16
 # Observations of more tokens are read in one pass instead of token by token.
 MAX_FED_OBSERVATION = 32
 # Rows rejoin the batch together every few steps: one pass for several rows costs less.
@@ -44,7 +51,7 @@ class LocalEngine(RolloutEngine):
             None: all rows.
         compaction_frac: finished rows leave the batch once they are this fraction of it.
         sync_every_tokens: tokens between checks for finished rows; each check synchronizes with
-            the device, which costs nothing on a CPU.
+            the device. None: 16 if the device records steps (CUDA graphs), else 1, as on a CPU.
         dtype: `bfloat16` decodes in lower precision than the policy's. Its log-probs then differ
             from the policy's, and the learner corrects for that. None: the policy's precision.
         fused_decode: use the policy's fused decoding step if there is one for the model.
@@ -56,7 +63,7 @@ class LocalEngine(RolloutEngine):
 
     max_rows: int | None = None
     compaction_frac: float = 0.03
-    sync_every_tokens: int = 1
+    sync_every_tokens: int | None = None
     dtype: Literal["bfloat16"] | None = None
     fused_decode: bool = True
 
@@ -90,9 +97,38 @@ class LocalEngine(RolloutEngine):
             if request.listener is not None:
                 return TurnDecoder(sampler, request.listener, slots).rollout()
             buffer = CompletionBuffer.empty(request.uniforms.shape, policy.pad_id, device)
-            steps = list(self._decode_steps(sampler, slots))  # runs the decoding loop
-            buffer.write_steps(steps, sampler.is_end)
+            if self._can_record(sampler.request):
+                self._decode_recorded(sampler, slots, buffer)
+            else:
+                steps = list(self._decode_steps(sampler, slots))  # runs the decoding loop
+                buffer.write_steps(steps, sampler.is_end)
         return buffer.rollout(prompts, request.group_size)
+
+    def _can_record(self, request: RolloutRequest) -> bool:
+        """Return True if the device, the model and the filters allow recorded steps.
+
+        Without top_k the number of candidates depends on the logits, and so do shapes.
+        """
+        sampling, records = request.sampling, backend(request.policy.model.device).records_steps
+        return (
+            records
+            and request.policy.has_grid_step
+            and bool(sampling.top_k or not sampling.truncated)
+        )
+
+    def _decode_recorded(self, sampler: Sampler, slots: int, buffer: CompletionBuffer) -> None:
+        """Decode in recorded steps; groups that do not fit start when all others have ended."""
+        request = sampler.request
+        at_once = slots // request.group_size
+        decoder = RecordedDecoder(
+            request,
+            sampler.is_end,
+            backend(request.policy.model.device),
+            self.sync_every_tokens or CHECK_RECORDED_EVERY,
+            buffer.write_rows,
+        )
+        for first in range(0, len(request.prompts), at_once):
+            decoder.decode(first, min(at_once, len(request.prompts) - first))
 
     def _decode_steps(self, sampler: Sampler, slots: int) -> Iterator[DecodeStep]:
         """Sample and feed tokens until every row of every group has ended or is full."""
@@ -100,7 +136,9 @@ class LocalEngine(RolloutEngine):
         group_size, length = request.group_size, request.uniforms.shape[1]
         waiting, batch, step, full = len(request.prompts), None, 0, 0
         # Finished rows occupy slots until the next check, so short completions check more often.
-        sync_every = min(self.sync_every_tokens, max(1, length // 4))
+        records = backend(request.uniforms.device).records_steps
+        sync_every = self.sync_every_tokens or (CHECK_RECORDED_EVERY if records else 1)
+        sync_every = min(sync_every, max(1, length // 4))
         watch = None if request.stops is None else request.stops.watch(request.uniforms)
         while waiting or batch is not None:
             free = slots - (0 if batch is None else len(batch.cursor))
@@ -522,6 +560,25 @@ class CompletionBuffer:
             if drawn.candidate_ids is not None:
                 rows, columns = cursor[row_active] // length, cursor[row_active] % length
                 self.candidate_ids.append((columns, rows, drawn.candidate_ids[row_active]))
+
+    def write_rows(self, rows: list[int], own: list[int], output: DecodeBuffer) -> None:
+        """Write complete rows.
+
+        Args:
+            rows: their numbers in the rollout.
+            own: their numbers in `output`.
+            output: sampled tokens.
+        """
+        row, index = (torch.tensor(each, device=self.ids.device) for each in (rows, own))
+        output = output.select(index)
+        mask = torch.arange(self.ids.shape[1], device=row.device) < output.lengths[:, None]
+        self.ids[row], self.logprobs[row], self.mask[row] = output.ids, output.logprobs, mask
+        self.ended[row] = output.ended
+        if output.candidate_ids.shape[2]:
+            width = int((output.candidate_ids >= 0).sum(2).max())  # likely ones come first
+            places, columns = mask.nonzero(as_tuple=True)
+            candidates = output.candidate_ids[places, columns, :width]
+            self.candidate_ids.append((columns, row[places], candidates))
 
     def rollout(self, prompts: PromptBatch, group_size: int) -> Rollout:
         """The finished rollout, without columns that no row uses."""

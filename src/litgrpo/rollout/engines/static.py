@@ -33,8 +33,6 @@ class StaticEngine(RolloutEngine):
             these, and longer prompts are rejected. Each width costs a compilation.
         sync_every_tokens: tokens between checks for finished rollouts; each check synchronizes with
             the device.
-        cuda_graphs: on CUDA, record the step that feeds a token and replay it: one launch instead
-            of hundreds. A model that reads tensor values on the host cannot be recorded.
 
     Example:
         >>> StaticEngine(prompt_buckets=(128, 512)).sync_every_tokens
@@ -43,7 +41,6 @@ class StaticEngine(RolloutEngine):
 
     prompt_buckets: int | tuple[int, ...] = 64
     sync_every_tokens: int = 16
-    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -104,7 +101,7 @@ class StaticEngine(RolloutEngine):
         group_size, sampling = requests.group_size, requests.sampling
         device = backend(policy.model.device)
         prefill = device.compile(_prefill)
-        step = device.compile(_decode_step, replay=self.cuda_graphs)
+        step = device.compile(_decode_step)
         padded = self.pad_prompts(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.static_decoder.attention():
@@ -202,6 +199,11 @@ class DecodeBuffer(NamedTuple):
             lengths=self.lengths + live,
             ended=self.ended | is_end.index_select(0, drawn.tokens),
         )
+
+    def select(self, rows: Tensor) -> DecodeBuffer:
+        """Return a copy of some rows [m]."""
+        of_rows = {name: each[rows] for name, each in self._asdict().items() if name != "column"}
+        return self._replace(**of_rows)
 
     def rollout(self, prompts: PromptBatch, group_size: int, columns: int) -> Rollout:
         """Return the first columns as a rollout, on the device of the prompts.
