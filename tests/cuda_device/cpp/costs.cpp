@@ -5,9 +5,12 @@
 #include <string>
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/count_nonzero.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "alias.h"
 #include "counters.h"
 #include "memory.h"
 
@@ -65,6 +68,24 @@ double elementwise_bytes(const c10::FunctionSchema& schema, const std::vector<Te
   const bool reduces = contains_any(name, {"sum", "mean", "norm", "max", "any", "all"}) &&
                        !contains_any(name, {"softmax", "layer_norm"});
   return writes || reduces ? bytes : bytes + largest;
+}
+
+// Indices by their shapes. A mask selects as many places as it marks, so it is read.
+c10::List<std::optional<Tensor>> shapes_of_indices(
+    const std::vector<std::optional<Tensor>>& indices) {
+  c10::List<std::optional<Tensor>> shapes;
+  const auto options = at::TensorOptions().dtype(at::kLong).device(at::kMeta);
+  for (const auto& index : indices) {
+    if (!index || !index->defined()) {
+      shapes.push_back(std::nullopt);
+    } else if (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte) {
+      const int64_t marked = at::count_nonzero(cpu_alias(*index)).item<int64_t>();
+      for (int64_t d = 0; d < index->dim(); d++) shapes.push_back(at::empty({marked}, options));
+    } else {
+      shapes.push_back(at::empty(index->sizes(), options));
+    }
+  }
+  return shapes;
 }
 
 }  // namespace
@@ -145,7 +166,7 @@ bool run_dry(const c10::OperatorHandle& op, const std::vector<IValue>& inputs, c
       for (const auto& tensor : input.toTensorVector()) list.push_back(shape_of(tensor));
       shapes.emplace_back(list);
     } else if (input.isOptionalTensorList()) {
-      return false;
+      shapes.emplace_back(shapes_of_indices(input.toOptionalTensorVector()));
     } else if (input.isDevice()) {
       shapes.emplace_back(at::Device(at::kMeta));
     } else {
