@@ -47,6 +47,17 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     require(value in known, f"{name} is {value!r}; it must be one of: {listed}.")
 
 
+def type_with_article(value: object) -> str:
+    """Return the name of a value's type with its article.
+
+    Example:
+        >>> type_with_article(3), type_with_article("x")
+        ('an int', 'a str')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` with the nearest known word, or nothing if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -39,7 +39,10 @@ def test_a_folder_that_litgrpo_did_not_write_is_never_emptied(tmp_path):
 def test_only_files_of_a_run_are_deleted(tmp_path):
     for name in (
         "checkpoints/last.ckpt",
-        "samples/a.jsonl",
+        "samples/iteration-000001.jsonl",
+        "checkpoints/iteration=000001.ckpt",
+        "final_model/config.json",
+        "final_model/model.safetensors",
         "metrics.csv",
         "events.out.tfevents.1",
     ):
@@ -53,6 +56,20 @@ def test_only_files_of_a_run_are_deleted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     claim_folder(tmp_path, "model: {}\n")
     assert (tmp_path / "config.yaml").read_text() == HEADER + "model: {}\n"
+
+
+def test_an_overwrite_keeps_files_that_a_run_does_not_write_and_names_them(tmp_path, caplog):
+    caplog.set_level("INFO")
+    mine = ("checkpoints/copy of last.ckpt", "samples/marked/a.jsonl", "final_model/notes.md")
+    for name in (*mine, "checkpoints/last.ckpt", "samples/iteration-000001.jsonl", "metrics.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    delete_files(find_run_files(tmp_path))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*mine}
+    assert "deleted checkpoints/, final_model/, metrics.csv, samples/" in caplog.text
+    for name in ("checkpoints/copy of last.ckpt", "samples/marked", "final_model/notes.md"):
+        assert name in caplog.text.partition("kept ")[2]
 
 
 def test_a_checkpoint_is_found_by_word_file_or_folder(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 import litgrpo
 from litgrpo import PromptData
-from litgrpo.callbacks.summary import Summary, format_samples, format_table
+from litgrpo.callbacks.summary import Summary, choose_samples, format_samples, format_table
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from tests.support.fitting import fit
 from tests.support.standin import StandIn
@@ -39,6 +39,7 @@ def test_the_file_holds_before_and_after_with_exactly_these_fields(tmp_path):
     assert list(written["versions"]) == ["python", "litgrpo", "torch", "lightning", "transformers"]
     sample = {"prompt": "A", "completion": "<answer>0</answer>"}
     sample["rewards"] = {"correct": 1.0, "format": None}  # no format reward
+    sample["reward"] = 1.0
     assert written["samples"] == {"before": [sample], "after": [sample]}
 
 
@@ -110,6 +111,36 @@ def test_samples_before_and_after_are_grouped_by_prompt():
     played = after[0] | {"messages": [{"role": "assistant", "content": "5"}], "turn_rewards": [1.0]}
     page = format_samples(before, [played])
     assert page.endswith("\n\nafter:\nprompt     | 1+1=\npolicy 1   | 5   (reward 1)"), page
+
+
+def samples(said, rewards):
+    rows = zip("abcde", said, rewards, strict=False)
+    return [dict(prompt=p, completion=c, reward=r) for p, c, r in rows]
+
+
+@pytest.mark.parametrize(
+    ("said", "rewards", "shown"),
+    [
+        # Of equal rewards before: the largest gain, the largest loss, a changed completion.
+        ("xyxyz", [0.5, 0.6, 0.5, 0.1, 0.9], [4, 3, 1]),
+        # Nothing fell: the lowest reward; then what changed.
+        ("xxyxz", [0.5, 0.5, 0.6, 0.5, 0.9], [4, 0, 2]),
+        # Nothing changed: in the order of the data.
+        ("xxxxx", [0.5] * 5, [0, 1, 2]),
+        ("xxxxx", [0.5, None, 0.5, 0.5, 0.5], [0, 1, 2]),
+    ],
+)
+def test_shown_samples_are_those_that_changed_most(said, rewards, shown):
+    assert choose_samples(samples("xxxxx", [0.5] * 5), samples(said, rewards), 3) == shown
+
+
+def test_without_an_evaluation_before_the_best_and_the_worst_are_shown():
+    after = samples("vwxyz", [0.5, 0.6, 0.5, 0.1, 0.9])
+    assert choose_samples([], after, 3) == [4, 3, 0]
+    assert choose_samples([], after, 1) == [4]
+    assert choose_samples([], after, 0) == []
+    assert choose_samples([], after[:1], 3) == [0]
+    assert choose_samples([], [], 3) == []
 
 
 def evaluation(prompts, scores):

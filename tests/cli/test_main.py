@@ -199,3 +199,19 @@ def test_a_recipe_whose_paths_the_locale_cannot_write_ends_in_one_line(tmp_path)
     )
     error = done.stderr.decode()
     assert (done.returncode, "LC_ALL=C.UTF-8" in error, error.count("\n")) == (2, True, 1)
+
+
+def test_the_help_of_an_option_is_of_the_class_that_the_recipe_names(cli):
+    Path("spo.yaml").write_text(
+        "model: {class_path: litgrpo.GRPO, init_args: {engine: {class_path: "
+        "litgrpo.rollout.engines.static.StaticEngine}, update: {max_grad_norm: 2.0}}}\n"
+    )
+    code, page, _ = cli("fit", "-c", "spo.yaml", "--model.engine.help")
+    assert (code, "--model.engine.prompt_buckets" in page) == (0, True)
+    assert "--model.engine.max_rows" not in page
+    # An option's default class, and a class that is asked for, are not affected.
+    assert "--model.engine.max_rows" in cli("fit", "--model.engine.help")[1]
+    asked = cli("fit", "-c", "spo.yaml", "--model.engine.help", "LocalEngine")[1]
+    assert "--model.engine.max_rows" in asked
+    assert "--model.update.staleness" in cli("fit", "-c", "spo.yaml", "--model.update.help")[1]
+    assert cli("fit", "-c", "spo.yaml", "--model.pretrained.help")[0] == 0

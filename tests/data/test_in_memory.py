@@ -132,7 +132,7 @@ def test_missing_values_and_types_of_a_frame_are_plain_python():
     [
         (b"1+1?", ("bytes", "not a source")),
         ({"1+1?"}, ("set", "no order")),
-        (3, ("a int", "not a source", "give a path")),
+        (3, ("an int", "not a source", "give a path")),
         (generate, ("not a source", "call it")),
         ({"prompt": "1+1?", "answer": "2"}, ("train is one row", "list of rows")),
         ({"prompt": ["a"], "answer": ["1", "2"]}, ("unequal", "prompt 1, answer 2")),

@@ -46,7 +46,7 @@ BROKEN = {
     "a role of another type": ([{"role": 3, "content": "a"}], "message 1: has no role"),
     "no content": ([*ASKED, {"role": "user"}], "message 2: has no content"),
     "null content": ([{"role": "user", "content": None}], "message 1: has no content"),
-    "a number": ([{"role": "user", "content": 5}], "message 1: content is 5 (a int)"),
+    "a number": ([{"role": "user", "content": 5}], "message 1: content is 5 (an int)"),
     "texts": (["1+1?"], "messages are ['1+1?']; expected"),
     "a list of lists": ([["user", "1+1?"]], "messages are"),
     "a text among messages": ([*ASKED, "more"], "messages are"),
@@ -162,7 +162,9 @@ def test_a_system_message_of_the_data_replaces_that_of_the_recipe(caplog):
         "system:own<eos>\nuser:1+1?<eos>\nassistant:",
         "system:recipe<eos>\nuser:1+1?<eos>\nassistant:",
     ]
-    assert "train: 1 of 2 rows have a system message, which replaces chat.system" in caplog.text
+    assert (
+        "train: 1 of 2 rows have a system message, which replaces data.chat.system" in caplog.text
+    )
     answer = {"role": "assistant", "content": "2"}
     text = text_of_pair({"messages": [*own, answer]}, chat=Chat(system="recipe"))
     assert text == "system:own<eos>\nuser:1+1?<eos>\nassistant:2<eos>"

@@ -272,7 +272,7 @@ def test_sets_with_names_come_in_batches_of_their_own(tmp_path):
     assert seen == [("easy", ["a", "b"]), ("hard", ["d"]), ("easy", ["c"])]
     indices = [index for batch in data.val_dataloader() for index in rows_of(batch)]
     assert sorted(indices) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="train is one set; several sources for it are a list"):
+    with pytest.raises(ValueError, match=r"train has the sets .*; give one of them"):
         ready("fit", tmp_path, train=sets)
 
 

@@ -231,6 +231,13 @@ def test_a_slow_sample_is_told_once(runner, caplog) -> None:
     assert "s for 1 rows, the first of them '" in caplog.text
 
 
+def test_slow_imports_of_workers_are_explained(runner, caplog, monkeypatch) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("litgrpo.rewards.process_runner.SLOW_IMPORT_S", -1.0)
+    score(runner, faulty.pure_waits, ["a", "b"])
+    assert "imported the modules of the rewards r in" in caplog.text
+
+
 def test_coroutines_run_together(tmp_path, caplog) -> None:
     runner = ProcessRunner(timeout_s=60.0, num_workers=1)
     parts = {n: Reward(faulty.async_meeting, kwargs={"name": n, "of": 3}) for n in "abc"}

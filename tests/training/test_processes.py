@@ -1,9 +1,13 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from lightning import Callback
 
 from litgrpo.algorithms.losses import Objective
+from litgrpo.callbacks.summary import Summary
 from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
@@ -12,6 +16,7 @@ from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
+from litgrpo.training.optim import WarmupLinear
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import PUBLISHED
 from tests.support.models import tiny_policy
@@ -106,6 +111,54 @@ def redraw(num_processes, folder):
     runner.fit(grpo, PromptData(TEXTS, batch_size=4))
     report = {name: float(value) for name, value in runner.callback_metrics.items()}
     (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+class Rates(Callback):
+    """Keeps the learning rate of each optimizer step, and writes them at the end."""
+
+    def __init__(self):
+        self.used = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.used.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_end(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            Path("rates.json").write_text(json.dumps(self.used))
+
+
+def warm_up(num_processes, folder):
+    """Three iterations of two steps; three held-out prompts, of which two processes repeat one."""
+    (folder / str(num_processes)).mkdir()
+    os.chdir(folder / str(num_processes))
+    grpo = GRPO(
+        "",
+        {"letters": Reward(letters)},
+        group_size=2,
+        max_completion_length=4,
+        max_iterations=3,
+        check_invariants=False,
+        update=UpdateConfig(num_mini_batches=2),
+        evaluation=Evaluation(num_samples=2, pass_at_k=[1]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.6),
+        lr_scheduler=lambda optimizer: WarmupLinear(optimizer, warmup=2),
+        reward_runner=InProcessRunner(),
+    )
+    grpo.policy = tiny_policy("qwen2")
+    runner = trainer(num_processes)
+    runner.callbacks += [Rates(), Summary()]
+    runner.fit(grpo, PromptData(TEXTS, val=HELD_OUT, batch_size=4))
+
+
+@pytest.mark.timeout(900)
+def test_processes_count_optimizer_steps_and_held_out_prompts_as_one_does(tmp_path):
+    in_a_process_of_one_thread(warm_up, tmp_path)
+    for num in ("1", "2"):
+        rates = json.loads((tmp_path / num / "rates.json").read_text())
+        # Two steps of warm-up to 0.6, then linear to 0 after the sixth.
+        assert rates == pytest.approx([0.3, 0.6, 0.6, 0.45, 0.3, 0.15])
+        summary = json.loads((tmp_path / num / "summary.json").read_text())
+        assert summary["after"]["n"] == len(HELD_OUT)
 
 
 class Apart(PromptData):

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from litgrpo import __version__
 from litgrpo.arguments import require
 from litgrpo.callbacks.files import write_text
-from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.text.secrets import mask_known
 
 CONFIG = "config.yaml"
@@ -50,6 +50,21 @@ RUN_FILES = (
     "samples",
     "summary.json",
 )
+
+# {folder: patterns of what a run writes into it}; other files there are not deleted.
+MODEL_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "vocab.*"),
+    *("special_tokens_map.json", "added_tokens.json", "merges.txt", "*.model", "*.jinja"),
+    *("README.md", "*.bin", TRAINING_STATE, ".*.tmp"),
+)
+FOLDER_FILES = {
+    CHECKPOINTS: ("iteration=*.ckpt", LAST, BEST, ORDER, "complete.json", ".*.tmp"),
+    "evaluation": ("iteration-*.jsonl", "validate-*.jsonl", "test-*.jsonl", ".*.tmp"),
+    "samples": ("iteration-*.jsonl", ".*.tmp"),
+    "non_finite": ("iteration-*.jsonl", ".*.tmp"),
+    "final_model": MODEL_FILES,
+    "checkpoint-*": MODEL_FILES,
+}
 
 
 class NotSaved(SystemExit):
@@ -92,12 +107,32 @@ def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def delete_files(paths: Sequence[Path]) -> None:
-    """Delete files of an earlier run, see `find_run_files`; missing ones are skipped."""
+    """Delete files of an earlier run, see `find_run_files`, and log their names.
+
+    Files in its folders that have other names than those of litgrpo are kept. Missing files are
+    skipped.
+    """
+    deleted, kept = [], []
     for path in paths:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+            names = next((own for name, own in FOLDER_FILES.items() if path.match(name)), ())
+            for each in sorted(path.iterdir()):
+                if not any(each.match(name) for name in names):
+                    kept.append(f"{path.name}/{each.name}")
+                elif each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each)
+                else:
+                    each.unlink()
+            deleted.append(f"{path.name}/")
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif path.is_symlink() or path.exists():
+            path.unlink()
+            deleted.append(path.name)
+    if deleted:
+        listed = ", ".join(sorted(deleted))
+        also = f"; kept {', '.join(kept)}, which litgrpo did not write" if kept else ""
+        rank_zero_info(f"Overwriting: deleted {listed} of the earlier run{also}")
 
 
 def claim_folder(folder: Path, config: str) -> None:

@@ -40,6 +40,8 @@ from litgrpo.training.lightning_compat import validate_now
 # An evaluation as plain values, for a checkpoint: report {name: number}, n, reward_names, samples,
 # of_prompts {set: {name: one number per prompt}}, success {reward, threshold}.
 Evaluation = dict[str, Any]
+Sample = dict[str, Any]
+MAX_KEPT = 64  # samples of an evaluation, which are part of the checkpoint
 # Metrics that show whether the text is still natural.
 TEXT_QUALITY = (
     "initial_perplexity",
@@ -61,7 +63,9 @@ class Summary(Callback):
     checkpoint, the name of the checkpoint is added.
 
     Args:
-        num_samples: number of prompts to show with one completion each, before and after.
+        num_samples: number of prompts to show with one completion each, before and after: of the
+            first 64, the one whose reward rose most, the one whose reward fell most or is lowest,
+            and others whose completion changed.
 
     Example:
         `Trainer(callbacks=[Summary(num_samples=5)], num_sanity_val_steps=-1)`
@@ -92,13 +96,13 @@ class Summary(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
-        """Keep the first completions and count the prompts."""
+        """Keep the first completions, from which `choose_samples` chooses; count the prompts."""
         if "rollout" not in (outputs or {}):  # SFT samples nothing
             return
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         self.num_prompts += len(rollout.prompts)
         self.reward_names = list(rewards.components)
-        missing = self.num_samples - len(self.samples)
+        missing = (MAX_KEPT if self.num_samples else 0) - len(self.samples)
         for b in range(min(missing, len(rollout.prompts))):
             row = b * rollout.group_size  # the first completion of the group
             is_truncated = bool(rollout.truncated[row])
@@ -107,11 +111,9 @@ class Summary(Callback):
                 "prompt": rollout.prompts.prompts[b],
                 "completion": mark_truncated(rollout.completions[row], is_truncated),
                 "rewards": {name: finite_or_none(part[b, :1])[0] for name, part in parts},
+                "reward": finite_or_none(rewards.total[b, :1])[0],
             }
-            episode = episode_row(rollout, row)
-            if episode:
-                sample |= {"reward": float(rewards.total[b, 0]), **episode}
-            self.samples.append(sample)
+            self.samples.append(sample | episode_row(rollout, row))
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Keep the evaluation and restart the clock."""
@@ -222,6 +224,7 @@ class Summary(Callback):
 
     def content(self) -> dict[str, Any]:
         """Content of `summary.json`."""
+        before, after = self.chosen_samples()
         return {
             "before": _summarize(self.before),
             "after": _summarize(self.after),
@@ -230,8 +233,18 @@ class Summary(Callback):
             # Set by lightning.seed_everything.
             "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
             "versions": versions(),
-            "samples": {"before": _samples(self.before), "after": _samples(self.after)},
+            "samples": {"before": before, "after": after},
         }
+
+    def chosen_samples(self) -> tuple[list[Sample], list[Sample]]:
+        """Return the samples to show: before (of the prompts that have one) and after training."""
+        before, after = _samples(self.before), _samples(self.after)
+        if self.after is None:
+            return before[: self.num_samples], []
+        shown = choose_samples(before, after, self.num_samples)
+        return [old for n in shown for old in _same_prompt(before, n, after[n])], [
+            after[n] for n in shown
+        ]
 
     def page(self, folder: Path | None, iterations: int) -> str:
         """Text that the terminal shows at the end of a run.
@@ -246,7 +259,7 @@ class Summary(Callback):
             known = {name: e for name, e in evaluations.items() if e is not None}
             parts.append(format_table(known, self.comparisons()))
             parts.append(note_on_changed_data(self.before, self.after))
-            parts.append(format_samples(_samples(self.before), _samples(self.after)))
+            parts.append(format_samples(*self.chosen_samples()))
         samples_text = bool((self.after or {}).get("reward_names"))
         if folder is None:
             parts.append("no files were written (trainer.fast_dev_run)")
@@ -474,6 +487,44 @@ def format_samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) ->
         prompt, now = sample["prompt"].strip(), sample["completion"].strip()
         blocks.append("\n".join([f"prompt: {prompt}", *lines, f"after:  {now}"]))
     return "\n\n".join(blocks)
+
+
+def choose_samples(before: list[Sample], after: list[Sample], number: int) -> list[int]:
+    """Return the indices of the samples that show most of what training changed.
+
+    The largest gain of reward; the largest loss, or else the lowest reward; then prompts whose
+    completion changed; then the first.
+
+    Args:
+        before: samples of an evaluation, or none.
+        after: samples of a later one.
+        number: how many to choose.
+
+    Example:
+        >>> old = [{"prompt": p, "completion": "x", "reward": 0.0} for p in "abc"]
+        >>> new = [dict(old[0]), dict(old[1]), old[2] | {"completion": "y", "reward": 1.0}]
+        >>> choose_samples(old, new, 2)
+        [2, 0]
+    """
+
+    def reward(sample: Sample) -> float:
+        value = sample.get("reward")
+        return 0.0 if value is None else float(value)
+
+    changes: dict[int, float] = {}
+    changed: list[int] = []
+    for n, sample in enumerate(after):
+        for old in _same_prompt(before, n, sample):
+            changes[n] = reward(sample) - reward(old)
+            changed += [n] * (sample["completion"] != old["completion"])
+    rows = range(len(after))
+    best = max(rows, key=lambda n: changes.get(n, reward(after[n])), default=0)
+    others = [n for n in rows if n != best]
+    lost = [n for n in others if changes.get(n, 0.0) < 0]
+    worst = min(lost or others, key=lambda n: changes[n] if lost else reward(after[n]), default=0)
+    return list(dict.fromkeys([*rows[best : best + 1], *rows[worst : worst + 1], *changed, *rows]))[
+        :number
+    ]
 
 
 def _same_prompt(

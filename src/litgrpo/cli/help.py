@@ -123,7 +123,8 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
     """
     configure_jsonargparse()
     import_named_classes()
-    option = find_option(key, roots_of(words))
+    settings = read_settings(words)
+    option = find_option(key, roots_of(settings))
     classes = classes_in(option.hint)
     lines = [
         f"--{option.key} ({type_name(option.hint)}{default_text(option.default)})",
@@ -133,7 +134,8 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         owner: type | None = find_class(name, classes or [object])
     else:
         concrete = [each for each in classes if not inspect.isabstract(each)]
-        owner = default_class(option) or next(iter(concrete), None)
+        selected = configured_class(key, settings, classes)
+        owner = selected or default_class(option) or next(iter(concrete), None)
     if owner is not None:
         page = ArgumentParser(
             usage=argparse.SUPPRESS, add_help=False, formatter_class=WideFormatter
@@ -173,13 +175,27 @@ def default_text(default: Any) -> str:
     return f", default: {'null' if default is None else default}"
 
 
-def roots_of(words: Sequence[str]) -> Mapping[str, type]:
-    """Return {first part of an option: class}, with model and data as the recipes name them."""
+def read_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a command line without its question."""
     asked = [word for word in words if not QUESTION.fullmatch(word)]
     named = words[words.index(next(w for w in words if QUESTION.fullmatch(w))) + 1 :][:1]
     if named and not named[0].startswith("-"):
         asked.remove(named[0])
-    settings = CommandLine.read(asked).settings
+    return CommandLine.read(asked).settings
+
+
+def configured_class(key: str, settings: Mapping[str, Any], bases: Sequence[type]) -> type | None:
+    """Return the class that the recipes name for an option; None if they name none."""
+    node: Any = settings
+    for part in key.split("."):
+        inside = node.get("init_args", node) if isinstance(node, Mapping) else {}
+        node = inside.get(part) if isinstance(inside, Mapping) else None
+    path = node.get("class_path") if isinstance(node, Mapping) else node
+    return find_class(path, bases) if isinstance(path, str) and bases else None
+
+
+def roots_of(settings: Mapping[str, Any]) -> Mapping[str, type]:
+    """Return {first part of an option: class}, with model and data as the recipes name them."""
     roots: dict[str, type] = {"trainer": Trainer, **CALLBACKS}
     for key in DEFAULT_CLASSES:
         node = settings[key]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from litgrpo.arguments import first_line, require
+from litgrpo.arguments import first_line, require, type_with_article
 from litgrpo.data.in_memory import read_object
 
 PlacedRow = tuple[dict[str, Any], str]  # the fields of a row, and where it was read
@@ -93,7 +93,7 @@ def _read_jsonl(path: Path) -> list[PlacedRow]:
 def _read_json(path: Path) -> list[PlacedRow]:
     rows = _parse_json(_decode_file(path) or "[]", str(path))
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: is a {type(rows).__name__}, expected a list of objects")
+        raise ValueError(f"{path}: is {type_with_article(rows)}, expected a list of objects")
     return _rows_from_objects(rows, str(path))
 
 

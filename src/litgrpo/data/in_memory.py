@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from litgrpo.arguments import require
+from litgrpo.arguments import require, type_with_article
 from litgrpo.data.messages import without_nulls
 
 ACCEPTED = (
@@ -108,9 +108,9 @@ def read_object(given: Any) -> list[Any]:
         >>> read_object(("a", "b"))
         ['a', 'b']
     """
-    kind = type(given).__name__
+    kind = type_with_article(given)
     why = next((why for type_, why in REJECTED.items() if isinstance(given, type_)), "")
-    require(not why, f"{given!r:.60} (a {kind}) is not a source: {why}")
+    require(not why, f"{given!r:.60} ({kind}) is not a source: {why}")
     if isinstance(given, Mapping):
         rows: Iterable[Any] = rows_of_columns(given)
     elif is_table(given):
@@ -123,7 +123,7 @@ def read_object(given: Any) -> list[Any]:
     else:  # a `torch.utils.data.Dataset` need not be iterable
         known = hasattr(given, "__getitem__") and hasattr(given, "__len__")
         called = "; call it, or name it as `python:module.function`" if callable(given) else ""
-        require(known, f"{given!r:.60} (a {kind}) is not a source: {ACCEPTED}{called}")
+        require(known, f"{given!r:.60} ({kind}) is not a source: {ACCEPTED}{called}")
         rows = (given[number] for number in range(len(given)))
     return [_plain(row) for row in rows]
 

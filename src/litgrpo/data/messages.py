@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from litgrpo.arguments import require
+from litgrpo.arguments import require, type_with_article
 
 Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
 EXPECTED = "expected [{role: user, content: text}, ...]"
@@ -150,10 +150,10 @@ def _read_content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     parts = [content] if isinstance(content, Mapping) else content
-    kind = type(content).__name__
+    kind = type_with_article(content)
     readable = isinstance(parts, Sequence) and all(isinstance(each, Mapping) for each in parts)
     require(
-        readable and bool(parts), f"{place}: content is {content!r:.60} (a {kind}), expected a text"
+        readable and bool(parts), f"{place}: content is {content!r:.60} ({kind}), expected a text"
     )
     texts = []
     for part in parts:

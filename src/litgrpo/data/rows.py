@@ -140,7 +140,11 @@ class RowReader:
             ValueError: a side is empty, or `train_val_overlap: error` and the sides overlap.
         """
         named = isinstance(train, dict)
-        require(not named, "train is one set; several sources for it are a list: `[a, b]`")
+        require(
+            not named,
+            f"train has the sets {', '.join(map(str, train)) if named else ''}; give one of them, "
+            "or several sources as a list: `[a, b]`",
+        )
         rows = self.read(train, required)
         if val is None:
             kept, held_out = self._split(rows)
@@ -267,9 +271,9 @@ def warn_of_empty_texts(rows: list[SourceRow], names: Iterable[str]) -> None:
 
 def report_duplicates(name: str, rows: list[SourceRow]) -> None:
     """Log how many rows repeat the prompt of an earlier one, with the first pair."""
-    found = [f"{row.place} = {first}" for row, first in _repeats(rows, identity)]
+    found = [f"{row.place} repeats {first}" for row, first in _repeats(rows, identity)]
     if found:
-        rank_zero_info(f"{name}: {len(found)} of {len(rows)} prompts are repeats ({found[0]})")
+        rank_zero_info(f"{name}: {len(found)} of {len(rows)} prompts are duplicates ({found[0]})")
 
 
 def columns_of(rows: list[SourceRow]) -> dict[str, list[Any]]:

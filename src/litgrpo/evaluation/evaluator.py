@@ -45,7 +45,7 @@ class Evaluation:
         num_samples: k, sampled completions per prompt (verl: val_kwargs.n); avg@k is their mean
             success.
         pass_at_k: pass@j for each j listed: the probability that one of j completions succeeds.
-        temperature: temperature of these completions.
+        temperature: sampling temperature of the held-out completions.
         greedy: also generate one greedy completion per prompt.
         success_reward: the reward that decides whether a completion is correct; null: the one with
             the largest weight, of equal ones the first.

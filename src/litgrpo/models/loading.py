@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
+from litgrpo.arguments import type_with_article
 from litgrpo.models.adapters import (
     LoRA,
     Quantization,
@@ -169,21 +170,21 @@ def save_in_memory_model(pretrained: Any) -> str:
     model, tokenizer = pretrained if isinstance(pretrained, tuple) else (pretrained, None)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"pretrained is a {type(model).__name__}; expected a hub id, a folder, a "
+            f"pretrained is {type_with_article(model)}; expected a hub id, a folder, a "
             "PreTrainedModel or (model, tokenizer). Merge a PeftModel first: "
             "model.merge_and_unload()."
         )
     if tokenizer is None:
         if not model.name_or_path:
             raise ValueError(
-                f"pretrained is a {type(model).__name__} without a tokenizer: give "
+                f"pretrained is {type_with_article(model)} without a tokenizer: give "
                 "pretrained=(model, tokenizer)."
             )
         tokenizer = load_tokenizer(model.name_or_path)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(
-            f"The tokenizer of pretrained is a {type(tokenizer).__name__}; expected a transformers "
-            "tokenizer."
+            f"The tokenizer of pretrained is {type_with_article(tokenizer)}; expected a "
+            "transformers tokenizer."
         )
     folder = TemporaryFolder("model")
     _kept.append(folder)

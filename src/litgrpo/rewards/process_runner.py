@@ -35,6 +35,7 @@ from litgrpo.workers.pool import Worker, WorkerPool
 
 OWN_PACKAGE = "litgrpo.rewards."
 MAX_WORKERS = 4
+SLOW_IMPORT_S = 3.0
 HANDLER = "litgrpo.rewards.calls:handle_message"
 STORES = ("STORE_DEREF", "STORE_GLOBAL")
 CONTAINERS = (list, dict, set, bytearray, deque)
@@ -85,7 +86,17 @@ class ProcessRunner(RewardRunner):
         self.pool.kill_busy()
         foreign = {n: call for n, call in enumerate(calls) if not stays_in_process(call)}
         parts = {call.name: (call.function, call.settings) for call in foreign.values()}
+        began = time.monotonic()
         troubles = self.pool.register(parts)
+        if time.monotonic() - began > SLOW_IMPORT_S:
+            # Imports torch, which looking up a function does not need.
+            from litgrpo.distributed.messages import rank_zero_info
+
+            rank_zero_info(
+                f"Worker processes imported the modules of the rewards {', '.join(parts)} in "
+                f"{time.monotonic() - began:.0f} s, once per run; modules that import torch or "
+                "lightning take longest."
+            )
         for name, why in troubles.items():
             self.warn_once(
                 name,

@@ -234,6 +234,9 @@ def _name_of(function: str | Callable[..., Any]) -> str:
     return str(named.__name__)
 
 
+NO_OTHER = "there is no other reward to name"
+
+
 def _check_weight(name: str, reward: Reward) -> None:
     number = isinstance(reward.weight, int | float) and not isinstance(reward.weight, bool)
     require(
@@ -246,8 +249,8 @@ def _check_shaping(name: str, reward: Reward, names: Sequence[str]) -> None:
     gate, others = reward.gate, [other for other in names if other != name]
     require(
         gate is None or gate in others,
-        f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), others)}; it"
-        f" must name another reward: {', '.join(others) or 'there is none'}",
+        f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), others)}; "
+        + (f"it must name another reward: {', '.join(others)}" if others else NO_OTHER),
     )
     one_of(f"normalize of reward '{name}'", reward.normalize, get_args(Normalize))
     for iteration, factor in reward.schedule.items():

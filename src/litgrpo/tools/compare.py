@@ -76,8 +76,8 @@ class AlgorithmResult:
             return "baseline"
         gain, p_value = self.gains[metric], self.p_values[metric]
         if p_value >= 0.05:  # noqa: PLR2004 (the customary level)
-            return f"not shown (p {p_value:.2f})"
-        return f"{'yes, better' if gain.mean > 0 else 'no, worse'} (p {p_value:.3f})"
+            return f"no (p {p_value:.2f})"
+        return f"yes, {'better' if gain.mean > 0 else 'worse'} (p {p_value:.3f})"
 
 
 def compare(

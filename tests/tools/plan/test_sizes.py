@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from litgrpo.models.loading import LoRA
 from litgrpo.tools.plan.command import PlanCLI
@@ -35,6 +36,16 @@ def test_prompts_are_padded():
 def test_rows_of_a_micro_batch_are_those_of_the_update(words, rows):
     work = read_sizes(PlanCLI(["-c", GEMMA, *words]).config).work
     assert (work.length, work.micro_rows) == (768, rows)
+
+
+def test_autocast_computes_in_half_the_bytes_and_keeps_the_weights():
+    full = read_sizes(PlanCLI(["-c", GEMMA, "--model.precision.dtype", "float32"]).config)
+    words = ["--model.precision.dtype", "float32", "--model.precision.autocast_dtype", "bfloat16"]
+    mixed = read_sizes(PlanCLI(["-c", GEMMA, *words]).config)
+    assert (full.models.compute, full.work.cache_bytes) == (None, 4)
+    assert {weight.dtype for weight in mixed.models.compute.weights} == {torch.bfloat16}
+    assert {weight.dtype for weight in mixed.models.policy.weights} == {torch.float32}
+    assert mixed.work.cache_bytes == 2
 
 
 @pytest.mark.parametrize(
