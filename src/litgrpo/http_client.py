@@ -11,6 +11,7 @@ import asyncio
 import functools
 import json
 import os
+import ssl
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ MAX_CONNECT_S = 10.0  # an address without a machine does not answer at all
 
 class ConnectionLost(ConnectionError):
     """A server gave no complete response in time; a retry may help."""
+
+
+class TLSFailed(ConnectionLost):
+    """No encrypted connection is possible, so a retry does not help."""
 
 
 class MalformedReply(ValueError):
@@ -101,6 +106,7 @@ async def send(
 
     Raises:
         ConnectionLost: no complete response within the limit.
+        TLSFailed: the server does not use TLS, or its certificate is not accepted.
         MalformedReply: the body is compressed or too large.
     """
     sent = dict(headers or {}) | {"Accept-Encoding": "identity"}
@@ -128,8 +134,25 @@ async def send(
     except TimeoutError as error:
         raise ConnectionLost(f"no complete response within {timeout_s:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
-        raise ConnectionLost(excerpt(f"{type(error).__name__}: {error}")) from error
+        problem = excerpt(f"{type(error).__name__}: {error}")
+        if _is_tls_mistake(error):
+            raise TLSFailed(
+                f"{problem}. Use http:// for a server without TLS; the certificate of a server "
+                "with TLS must be trusted on this machine"
+            ) from error
+        raise ConnectionLost(problem) from error
     return Reply(response.status_code, response.headers, bytes(found))
+
+
+def _is_tls_mistake(error: BaseException | None) -> bool:
+    """Return True if a server does not use TLS, or its certificate is not accepted.
+
+    A connection that is closed during the handshake (`SSLEOFError`) may work later.
+    """
+    closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error is not None and not isinstance(error, closed)
 
 
 def make_client(**options: Any) -> httpx.AsyncClient:

@@ -84,6 +84,23 @@ print(pathlib.Path("run/checkpoints/last.ckpt").resolve(strict=True), "last.ckpt
 """
 
 
+FULL_DISK = """
+import errno, io, sys
+from pathlib import Path
+import litgrpo.callbacks.files as files
+opened = io.open
+def full(file, mode="r", *args, **kwargs):
+    if "run/" in str(file) and any(letter in mode for letter in "wax"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+    return opened(file, mode, *args, **kwargs)
+io.open = full
+__import__("builtins").open = full
+sys.argv = ["cli.py", *{words!r}]
+from litgrpo.cli.main import main
+raise SystemExit(main())
+"""
+
+
 def in_script(text: str, *more: str) -> str:
     """A script that starts the quick training, with further options, in separate processes."""
     recipe = str(ROOT / "configs" / "quickstart.yaml")
@@ -185,6 +202,13 @@ PROBES = [
         files={"taken": ""},
     ),
     Probe("unwritable run folder", f"{QUICK} --run_dir /proc/run", ("run_dir", "not writable")),
+    Probe(
+        "a disk that is full at the start",
+        "",
+        ("run_dir is", "No space left on device", "free space", "--run_dir"),
+        script=in_script(FULL_DISK),
+        after=no_events,
+    ),
     Probe(
         "no event file of a failed start",
         f"{QUICK} --data.train nowhere.jsonl",

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from litgrpo.rewards import Criterion, LLMJudge, Reward, RewardFailure, Scorer
-from litgrpo.rewards.llm_judge import SCORE
+from litgrpo.rewards.llm_judge import SCORE, RequestRejected
 from tests.support.hostile_server import RESPONSES, HostileServer
 from tests.support.hostile_server import reply as send_reply
 
@@ -389,12 +389,23 @@ def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_pat
         judge(serve(grade), tmp_path, template="{level} {prompt} {completion}")(["p"], ["a"])
 
 
+def test_https_for_a_server_without_tls_ends_in_one_line(serve, tmp_path):
+    asked = judge(serve(grade), tmp_path)
+    asked.url = asked.url.replace("http://", "https://")
+    with pytest.raises(RequestRejected, match="Use http:// for a server without TLS"):
+        asked(["p"], ["a"])
+    assert asked.counts["calls"] == 1
+    asked.counts["answered"] = 1  # a proxy may break later: the row is left out
+    assert asked(["p"], ["a"]) == [None]
+
+
 def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path, capfd):
     server = serve(lambda text, times: (401, b"wrong key", {}))
     scorer = Scorer({"j": Reward(judge(server, tmp_path, max_concurrent_requests=2))})
     with pytest.raises(RewardFailure, match="401: wrong key") as caught:
         scorer(["p"] * 4, list("abcd"), {}, 2)
     printed = str(caught.value) + "".join(capfd.readouterr())
+    assert "environment variable JUDGE_KEY" in printed
     assert KEY not in printed
     assert "never retrieved" not in printed
     assert "\n" not in str(caught.value)

@@ -134,7 +134,7 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         owner: type | None = find_class(name, classes or [object])
     else:
         concrete = [each for each in classes if not inspect.isabstract(each)]
-        selected = configured_class(key, settings, classes)
+        selected = find_configured_class(key, settings, classes)
         owner = selected or default_class(option) or next(iter(concrete), None)
     if owner is not None:
         page = ArgumentParser(
@@ -184,7 +184,9 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
     return CommandLine.read(asked).settings
 
 
-def configured_class(key: str, settings: Mapping[str, Any], bases: Sequence[type]) -> type | None:
+def find_configured_class(
+    key: str, settings: Mapping[str, Any], bases: Sequence[type]
+) -> type | None:
     """Return the class that the recipes name for an option; None if they name none."""
     node: Any = settings
     for part in key.split("."):

@@ -34,6 +34,7 @@ from litgrpo.http_client import (
     ConnectionLost,
     MalformedReply,
     Reply,
+    TLSFailed,
     make_client,
     parse_json,
     read_field,
@@ -195,6 +196,7 @@ where N is a number from 0 (not at all) to {max_score:g} (fully)."""
 # The last line of a reply, such as "Score: 7", "**Score: 7.5**" or "Score: 7/10".
 SCORE = re.compile(r"^\W*score\W*?[:=]\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?\W*$", re.I)
 AGAIN = (408, 409, 425, 429)  # and 5xx: worth another try
+NO_ACCESS = (401, 403)
 LONGEST_WAIT_S = 60.0
 JITTER = random.Random()  # separate, so that retries do not change the run's random numbers
 PROCESSES = "processes"  # among what a checkpoint holds of a budget
@@ -503,7 +505,7 @@ class LLMJudge(Rubric):
         Raises:
             TryAgain: it may work later.
             GaveUp: it will not.
-            RequestRejected: it never worked.
+            RequestRejected: it never worked, or TLS fails.
         """
         if self._spent():
             raise GaveUp("over_budget", "max_requests or max_total_tokens is spent")
@@ -515,6 +517,10 @@ class LLMJudge(Rubric):
         limits: Any = {"timeout_s": self.timeout_s, "max_bytes": MAX_REPLY_BYTES}
         try:
             reply = await send(client, "POST", self.url, body=body, headers=headers, **limits)
+        except TLSFailed as error:
+            if not self.counts["answered"]:
+                raise RequestRejected(f"judge: {self.url} cannot be reached: {error}") from error
+            raise TryAgain(str(error)) from error
         except (ConnectionLost, MalformedReply) as error:
             raise TryAgain(str(error)) from error
         if not reply.is_success:
@@ -531,8 +537,10 @@ class LLMJudge(Rubric):
         if reply.is_server_error or reply.status in AGAIN:
             return
         if not self.counts["answered"]:  # a mistake in the recipe
+            where = f"the environment variable {self.api_key_env}" if self.api_key_env else "none"
+            hint = f" (the key is from api_key_env: {where})" if reply.status in NO_ACCESS else ""
             raise RequestRejected(
-                f"judge: {self.url} rejected the first request: {reply.describe()}"
+                f"judge: {self.url} rejected the first request: {reply.describe()}{hint}"
             )
         raise GaveUp("failed", reply.describe())
 

@@ -150,6 +150,12 @@ def test_a_server_that_keeps_its_weights_is_refused_by_their_version(folder):
             engine.generate(requests_for(policy))
 
 
+def test_https_for_a_server_without_tls_is_not_retried(server):
+    address = server.url.replace("http://", "https://")
+    with raises_for(address, "Use http://", error=ServerFailure):
+        Server(address).post("/pause")
+
+
 def test_what_breaks_off_is_asked_again(server):
     policy = spread_lengths(tiny_policy("qwen2"))
     server.faults = {GENERATE: [500, 503], "/collective_rpc": [503]}

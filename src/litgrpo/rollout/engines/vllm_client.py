@@ -23,6 +23,7 @@ from litgrpo.http_client import (
     ConnectionLost,
     MalformedReply,
     Reply,
+    TLSFailed,
     close_client,
     make_client,
     read_field,
@@ -190,6 +191,8 @@ class Server:
                     f"{self.url}{path} rejected the request ({reply.describe()}).{hint}"
                 )
             return reply.json() if reply.content else {}
+        except TLSFailed as error:
+            raise ServerFailure(f"{self.url} cannot be reached: {error}") from error
         except ConnectionLost as error:
             raise ServerUnavailable(f"{self.url} ({error})") from error
         except MalformedReply as error:
