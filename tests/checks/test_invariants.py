@@ -773,3 +773,31 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
         table.append(f"{name:<20}" + "".join(f"{error:>11.1e}" for error in errors))
         assert max(errors) < limit, table[-1]
     print("", *table, sep="\n")
+
+
+@pytest.mark.parametrize("fitting", [1, 5])
+def test_checks_compute_fewer_rows_at_once_after_out_of_memory_errors(fitting, report, monkeypatch):
+    whole, sizes = Learner.logprobs, []
+
+    def tight(learner, tokens):
+        if len(tokens) > fitting:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(len(tokens))
+        return whole(learner, tokens)
+
+    monkeypatch.setattr(Learner, "logprobs", tight)
+    grpo = module(max_iterations=1, objective=KL)
+    with pytest.warns(UserWarning, match="model.update.micro_batch_size"):
+        fit(grpo)
+    assert all(error <= tolerance for error, tolerance in report().values())
+    assert max(sizes) <= fitting
+    assert grpo.learning_limit.max_rows < 12
+
+
+def test_checks_of_a_row_that_does_not_fit_say_what_to_do(monkeypatch):
+    def tight(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(invariants, "reference_forward", tight)
+    with pytest.raises(RuntimeError, match=r"1 row.*model\.precision\.gradient_checkpointing"):
+        fit(module(max_iterations=1))

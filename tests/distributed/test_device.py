@@ -237,8 +237,26 @@ def test_each_way_to_say_that_memory_is_short_is_known():
     assert is_out_of_memory(refused.value)
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Attempting to reserve 4.00G"))
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    for message in (
+        "RESOURCE_EXHAUSTED: Attempting to reserve 4.00G",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA driver error: out of memory",
+        "HIP error: out of memory",
+        "MPS backend out of memory (MPS allocated: 9.0 GB, other allocations: 1.0 GB)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "Triton Error [CUDA]: CUDA_ERROR_OUT_OF_MEMORY",
+        "NCCL error: unhandled cuda error, NCCL version 2.27\nLast error:\nCuda failure 2 "
+        "'out of memory'",
+    ):
+        assert is_out_of_memory(RuntimeError(message)), message
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    for message in ("shape mismatch", "CUDA error: an illegal memory access was encountered"):
+        assert not is_out_of_memory(RuntimeError(message))
+    # Errors of this package after the last attempt are final.
+    final = RuntimeError("Out of memory with 1 row(s) at once (model.engine.max_rows): buy some.")
+    assert not is_out_of_memory(final)
     assert not is_out_of_memory(ValueError("not enough memory"))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from tests.support.raises import raises_for
 
@@ -72,6 +73,21 @@ def test_equal_texts_and_seeds_give_equal_tokenizers_and_weights(tokenizer):
 
     assert again.get_vocab() == tokenizer.get_vocab()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_model_is_drawn_on_the_cpu_from_numbers_of_the_cpu_alone(tokenizer, monkeypatch):
+    def seed_devices(seed):
+        raise AssertionError("torch.manual_seed also seeds the numbers of GPUs")
+
+    monkeypatch.setattr(torch, "manual_seed", seed_devices)
+    expected = scratch().build_model(tokenizer, seed=3)
+    with torch.device("meta"):  # Lightning builds models within `torch.device("cuda")`
+        moved = scratch().build_model(tokenizer, seed=3)
+        with seeded_on_cpu(3):
+            drawn = torch.rand(2)
+    assert {each.device.type for each in moved.parameters()} == {"meta"}
+    assert {each.device.type for each in expected.parameters()} == {"cpu"}
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(3)))
 
 
 def test_building_a_model_leaves_the_global_random_state_alone(tokenizer):

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from litgrpo.distributed.device import Backend
+from litgrpo.models import causal
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.linear import LinearKernels
 from litgrpo.models.reference import FrozenReference
@@ -54,6 +57,29 @@ def test_another_number_of_threads_is_said():
     checkpoint[kernel_choice.KEY]["threads"] += 1
     with pytest.warns(UserWarning, match=f"OMP_NUM_THREADS={torch.get_num_threads() + 1}"):
         kernel_choice.restore(grpo, checkpoint)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("device", "packs"), [("cpu", True), ("cuda", False)])
+def test_weights_are_packed_on_a_cpu_only(device, packs, monkeypatch):
+    policy = tiny_policy("qwen2")
+    policy.set_linear_kernels(ONEDNN)
+    packed = []
+    monkeypatch.setattr(causal, "FusedDecoder", lambda *_, dtype, pack: packed.append(pack))
+    monkeypatch.setattr(type(policy.model), "device", torch.device(device))
+    policy._build_fused_decoder()
+    assert packed == [packs]
+
+
+@needs_onednn
+def test_kernels_of_a_cpu_are_dropped_on_another_device(monkeypatch):
+    grpo = choosing(ONEDNN)
+    checkpoint = {kernel_choice.KEY: {"decode": "onednn", "learn": "onednn", "threads": 99}}
+    device = SimpleNamespace(root_device=torch.device("cuda", 0), broadcast=lambda value: value)
+    monkeypatch.setattr(grpo, "_trainer", SimpleNamespace(strategy=device))
+    kernel_choice.restore(grpo, checkpoint)  # the number of threads does not matter either
+    kernel_choice.use_everywhere(grpo, grpo.policy)
+    assert grpo.policy.linear_kernels == LinearKernels()
 
 
 def test_a_checkpoint_of_a_time_before_kernels_computes_plainly():

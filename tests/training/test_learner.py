@@ -1,13 +1,18 @@
 """The learner without a trainer: gradients, skipped steps, OOM, tokens of an environment."""
 
+import contextlib
+import gc
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.algorithms.losses import RATIO_MAX, ImportanceCorrection, Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
+from litgrpo.distributed.memory import free_memory, is_out_of_memory
+from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.iteration_metrics import (
@@ -16,13 +21,13 @@ from litgrpo.training.iteration_metrics import (
     completion_advantages,
 )
 from litgrpo.training.static_batches import StaticBatches
-from litgrpo.training.steppers import PlainStepper
+from litgrpo.training.steppers import PlainStepper, list_parameters
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import RolloutLogprobs, StepReport
 from tests.support.algorithms import PUBLISHED
 from tests.support.comms import Twins, in_turns
 from tests.support.learner import Broken, Tight, first_token
-from tests.support.models import prompt_batch, tiny_policy
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.training.parts import (
     GROUP,
     ONE_PASS,
@@ -332,6 +337,66 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
 
 
 # --- memory ---
+
+
+class FailsAt(TorchDispatchMode):
+    """Runs out of memory at the operator of this number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def count_tensors_of_graphs():
+    """Tensors in memory that belong to a graph of autograd."""
+    free_memory()
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return sum(each.grad_fn is not None for each in tensors)
+
+
+@pytest.mark.parametrize("kind", ["all weights", "checkpointing", "adapters", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen2", "llama", "gpt2", "t5"])
+def test_a_pass_that_runs_out_of_memory_leaves_no_tensor_behind(model_type, kind):
+    precision = Precision(
+        gradient_checkpointing=kind == "checkpointing",
+        autocast_dtype="bfloat16" if kind == "bfloat16" else None,
+    )
+    lora = LoRA(rank=2) if kind == "adapters" else None
+    policy = build_policy(tiny_model(model_type), byte_tokenizer(), precision=precision, lora=lora)
+    learner = learner_of(policy, Objective())
+    tokens = rollouter_of(policy).generate(prompt_batch(*BATCH), "train").tokens
+
+    def run(number):
+        with contextlib.suppress(torch.OutOfMemoryError), FailsAt(number) as mode:
+            learner.logprobs(tokens).logprobs.sum().backward()
+        return mode.left
+
+    limit = 10**6
+    used = limit - run(limit)
+    before = count_tensors_of_graphs()
+    for number in range(used // 12, used, used // 6):  # in the forward and the backward pass
+        assert run(number) == 0
+        assert count_tensors_of_graphs() == before, f"operator {number} of {used}"
+
+
+def test_an_optimizer_state_that_does_not_fit_says_what_to_do():
+    learner, training_batch = build_case("qwen2", Objective())
+
+    class Full(PlainStepper):
+        def step(self, clip_gradients):
+            clip_gradients(list_parameters(self.optimizer))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stepper = Full(torch.optim.AdamW(learner.policy.parameters()))
+    with pytest.raises(RuntimeError, match=r"optimizer step.*model\.lora") as raised:
+        learner.take_optimizer_step(training_batch, stepper)
+    assert not is_out_of_memory(raised.value)  # no attempt repeats it
 
 
 def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():

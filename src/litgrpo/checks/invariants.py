@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from litgrpo.checks.episode_checks import (
 )
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.collectives import Comm
+from litgrpo.distributed.memory import Attempt
 from litgrpo.models.adapters import perturb_adapters
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.template_probes import count_mismatches
@@ -45,7 +47,9 @@ from litgrpo.rollout.turn_format import TemplateFormat
 from litgrpo.tensors import widen
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import BatchLimits
-from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TrainingBatch
+from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TokenRows, TrainingBatch
+
+Result = TypeVar("Result")
 
 # In lower precision an error of up to this many tolerances may still be rounding.
 ROUNDING = 4
@@ -353,8 +357,13 @@ def learning_errors(
     learner = dry.learner
     batch = dry.build_batch(rollout)
     learner.policy.train(not conditions.dropout)
-    limits = learner.limits
-    now = learner.micro_batching.compute_logprobs(batch.tokens, learner.logprobs, limits)
+
+    def compute(max_rows: int | None) -> TokenLogprobs:
+        return learner.micro_batching.compute_logprobs(
+            batch.tokens, learner.logprobs, learner.limits
+        )
+
+    now = retry_all_rows(learner, compute, len(batch))
     errors = {
         Invariant.GROUPS: dry.probe.count_misplaced(rollout, batch),
         Invariant.RATIO: ratio_error(batch, now),
@@ -412,7 +421,11 @@ def true_logprobs(
 ) -> ReferenceForward:
     """Score a rollout with the model's own forward pass; see `reference_forward`."""
     policy, sampling = dry.learner.policy, dry.rollouter.sampling
-    return reference_forward(policy, rollout, sampling, limit, prompt_of)
+
+    def score(max_rows: int | None) -> ReferenceForward:
+        return reference_forward(policy, rollout, sampling, limit, prompt_of)
+
+    return retry_all_rows(dry.learner, score, rows=1)
 
 
 @torch.no_grad()
@@ -435,9 +448,27 @@ def learner_error(
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
     given = {"completion_ids": ids, "completion_mask": mask, "loss_mask": generated}
     tokens = replace(tokens, candidate_ids=None, **given)
-    new = learner.logprobs(tokens).logprobs
+    new = logprobs_at_once(learner, tokens)
     expected = torch.nn.functional.pad(true.logprobs, (0, padding))
     return float(row_gaps(new - expected, generated).max())
+
+
+def logprobs_at_once(learner: Learner, tokens: TokenRows) -> Tensor:
+    """Compute [N, C] log-probabilities in one pass, or in several after out-of-memory errors."""
+
+    def compute(max_rows: int | None) -> Tensor:
+        if max_rows is None or max_rows >= len(tokens):
+            return learner.logprobs(tokens).logprobs
+        limits = BatchLimits(max_rows, shared=learner.policy.computes_prompts_once)
+        return learner.micro_batching.compute_logprobs(tokens, learner.logprobs, limits).logprobs
+
+    return retry_all_rows(learner, compute, len(tokens))
+
+
+def retry_all_rows(learner: Learner, attempt: Attempt[Result], rows: int) -> Result:
+    """Return the result of an attempt with all rows at once, or with fewer if they do not fit."""
+    limit = learner.row_limit
+    return learner.retry_with_fewer_rows(attempt, lambda: min(rows, limit.max_rows or rows))
 
 
 def padding_error(learner: Learner, rollout: Rollout, true: ReferenceForward) -> float:
@@ -558,7 +589,23 @@ def gradient(learner: Learner, batch: TrainingBatch, limits: BatchLimits) -> lis
 
     Smallest parameters first, up to `MAX_GRADIENT_NUMBERS`. `torch.autograd.grad` does not call the
     hooks that reduce gradients over ranks.
+
+    Args:
+        learner: of the run.
+        batch: M rows.
+        limits: of a micro-batch, lowered after out-of-memory errors.
     """
+    rows = limits.max_rows or len(batch)
+
+    def compute(max_rows: int | None) -> list[Tensor]:
+        if max_rows is None or max_rows >= rows:
+            return _sum_gradients(learner, batch, limits)
+        return _sum_gradients(learner, batch, replace(limits, max_rows=max_rows))
+
+    return retry_all_rows(learner, compute, rows)
+
+
+def _sum_gradients(learner: Learner, batch: TrainingBatch, limits: BatchLimits) -> list[Tensor]:
     parameters = [p for p in learner.policy.parameters() if p.requires_grad]
     parameters.sort(key=Tensor.numel)
     sizes = torch.tensor([p.numel() for p in parameters]).cumsum(0)

@@ -20,11 +20,25 @@ Result = TypeVar("Result")
 # It can be called again after it ran out of memory, and then starts from the beginning.
 Attempt = Callable[[int | None], Result]
 
-# Messages of allocators that raise a plain RuntimeError: two of the CPU, one of XLA's compiler.
-MESSAGES = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
+# Messages of allocations that raise a plain RuntimeError. CUDA's driver, graphs and libraries
+# allocate outside of torch's allocator, and late, when memory is almost full. The final errors of
+# this file begin with a capital letter, so they do not match.
+MESSAGES = (
+    "can't allocate memory",  # CPU
+    "not enough memory",  # CPU
+    "RESOURCE_EXHAUSTED",  # XLA's compiler
+    "out of memory",  # drivers of CUDA and HIP, NCCL, MPS
+    "ERROR_OUT_OF_MEMORY",  # CUDA's driver, called by Triton
+    "_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER
+)
 # Parameters of glibc's mallopt, and the environment variables that set the same.
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 SET_BY_THE_USER = ("MALLOC_", "GLIBC_TUNABLES")
+
+with torch.inference_mode(False), torch.enable_grad():
+    # A graph older than that of any pass of this thread; see `free_memory`.
+    OLDEST_LEAF = torch.zeros((), device="cpu", requires_grad=True)
+    OLDEST_RESULT = OLDEST_LEAF + 0
 
 
 @dataclass
@@ -122,12 +136,13 @@ def repeat_on_all_ranks(
     """
 
     def attempt_on_all_ranks(max_rows: int | None) -> Result:
+        result: Result | None
         while True:
             try:
                 result = attempt(max_rows)
                 check_other_ranks(comm)
             except OutOfMemoryElsewhere:
-                free_memory()
+                result = None  # memory is freed below: here the error keeps the attempt's tensors
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -142,6 +157,7 @@ def repeat_on_all_ranks(
                 raise
             else:
                 return result
+            free_memory()
 
     return attempt_on_all_ranks
 
@@ -154,7 +170,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Return cached memory to the device, after the tensors that filled it are gone."""
+    """Return cached memory to the devices, after the tensors that filled it are gone."""
+    # After a backward pass that failed, autograd's queue of this thread still holds its graph. The
+    # queue begins with the latest nodes, so a pass of the oldest ones empties it.
+    torch.autograd.grad(OLDEST_RESULT, OLDEST_LEAF, retain_graph=True)
     gc.collect()
     torch.cuda.empty_cache()  # does nothing if CUDA has not been used
     libc = _glibc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,3 +26,15 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(own, number)
     for each in known_backends():
         each.set_random_state(state)
+
+
+@contextmanager
+def seeded_on_cpu(seed: int) -> Iterator[None]:
+    """Create tensors on the CPU from this seed; the random state of every device is unchanged.
+
+    Lightning builds models within `torch.device("cuda")`. Weights drawn there would be others than
+    on a CPU, and `torch.manual_seed` would seed the numbers of all devices.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -128,9 +128,9 @@ class CausalPolicy(Policy):
         """Copy the current weights for decoding in the current autocast precision."""
         device = self.model.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        pack = self.linear_kernels.decode == "onednn" and linears.can_pack_dtype(
-            dtype or self.model.dtype
-        )
+        # The kernels may have been chosen on a CPU, before the model moved or in a checkpoint.
+        pack = device == "cpu" and self.linear_kernels.decode == "onednn"
+        pack = pack and linears.can_pack_dtype(dtype or self.model.dtype)
         return FusedDecoder(self.bare_model, self._scale_logits, dtype=dtype, pack=pack)
 
     @cached_property

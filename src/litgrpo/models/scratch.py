@@ -12,6 +12,7 @@ import torch
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import did_you_mean, require
+from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.temporary import TemporaryFolder
 
@@ -155,9 +156,10 @@ class Scratch:
         if config.is_encoder_decoder:
             auto_class = AutoModelForSeq2SeqLM
             config.decoder_start_token_id = ids["pad_token_id"]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        device = torch.get_default_device()
+        with seeded_on_cpu(seed):
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return model.to(device)
 
     def _check_architecture(self) -> None:
         """Check names; transformers' configs accept any keyword, so a typo would be ignored."""

@@ -116,6 +116,9 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load the model of a folder; every weight must be in its files.
 
+    Files are read on the CPU, then the model moves to the default device, weight by weight:
+    transformers needs accelerate to load within `torch.device("cuda")`, as Lightning does.
+
     Args:
         folder: or a hub id.
         config: of the language model.
@@ -131,8 +134,9 @@ def load_weights(
     if not whole:
         options["key_mapping"] = TEXT_NAMES
     model_class: Any = find_model_class(config)
+    device = torch.get_default_device()
     try:
-        with silence_transformers():
+        with silence_transformers(), torch.device("cpu"):
             model, report = model_class.from_pretrained(
                 folder,
                 config=config,
@@ -168,7 +172,7 @@ def load_weights(
             f"{'; '.join(found)}. Missing weights would be random. Save the whole model again by "
             "save_pretrained, or use the config that belongs to these weights."
         )
-    return model
+    return model.to(device) if device.type != "cpu" else model
 
 
 def _join_names(names: Iterable[str]) -> str:

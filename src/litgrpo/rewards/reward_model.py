@@ -21,6 +21,7 @@ from torch import Tensor
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, first_line, one_of, require
+from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.text.answers import text_of
 from litgrpo.text.chat_templates import TemplateError, render_messages
 
@@ -203,8 +204,8 @@ class RewardModel(Judge):
             scores = any("Classification" in name for name in config.architectures or [])
             if not scores and self.allow_policy_as_reward:
                 config.num_labels = 1
-            with torch.random.fork_rng(devices=[]), _no_progress_bars():
-                torch.manual_seed(0)  # of a random score: a resumed run needs the same one
+            # The seed is of a random score: a resumed run needs the same one.
+            with seeded_on_cpu(0), _no_progress_bars():
                 model, found = AutoModelForSequenceClassification.from_pretrained(
                     self.pretrained,
                     config=config,

@@ -35,7 +35,7 @@ def use_everywhere(module: LightningModule, policy: Policy) -> None:
     """
     chosen = module.trainer.strategy.broadcast(asdict(policy.linear_kernels))
     _use(module, LinearKernels(**chosen))
-    if policy.model.device.type == "cpu":
+    if _trains_on_cpu(module):
         keep_freed_memory()
         kernels = f"{chosen['decode']} (sampling), {chosen['learn']} (training)"
         rank_zero_info(f"Linear kernels: {kernels}; {plural(torch.get_num_threads(), 'thread')}")
@@ -101,7 +101,7 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     if logits is not None and follows_memory(module):
         set_logits(module, logits)
     _use(module, LinearKernels(**chosen))
-    if threads != torch.get_num_threads():
+    if _trains_on_cpu(module) and threads != torch.get_num_threads():
         rank_zero_warn(
             f"The checkpoint was computed with {plural(threads, 'thread')}, this process has "
             f"{torch.get_num_threads()}: the last digits will differ from an unbroken run. Set "
@@ -109,7 +109,14 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         )
 
 
+def _trains_on_cpu(module: LightningModule) -> bool:
+    """Return True without a trainer, or if its device is a CPU: other devices have no choice."""
+    return not is_attached(module) or module.trainer.strategy.root_device.type == "cpu"
+
+
 def _use(module: LightningModule, kernels: LinearKernels) -> None:
+    if not _trains_on_cpu(module):
+        kernels = LinearKernels()
     for part in module.modules():
         if isinstance(part, Policy):
             part.set_linear_kernels(kernels)

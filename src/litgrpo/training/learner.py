@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -17,7 +17,13 @@ from litgrpo.algorithms.turn_credit import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
-from litgrpo.distributed.memory import Attempt, RowLimit, repeat_on_all_ranks, retry_with_fewer_rows
+from litgrpo.distributed.memory import (
+    Attempt,
+    RowLimit,
+    is_out_of_memory,
+    repeat_on_all_ranks,
+    retry_with_fewer_rows,
+)
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rollout.sampling import Sampling
@@ -48,6 +54,12 @@ from litgrpo.types import (
 
 Result = TypeVar("Result")
 MISMATCH = "policy/sampler_mismatch"
+STATE_DOES_NOT_FIT = (
+    "Out of memory in the optimizer step: weights, gradients and optimizer state do not fit, and "
+    "smaller micro-batches do not change that. Train adapters (model.lora.rank 16), choose an "
+    "optimizer with less state, or shard over several devices (configs/hardware/fsdp2.yaml). "
+    "`plan` estimates the memory of each."
+)
 
 
 def learning_row_limit() -> RowLimit:
@@ -127,7 +139,7 @@ class Learner:
                 self.reference_logprobs(rollout.tokens, max_rows),
             )
 
-        return self._retry_with_fewer_rows(compute, rollout.tokens)
+        return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
 
     def _old_logprobs(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
         if self.config.num_steps == 1:
@@ -246,14 +258,21 @@ class Learner:
             stepper: backward passes and optimizer steps.
         """
         # {name: [2] sum over rows or tokens, and the count to divide it by}, and the losses.
-        sums = self._retry_with_fewer_rows(
-            partial(self._accumulate_gradients, batch, stepper), batch.tokens
+        sums = self.retry_with_fewer_rows(
+            partial(self._accumulate_gradients, batch, stepper),
+            self._largest_micro_batch(batch.tokens),
         )
         lr = stepper.lr  # before the schedule moves
         # Clipping runs inside of optimizer.step(), when gradients are reduced and unscaled:
         # TrainerStepper.step -> Lightning -> GRPO.on_before_optimizer_step
         # -> TrainerStepper.clip_before_step -> _clip_gradients, whose result `step` returns.
-        stats = stepper.step(partial(self._clip_gradients, batch, sums))
+        try:
+            stats = stepper.step(partial(self._clip_gradients, batch, sums))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Not repeatable: a part of the weights may have been updated.
+            raise RuntimeError(STATE_DOES_NOT_FIT) from error
         if stats is None:
             return StepReport(lr, skipped=self._find_non_finite(batch))
         return StepReport(lr, stats)
@@ -381,16 +400,22 @@ class Learner:
         given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
         return BatchLimits(min(given, default=None), self.config.max_tokens, shared)
 
-    def _retry_with_fewer_rows(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
-        """Return the result of an attempt, in smaller micro-batches after out-of-memory errors."""
+    def retry_with_fewer_rows(
+        self, attempt: Attempt[Result], rows_in_use: Callable[[], int]
+    ) -> Result:
+        """Return the result of an attempt, in smaller micro-batches after out-of-memory errors.
+
+        Args:
+            attempt: as of `memory.repeat_on_all_ranks`.
+            rows_in_use: number of rows of the largest micro-batch of the failed attempt.
+        """
         if self.comm.world_size > 1:
             repeatable = type(self.micro_batching) is RaggedBatches
             attempt = repeat_on_all_ranks(attempt, self.comm, repeatable=repeatable)
+        return retry_with_fewer_rows(attempt, self.row_limit, rows_in_use)
 
-        def largest_micro_batch() -> int:
-            return max(map(len, self.micro_batching.buckets(tokens, self.limits)))
-
-        return retry_with_fewer_rows(attempt, self.row_limit, largest_micro_batch)
+    def _largest_micro_batch(self, tokens: TokenRows) -> Callable[[], int]:
+        return lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits)))
 
 
 def _sampler_mismatch(new: TokenLogprobs, batch: TrainingBatch) -> Tensor:

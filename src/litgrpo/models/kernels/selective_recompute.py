@@ -163,7 +163,9 @@ class _SavedTensors:
             same = tensor.data_ptr() == known.data_ptr() and tensor.numel() == known.numel() > 0
             if same and tensor.dtype == known.dtype and tensor._version == version:
                 return _Recomputation(compute, tensor.size(), tensor.stride())
-        return _KeptTensor(tensor, tensor._version)
+        # With its node, the tensor would be part of a reference cycle through C++, which no garbage
+        # collector finds: a pass that fails before backward would leave all activations in memory.
+        return _KeptTensor(tensor.detach(), tensor._version)
 
     def unpack(self, kept: _KeptTensor | _Recomputation) -> Tensor:
         """Return a saved tensor; the last recomputed one is cached for several linear layers.
