@@ -139,12 +139,11 @@ class RowReader:
         Raises:
             ValueError: a side is empty, or `train_val_overlap: error` and the sides overlap.
         """
-        named = isinstance(train, dict)
-        require(
-            not named,
-            f"train has the sets {', '.join(map(str, train)) if named else ''}; give one of them, "
-            "or several sources as a list: `[a, b]`",
-        )
+        if isinstance(train, dict):
+            raise ValueError(
+                f"train has the sets {', '.join(map(str, train))}; give one of them, or several "
+                "sources as a list: `[a, b]`"
+            )
         rows = self.read(train, required)
         if val is None:
             kept, held_out = self._split(rows)
