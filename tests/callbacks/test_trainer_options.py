@@ -1,13 +1,16 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from litgrpo.callbacks.trainer_options import (
+    check_accelerator,
     check_strategy,
     check_trainer_options,
+    choose_accelerator,
     cluster_plugins,
     strategy_name,
 )
@@ -92,3 +95,18 @@ def test_under_slurm_lightning_does_not_requeue(monkeypatch):
     assert not slurm.auto_requeue
     own = LightningEnvironment()
     assert cluster_plugins(own) == [own]
+
+
+def test_apples_gpu_is_rejected_and_auto_takes_the_cpu(monkeypatch, caplog):
+    assert choose_accelerator("auto") == "auto"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level("INFO"):
+        assert choose_accelerator("auto") == "cpu"
+    assert "float64" in caplog.text
+    assert choose_accelerator("cpu") == "cpu"
+    for name in ("mps", "gpu"):
+        with pytest.raises(ValueError, match=r"trainer\.accelerator: cpu"):
+            check_accelerator(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_accelerator("auto") == "auto"

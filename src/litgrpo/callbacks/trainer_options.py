@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvi
 from lightning.pytorch.strategies import StrategyRegistry
 
 from litgrpo.arguments import did_you_mean, require
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.training.lightning_compat import is_compiled
 
 
@@ -187,9 +188,16 @@ def check_trainer(module: Any) -> None:
     if is_compiled(module):
         _reject("fit", "torch.compile(module)", row="torch.compile(module)")
     trainer = module.trainer
+    require(trainer.strategy.root_device.type != "mps", NO_FLOAT64)
     names = "strategy accumulate_grad_batches gradient_clip_val gradient_clip_algorithm "
     names += "overfit_batches barebones callbacks"
     check_trainer_options({name: getattr(trainer, name) for name in names.split()}, module)
+
+
+NO_FLOAT64 = (
+    "Apple's GPU (MPS) has no float64, which sampling, rewards and metrics are computed in. Set "
+    "trainer.accelerator: cpu."
+)
 
 
 def check_accelerator(name: Any) -> None:
@@ -201,6 +209,8 @@ def check_accelerator(name: Any) -> None:
     known = AcceleratorRegistry.available_accelerators()
     if not isinstance(name, str) or name == "auto":
         return
+    on_mps = name == "mps" or (name == "gpu" and is_mps_chosen())
+    require(not on_mps, NO_FLOAT64)
     # Lightning takes `gpu` for the first kind of GPU that it finds.
     kinds = ("cuda", "mps") if name == "gpu" else (name,)
     require(
@@ -214,6 +224,23 @@ def check_accelerator(name: Any) -> None:
         f"trainer.accelerator is {name!r}, but this machine has no such device, or torch was "
         f"installed without support for it. Set auto, or one of: {', '.join(usable)}.",
     )
+
+
+def is_mps_chosen() -> bool:
+    """Return True if Lightning would take Apple's GPU for `auto` and `gpu`."""
+    return torch.backends.mps.is_available() and not torch.cuda.is_available()
+
+
+def choose_accelerator(name: Any) -> Any:
+    """Return the accelerator to train on: the CPU instead of a GPU without float64.
+
+    Args:
+        name: trainer.accelerator.
+    """
+    if name != "auto" or not is_mps_chosen():
+        return name
+    rank_zero_info("Training on the CPU: Apple's GPU (MPS) has no float64, which sampling needs.")
+    return "cpu"
 
 
 def check_strategy(strategy: Any) -> None:

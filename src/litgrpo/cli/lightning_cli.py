@@ -42,6 +42,7 @@ from litgrpo.callbacks.run_folder import (
 from litgrpo.callbacks.trainer_options import (
     check_accelerator,
     check_trainer_options,
+    choose_accelerator,
     cluster_plugins,
 )
 from litgrpo.checkpointing.callback import IterationCheckpoint
@@ -280,6 +281,7 @@ class LitGRPOCLI(RecipeCLI):
         options = {**self.config_init["trainer"], **kwargs}
         check_trainer_options(options, self.model)
         check_accelerator(options["accelerator"])
+        options["accelerator"] = choose_accelerator(options["accelerator"])
         given = options["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         ours = [self.config_init[name] for name in CALLBACKS]

@@ -88,3 +88,20 @@ def test_the_rate_of_weight_transfer_is_that_of_the_recipes_class(transfer, publ
         path = f"litgrpo.rollout.engines.weight_transfer.{transfer}"
         words += ["--model.engine.weight_transfer", path]
     assert read_sizes(PlanCLI(["-c", GEMMA, *words]).config).publisher == publisher
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "cache_bytes"),
+    [
+        ([], None, 4),
+        (["-c", str(CONFIGS / "hardware" / "cuda.yaml")], "bfloat16", 2),
+        (["--trainer.precision", "16-mixed"], "float16", 2),
+        (["--model.precision.autocast_dtype", "bfloat16"], "bfloat16", 2),
+        (["--trainer.precision", "32-true"], None, 4),
+    ],
+)
+def test_products_have_the_dtype_of_the_trainer_or_of_the_model(words, dtype, cache_bytes):
+    recipe = read_sizes(PlanCLI(["-c", str(CONFIGS / "quickstart.yaml"), *words]).config)
+    assert (recipe.compute, recipe.work.cache_bytes) == (dtype, cache_bytes)
+    compute = recipe.models.compute
+    assert (None if compute is None else str(compute.dtype)) == (dtype and f"torch.{dtype}")

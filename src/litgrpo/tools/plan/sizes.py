@@ -48,6 +48,8 @@ SAMPLING: dict[str, Literal["servers", "colocated"]] = {
     "ServerEngine": "servers",
     "ColocatedEngine": "colocated",
 }
+# {trainer.precision: dtype of matrix products}, with Lightning's short names.
+AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def read_sizes(settings: Namespace, static_shapes: bool = True) -> RecipeSizes:
     common: dict[str, Any] = dict(  # noqa: C408 (keywords)
         config=config,
         dtype=precision.dtype,
-        compute=precision.get("autocast_dtype"),
+        compute=read_autocast(settings, precision),
         lora=None if lora is None else LoRA(**vars(lora)),
         checkpointing=precision.gradient_checkpointing,
         strategy=strategy.class_path,
@@ -229,7 +231,7 @@ def read_sizes(settings: Namespace, static_shapes: bool = True) -> RecipeSizes:
     return RecipeSizes(
         reference=read_reference(model, config, settings.model_config),
         optimizer=read_optimizer(model, GRPO_RATES),
-        work=grpo_sizes(model, data, None if static_shapes else config),
+        work=grpo_sizes(model, data, None if static_shapes else config, common["compute"]),
         publisher=read_publisher(model),
         **common,
     )
@@ -329,13 +331,26 @@ def load_config(pretrained: str) -> Any:
         ) from error
 
 
-def grpo_sizes(model: Namespace, data: Namespace, ragged: Any = None) -> IterationSizes:
+def read_autocast(settings: Namespace, precision: Namespace) -> str | None:
+    """Return the dtype of matrix products, if lower than that of the weights; None without one.
+
+    Args:
+        settings: the command line of `fit`, parsed.
+        precision: settings of the model; its dtype has precedence over the trainer's.
+    """
+    return precision.get("autocast_dtype") or AUTOCAST.get(str(settings.trainer.precision))
+
+
+def grpo_sizes(
+    model: Namespace, data: Namespace, ragged: Any = None, autocast: str | None = None
+) -> IterationSizes:
     """Return the sizes of an iteration of GRPO.
 
     Args:
         model: settings of GRPO.
         data: settings of PromptData.
         ragged: config of the model if batches need no padding; None if they are padded.
+        autocast: dtype of matrix products, if lower than that of the weights.
     """
     # By index: a namespace has a method `update`.
     update = UpdateConfig(**vars(model["update"]))
@@ -353,7 +368,7 @@ def grpo_sizes(model: Namespace, data: Namespace, ragged: Any = None) -> Iterati
         (data.eval_batch_size or data.batch_size, model.evaluation.num_samples),
     )
     step_rows = -(-data.batch_size // update.num_mini_batches) * model.group_size
-    dtype = engine.get("dtype") or model.precision.get("autocast_dtype") or model.precision.dtype
+    dtype = engine.get("dtype") or autocast or model.precision.dtype
     return IterationSizes(
         rollouts=rollouts,
         prompt_len=prompt_len,
