@@ -34,8 +34,10 @@ model:
     objective:
       advantages: {class_path: Normalized, init_args: {baseline: batch, scale: mean, eps: 0.5}}
       importance_sampling_level: sequence
+      old_policy: sampler
       surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, max_ratio: 7.0}}
       loss_aggregation: {class_path: SequenceSum}
+      log_ratio_coef: 0.3
       kl_coef: 0.7
       kl_estimator: abs
       kl_bias_correction: true
@@ -140,11 +142,15 @@ def cells(name: str) -> list[str]:
     """Return the table cells of an algorithm, without name and paper."""
     row = PUBLISHED[name]
     mask = ", `mask_truncated_completions`" if row.mask_truncated_completions else ""
+    level = row.importance_sampling_level
+    level += ", to the sampler" if row.old_policy == "sampler" else ""
+    penalties = [f"{row.kl_coef} `{row.kl_estimator}`"] if row.needs_reference else []
+    penalties += [f"{row.log_ratio_coef} `s^2`"] if row.log_ratio_coef else []
     return [
         f"`{describe(row.advantages)}`",
-        f"{row.importance_sampling_level}, `{describe(row.surrogate)}`",
+        f"{level}, `{describe(row.surrogate)}`",
         f"`{row.loss_aggregation}`{mask}",
-        f"{row.kl_coef} `{row.kl_estimator}`" if row.needs_reference else "none",
+        ", ".join(penalties) or "none",
         f"[{name}.yaml](../configs/algorithms/{name}.yaml)",
     ]
 

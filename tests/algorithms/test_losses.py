@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 from litgrpo.algorithms.advantages import GFPO, Normalized
 from litgrpo.algorithms.losses import (
     CISPO,
+    DPPO,
     GMPO,
     RATIO_MAX,
     SAPO,
@@ -25,6 +26,7 @@ from litgrpo.algorithms.losses import (
     SurrogateInputs,
     TokenMean,
     absolute,
+    binary_kl,
     k1,
     k2,
     k3,
@@ -54,6 +56,13 @@ ALGORITHMS = PUBLISHED | {
         surrogate=VESPO(),
         importance_correction=ImportanceCorrection("sequence", "mask", min=0.1, max=20.0),
     ),
+    "to the sampler": Objective(
+        old_policy="sampler",
+        surrogate=DPPO(max_low=0.03, max_high=0.03),
+        log_ratio_coef=0.3,
+        kl_mask_threshold=0.01,
+    ),
+    "sequence_token": Objective(importance_sampling_level="sequence_token", surrogate=CISPO()),
 }
 LENGTHS = torch.tensor([5, 1, 3, 0, 4, 5])
 TRUNCATED = torch.tensor([True, False, False, False, False, False])
@@ -198,6 +207,8 @@ def test_a_policy_that_ran_away_leaves_finite_gradients(name):
 def test_without_old_logprobs_the_ratio_is_one_and_has_a_gradient(name):
     objective = ALGORITHMS[name]
     now, entropy, training_batch = batch(objective, old=False)
+    if objective.old_policy == "sampler":
+        training_batch = replace(training_batch, sampler_logprobs=now)
     same = replace(training_batch, old_logprobs=now)
 
     absent = gradients(objective, now, entropy, training_batch, ALL)
@@ -518,10 +529,102 @@ def test_needs():
     assert Objective(top_entropy_quantile=0.2).needs_entropy
 
 
-@pytest.mark.parametrize("bad", [{"kl_coef": -0.1}, {"gamma": 1.1}, {"top_entropy_quantile": -1.0}])
-def test_impossible_numbers_are_refused(bad):
-    with raises_for(*bad):
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kl_coef": -0.1},
+        {"log_ratio_coef": -1.0},
+        {"kl_mask_threshold": -1.0},
+        {"gamma": 1.1},
+        {"top_entropy_quantile": -1.0},
+        {"old_policy": "sampler", "importance_correction": ImportanceCorrection()},
+        {"importance_sampling_level": "sequence", "surrogate": DPPO()},
+    ],
+)
+def test_impossible_settings_are_refused(bad):
+    with raises_for(next(iter(bad))):
         Objective(**bad)
+
+
+def by_hand(objective, token_loss):
+    """Loss [M, C] of `token_loss(p, p_old, w, A, s)`, token by token, and that of the objective."""
+    now, entropy, training_batch = batch(objective)
+    before = training_batch.sampler_logprobs
+    if objective.old_policy == "before_update":
+        before = training_batch.old_logprobs
+    total = 0.0
+    for row, t in training_batch.loss_mask.nonzero().tolist():
+        new, old, a = (float(x[row, t]) for x in (now, before, training_batch.advantages))
+        loss = token_loss(new, math.exp(new), math.exp(old), a)
+        total += float(training_batch.loss_weights[row, t]) * loss
+    return total, objective.loss(TokenLogprobs(now, entropy), training_batch).loss.item()
+
+
+def test_dppo_against_the_formulas_of_the_paper():
+    def tv(new, p, old, a):
+        keep = p - old <= 0.03 if a > 0 else p - old >= -0.05
+        return -a * min(p / old, 1.1) * new * keep
+
+    def kl(new, p, old, a):
+        divergence = old * math.log(old / p) + (1 - old) * math.log((1 - old) / (1 - p))
+        keep = divergence <= 0.002 or (p <= old if a > 0 else p >= old)
+        return -a * min(p / old, 1.1) * new * keep
+
+    for formula, limits in ((tv, (0.05, 0.03)), (kl, (0.002, 0.002))):
+        objective = Objective(
+            old_policy="sampler", surrogate=DPPO(formula.__name__, *limits, max_ratio=1.1)
+        )
+        expected, found = by_hand(objective, formula)
+        everything, _ = by_hand(objective, lambda new, p, old, a: -a * min(p / old, 1.1) * new)
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert found != pytest.approx(everything, rel=1e-3)  # some tokens are outside
+
+
+def test_the_default_loss_of_prime_rl_against_its_formula():
+    def token_loss(new, p, old, a):
+        keep = p - old <= 0.2 if a > 0 else p - old >= -0.2
+        return -keep * a * (p / old) * new + 1e-3 * math.log(p / old) ** 2
+
+    expected, found = by_hand(ALGORITHMS["prime_rl"], token_loss)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_dro_against_its_formula():
+    # verl: -(log_prob * advantages - 0.5 * beta * log_ratio^2) with beta 1
+    expected, found = by_hand(
+        ALGORITHMS["dro"], lambda new, p, old, a: -(new * a - 0.5 * math.log(p / old) ** 2)
+    )
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_kl_mask_drops_tokens_that_moved_too_far_and_keeps_the_penalties():
+    objective = Objective(surrogate=PolicyGradient(), kl_mask_threshold=0.02, log_ratio_coef=0.1)
+
+    def token_loss(new, p, old, a):
+        s = math.log(p / old)
+        return -a * new * (s * s / 2 <= 0.02) + 0.1 * s * s
+
+    expected, found = by_hand(objective, token_loss)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_gspo_token_has_the_gradient_of_gspo_if_a_completion_has_one_advantage():
+    gspo, by_token = ALGORITHMS["gspo"], ALGORITHMS["gspo_token"]
+    data = now, entropy, training_batch = batch(gspo)
+    same = training_batch.advantages[:, :1].expand_as(now)
+    one = (now, entropy, replace(training_batch, advantages=same))
+
+    torch.testing.assert_close(gradients(by_token, *one, ALL), gradients(gspo, *one, ALL))
+    assert not torch.equal(gradients(by_token, *data, ALL)[1], gradients(gspo, *data, ALL)[1])
+
+
+def test_the_ratio_to_the_sampler_does_not_read_the_policy_before_the_update():
+    objective = Objective(old_policy="sampler")
+    now, entropy, training_batch = batch(objective)
+    as_old = replace(training_batch, old_logprobs=training_batch.sampler_logprobs)
+
+    found = gradients(objective, now, entropy, training_batch, ALL)
+    torch.testing.assert_close(found, gradients(Objective(), now, entropy, as_old, ALL))
 
 
 class Module:
@@ -790,6 +893,35 @@ def test_gmpo_cuts_bad_tokens_below():
     assert gradients == pytest.approx([0.0, math.exp(0.2)])
 
 
+def test_dppo_keeps_rare_tokens_whose_ratio_is_large_and_drops_likely_ones_that_moved():
+    surrogate = DPPO(max_low=0.1, max_high=0.1, max_ratio=20.0)
+    # p_old = 0.01, 0.5, 0.5, 0.5; p = 0.04, 0.65, 0.35, 0.35
+    old = torch.tensor([[0.01, 0.5, 0.5, 0.5]]).double().log()
+    new = torch.tensor([[0.04, 0.65, 0.35, 0.35]]).double().log().requires_grad_()
+    mask = torch.ones_like(new, dtype=torch.bool)
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]]).double()
+    s = new - old
+    inputs = SurrogateInputs(new, s, s.exp(), advantages, mask, torch.ones_like(new))
+    surrogate(inputs).sum().backward()
+
+    assert new.grad[0].tolist() == pytest.approx([-4.0, 0.0, 0.0, -0.7])
+    assert [x[0].tolist() for x in surrogate.clipped(inputs)] == [
+        [False, False, True, False],
+        [False, True, False, False],
+    ]
+
+
+def test_binary_kl_is_finite_at_the_ends():
+    ends = torch.tensor([0.0, -1e-12, -1.0, -100.0])
+    old, new = torch.meshgrid(ends, ends, indexing="ij")
+    found = binary_kl(old, new)
+    assert found.isfinite().all()
+    assert (found.diagonal() == 0).all()
+    expected = 0.3 * math.log(0.3 / 0.6) + 0.7 * math.log(0.7 / 0.4)
+    value = binary_kl(torch.tensor(0.3).log(), torch.tensor(0.6).log()).item()
+    assert value == pytest.approx(expected, rel=1e-5)
+
+
 def test_policy_gradient_ignores_the_ratio():
     losses, gradients = evaluate(PolicyGradient(), [3.0, 0.5], [2.0, -1.0])
 
@@ -797,7 +929,9 @@ def test_policy_gradient_ignores_the_ratio():
     assert gradients == pytest.approx([-2.0, 1.0])
 
 
-@pytest.mark.parametrize("surrogate", [Clipped(), CISPO(), SAPO(), GMPO(), PolicyGradient()])
+@pytest.mark.parametrize(
+    "surrogate", [Clipped(), CISPO(), SAPO(), GMPO(), DPPO(), PolicyGradient()]
+)
 def test_the_correction_multiplies_the_loss(surrogate):
     plain, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0])
     corrected, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0], correction=0.5)
@@ -806,7 +940,7 @@ def test_the_correction_multiplies_the_loss(surrogate):
 
 
 @pytest.mark.parametrize(
-    "surrogate", [Clipped(), CISPO(), SAPO(), VESPO(), GMPO(), PolicyGradient()]
+    "surrogate", [Clipped(), CISPO(), SAPO(), VESPO(), GMPO(), DPPO(), PolicyGradient()]
 )
 def test_on_policy_every_gradient_is_minus_the_advantage(surrogate):
     _, gradients = evaluate(surrogate, [1.0], [-1.5])
@@ -815,7 +949,7 @@ def test_on_policy_every_gradient_is_minus_the_advantage(surrogate):
 
 
 @pytest.mark.parametrize(
-    "surrogate", [Clipped(), CISPO(), SAPO(), VESPO(), GMPO(), PolicyGradient()]
+    "surrogate", [Clipped(), CISPO(), SAPO(), VESPO(), GMPO(), DPPO(), PolicyGradient()]
 )
 def test_an_advantage_of_zero_has_no_gradient(surrogate):
     assert evaluate(surrogate, [1.1, 0.9], [0.0, 0.0])[1] == [0.0, 0.0]

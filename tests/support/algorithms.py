@@ -1,7 +1,16 @@
 """The published algorithms as objectives, by the names of their files in `configs`."""
 
 from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized
-from litgrpo.algorithms.losses import CISPO, GMPO, SAPO, VESPO, Clipped, Objective, PolicyGradient
+from litgrpo.algorithms.losses import (
+    CISPO,
+    DPPO,
+    GMPO,
+    SAPO,
+    VESPO,
+    Clipped,
+    Objective,
+    PolicyGradient,
+)
 from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, SimpleTIR
 
 CLIP_HIGHER = Clipped(0.2, 0.28)
@@ -52,4 +61,18 @@ PUBLISHED = {
     "gtpo": Objective(GTPO(), loss_aggregation="sequence_mean"),
     "rebn": Objective(ReBN(), surrogate=PolicyGradient(), loss_aggregation="constant_length"),
     "simpletir": Objective(SimpleTIR(), loss_aggregation="sequence_mean"),
+    "dppo": Objective(old_policy="sampler", surrogate=DPPO()),
+    "dppo_kl": Objective(old_policy="sampler", surrogate=DPPO("kl", 0.05, 0.05)),
+    "prime_rl": Objective(
+        Normalized(scale="none"),
+        old_policy="sampler",
+        surrogate=DPPO(max_low=0.2, max_high=0.2),
+        log_ratio_coef=1e-3,
+    ),
+    "dro": Objective(Normalized(scale="none"), surrogate=PolicyGradient(), log_ratio_coef=0.5),
+    "gspo_token": Objective(
+        importance_sampling_level="sequence_token",
+        surrogate=Clipped(3e-4, 4e-4),
+        loss_aggregation="sequence_mean",
+    ),
 }

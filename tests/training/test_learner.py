@@ -192,6 +192,18 @@ def test_old_logprobs_of_greedy_completions_are_those_of_the_policy(sampling):
         torch.testing.assert_close(old[mask], rollout.sampler_logprobs[mask], atol=1e-5, rtol=1e-5)
 
 
+def test_a_ratio_to_the_sampler_needs_no_pass_before_the_update():
+    policy = tiny_policy("qwen2")
+    rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
+    learner = learner_of(
+        policy,
+        Objective(old_policy="sampler"),
+        config=UpdateConfig(epochs_per_rollout=2),
+        reuse_sampler_logprobs=False,
+    )
+    assert learner.old_and_reference_logprobs(rollout).old is None
+
+
 def test_reference_logprobs_are_the_references_own():
     policy, other = tiny_policy("qwen2"), tiny_policy("qwen2", seed=5)
     rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")

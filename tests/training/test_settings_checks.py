@@ -123,6 +123,8 @@ def test_an_engine_with_other_logprobs_is_corrected_unless_the_config_says_how()
         assert found.importance_correction == ImportanceCorrection()
     given = Objective(importance_correction=own)
     assert with_importance_correction(given, low, stale).importance_correction is own
+    to_sampler = Objective(old_policy="sampler")
+    assert with_importance_correction(to_sampler, low, stale) == to_sampler
 
 
 def test_precisions_that_would_convert_prompts_are_rejected():

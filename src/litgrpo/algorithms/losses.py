@@ -38,7 +38,7 @@ class SurrogateInputs:
 
     Args:
         logprobs: [M, C] l, log-probabilities under the current policy, with gradient.
-        log_ratio: [M, C] s = l - l_old, l_old before the update, with gradient.
+        log_ratio: [M, C] s = l - l_old, l_old of `Objective.old_policy`, with gradient.
         ratio: [M, C] or [M, 1] w, importance ratio of the update, with gradient.
         advantages: [M, C] A.
         mask: [M, C] tokens that contribute to the loss.
@@ -64,6 +64,11 @@ class SurrogateInputs:
     mask: Tensor
     correction: Tensor
 
+    @property
+    def old_logprobs(self) -> Tensor:
+        """[M, C] l_old, without gradient."""
+        return (self.logprobs - self.log_ratio).detach()
+
 
 class Surrogate(ABC):
     """The loss of one token.
@@ -86,8 +91,14 @@ class Surrogate(ABC):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Ratios at which a token loses its gradient; used by the clipping metrics."""
+        """Ratios at which a token loses its gradient; used by `clipped`."""
         return 0.0, torch.inf
+
+    def clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+        """[M, C] tokens beyond the lower limit with A < 0, and beyond the upper one with A > 0."""
+        low, high = self.clip_range
+        below, above = inputs.ratio < low, inputs.ratio > high
+        return below & (inputs.advantages < 0), above & (inputs.advantages > 0)
 
 
 @dataclass(frozen=True)
@@ -255,12 +266,106 @@ class GMPO(Surrogate):
 
 @dataclass(frozen=True)
 @check_field_types
+class DPPO(Surrogate):
+    """DPPO: -sg[min(w, max_ratio)] A l within a trust region of probabilities, 0 outside of it.
+
+    The divergence is that of two outcomes, this token or any other, with the probabilities
+    p = e^l and p_old. A token leaves the trust region if it moved in the direction of its
+    advantage by more than the limit. A ratio, in contrast, is large for rare tokens that hardly
+    moved. Source: arXiv:2602.04879, Binary-TV and Binary-KL; verl: `dppo_tv`, `dppo_kl`.
+
+    Args:
+        divergence: `tv`, |p - p_old|, or `kl`, KL(p_old || p) of the two outcomes, in nats.
+        max_low: largest divergence of a token that became less likely, if A <= 0.
+        max_high: largest divergence of a token that became more likely, if A > 0.
+        max_ratio: truncates the importance ratio, which has no other limit (verl: clip_ratio_c).
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    max_low: float = 0.15
+    max_high: float = 0.15
+    max_ratio: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Check the limits."""
+        for name, low in (("max_low", 0.0), ("max_high", 0.0), ("max_ratio", 1.0)):
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low:g}")
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss; 0 outside of the trust region."""
+        fell, rose = self._outside(inputs)
+        inside = ~torch.where(inputs.advantages > 0, rose, fell)
+        weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
+        return torch.where(inside, -weight * inputs.advantages * inputs.logprobs, 0.0)
+
+    def _outside(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+        """[M, C] tokens that became less likely, or more likely, by more than the limit."""
+        new, old = inputs.logprobs.detach(), inputs.old_logprobs
+        moved = new.exp() - old.exp()
+        distance = moved.abs() if self.divergence == "tv" else binary_kl(old, new)
+        return (moved < 0) & (distance > self.max_low), (moved > 0) & (distance > self.max_high)
+
+    def clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+        """[M, C] tokens outside of the trust region, by the sign of their advantage."""
+        fell, rose = self._outside(inputs)
+        return fell & (inputs.advantages < 0), rose & (inputs.advantages > 0)
+
+
+def binary_kl(old: Tensor, new: Tensor) -> Tensor:
+    """KL(p_old || p) of a token against all others, in nats; never infinite.
+
+    Args:
+        old: log p_old.
+        new: log p, of the same shape.
+    """
+    # log(1 - p), at least log 1e-8.
+    others_old, others = (torch.log((-torch.expm1(x)).clamp(min=1e-8)) for x in (old, new))
+    return old.exp() * (old - new) - torch.expm1(old) * (others_old - others)
+
+
+@dataclass(frozen=True)
+@check_field_types
 class PolicyGradient(Surrogate):
     """REINFORCE, RLOO: -A l, for one optimizer step per rollout. Source: Williams 1992."""
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] loss."""
         return -inputs.advantages * inputs.logprobs * inputs.correction
+
+
+# --- importance ratios ---
+# Each returns w from the log-ratios s [M, C] and the mask [M, C] of their tokens.
+
+
+def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[M, C] w = e^s of each token."""
+    return safe_exp(log_ratio)
+
+
+def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[M, 1] geometric mean of the token ratios of a completion.
+
+    Source: GSPO, arXiv:2507.18071.
+    """
+    return safe_exp(row_mean(log_ratio, mask))
+
+
+def sequence_token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[M, C] value of `sequence_ratio`, with the gradient of each token's own log-probability.
+
+    Advantages may then differ between the tokens of a completion. Source: GSPO-token,
+    arXiv:2507.18071; verl: `gspo`.
+    """
+    return safe_exp(row_mean(log_ratio.detach(), mask) + log_ratio - log_ratio.detach())
+
+
+ImportanceSamplingLevel: TypeAlias = Literal["token", "sequence", "sequence_token"]
+RATIOS = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}
 
 
 # --- loss aggregation ---
@@ -517,11 +622,16 @@ class Objective:
     Args:
         advantages: advantage estimator; `token_advantages` applies it, and its result is
             `TrainingBatch.advantages`.
-        importance_sampling_level: ratio of the policy to the one before the update per `token`, or
-            per `sequence` (GSPO).
+        importance_sampling_level: ratio of the policy to the old one per `token`, per `sequence`
+            (GSPO), or per `sequence_token` (GSPO-token: the ratio of the sequence, the gradient of
+            the token).
+        old_policy: the ratio is taken to the policy `before_update`, or to the `sampler`, whose
+            weights may be older (staleness) and whose arithmetic may differ (verl: bypass mode).
         surrogate: loss of one token.
         loss_aggregation: token_mean (DAPO), sequence_mean (the GRPO paper), constant_length (Dr.
             GRPO), sequence_sum (LUSPO, RLOO), micro_batch_token_mean (BNPO), or a LossAggregation.
+        log_ratio_coef: coefficient of a penalty s^2, the squared log-ratio of the policy to the old
+            one, on every token (Kimi K2.5; DRO: beta / 2; prime-rl: kl_tau).
         kl_coef: KL penalty coefficient (TRL: beta); 0: no reference model.
         kl_estimator: k1, k2, k3, abs, or a function of (ref_logprobs - logprobs).
         kl_bias_correction: multiply the KL penalty by the importance ratio (TRL:
@@ -535,6 +645,8 @@ class Objective:
             loss (arXiv:2506.01939).
         off_policy_mask_threshold: exclude completions of negative advantage whose mean
             log-probability fell by more than this many nats since sampling (arXiv:2512.02556).
+        kl_mask_threshold: exclude tokens whose s^2 / 2 exceeds this, in nats, whatever their
+            advantage (torchrl: kl_mask_threshold).
         importance_correction: weights for a sampler that differs from the trainer; null: none.
 
     Gradient of the KL penalty k3 by l, for one token with d = l_ref - l and w = e^(l - l_old)::
@@ -555,9 +667,11 @@ class Objective:
     """
 
     advantages: Advantages = field(default_factory=Normalized)
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: ImportanceSamplingLevel = "token"
+    old_policy: Literal["before_update", "sampler"] = "before_update"
     surrogate: Surrogate = field(default_factory=Clipped)
     loss_aggregation: LossAggregationName | LossAggregation = "token_mean"
+    log_ratio_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: KLName | Callable = "k3"  # type: ignore[type-arg]
     kl_bias_correction: bool = True
@@ -566,12 +680,26 @@ class Objective:
     mask_truncated_completions: bool = False
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
+    kl_mask_threshold: float | None = None
     importance_correction: ImportanceCorrection | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"kl_coef is {self.kl_coef}; it must be >= 0")
+        for name in ("kl_coef", "log_ratio_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0")
+        if self.kl_mask_threshold is not None and not self.kl_mask_threshold >= 0:
+            raise ValueError(f"kl_mask_threshold is {self.kl_mask_threshold}; it must be >= 0")
+        if self.old_policy == "sampler" and self.importance_correction is not None:
+            raise ValueError(
+                "old_policy is sampler, so the ratio already corrects for the sampler; set "
+                "importance_correction to null, or old_policy to before_update"
+            )
+        if isinstance(self.surrogate, DPPO) and self.importance_sampling_level != "token":
+            raise ValueError(
+                f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
+                "the probabilities of single tokens; set it to token"
+            )
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef is {self.entropy_coef}; it must be finite")
         for name in ("gamma", "top_entropy_quantile"):
@@ -598,8 +726,8 @@ class Objective:
 
     @property
     def needs_all_rows(self) -> bool:
-        """True if a row with zero advantages can still have a gradient, from KL or entropy."""
-        return self.kl_coef > 0 or self.entropy_coef != 0
+        """True if a row with zero advantages can still have a gradient, from an added term."""
+        return self.kl_coef > 0 or self.entropy_coef != 0 or self.log_ratio_coef > 0
 
     @property
     def needs_entropy(self) -> bool:
@@ -701,20 +829,25 @@ class Objective:
             drift = torch.where(in_loss, batch.sampler_logprobs - inputs.logprobs.detach(), 0.0)
             drift = row_mean(drift.nan_to_num(0.0), in_loss)
             kept = kept & ((inputs.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
+        if self.kl_mask_threshold is not None:
+            kept = kept & (inputs.log_ratio.detach().square() / 2 <= self.kl_mask_threshold)
         token_loss = torch.where(kept, self.surrogate(inputs), 0.0)
         stats = {"policy/entropy_trained": entropy, "policy/log_ratio": inputs.log_ratio}
-        low, high = self.surrogate.clip_range
-        stats["policy/clip_low_frac"] = (inputs.ratio < low) & (inputs.advantages < 0)
-        stats["policy/clip_high_frac"] = (inputs.ratio > high) & (inputs.advantages > 0)
+        low, high = self.surrogate.clipped(inputs)
+        stats["policy/clip_low_frac"], stats["policy/clip_high_frac"] = low, high
         if kept is not in_loss:
             stats["policy/kept_frac"] = kept
         if self.importance_correction is not None:
             stats["policy/sampler_weight"] = inputs.correction
+        if self.log_ratio_coef > 0:
+            token_loss = token_loss + self.log_ratio_coef * inputs.log_ratio.square()
         if self.needs_reference:
             penalty = self._kl_penalty(inputs, batch)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        # loss = sum_t u_t (token loss_t + kl_coef KL_t) - entropy_coef * mean entropy. The loss
-        # weights u contain the denominators of the whole optimizer step, so micro-batches add up.
+        # loss = sum_t u_t (token loss_t + log_ratio_coef s_t^2 + kl_coef KL_t)
+        #        - entropy_coef * mean entropy.
+        # The loss weights u contain the denominators of the whole optimizer step, so micro-batches
+        # add up.
         weights = self.aggregation.rescale_micro_batch(batch.loss_weights, in_loss)
         loss = (weights * token_loss).sum() - self.entropy_coef * bonus / totals.num_tokens
         sums = {name: (value.detach() * in_loss).sum() for name, value in stats.items()}
@@ -740,18 +873,13 @@ class Objective:
         """
         in_loss = batch.loss_weights != 0
         logprobs = torch.where(in_loss, new.logprobs, 0.0)
-        if batch.old_logprobs is None:
-            old = logprobs.detach()  # the ratio is 1, its gradient that of the log-probability
-        else:
-            old = torch.where(in_loss, batch.old_logprobs, 0.0)
+        given = batch.sampler_logprobs if self.old_policy == "sampler" else batch.old_logprobs
+        # Without one the ratio is 1, and its gradient that of the log-probability.
+        old = logprobs.detach() if given is None else torch.where(in_loss, given, 0.0)
         # s = l - l_old, w = e^s. On-policy w is 1, and its gradient is that of l.
         log_ratio, correction = logprobs - old, torch.ones_like(logprobs)
         if self.importance_correction is not None:
             correction = self.importance_correction(old, batch.sampler_logprobs, in_loss)
-        if self.importance_sampling_level == "token":
-            ratio = safe_exp(log_ratio)
-        else:
-            # GSPO: one ratio per completion, the geometric mean of its token ratios.
-            ratio = safe_exp(row_mean(log_ratio, in_loss))
+        ratio = RATIOS[self.importance_sampling_level](log_ratio, in_loss)
         advantages = torch.where(in_loss, batch.advantages, 0.0)
         return SurrogateInputs(logprobs, log_ratio, ratio, advantages, in_loss, correction)

@@ -125,9 +125,9 @@ class Learner:
         """Compute the log-probabilities that the objective compares with.
 
         With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
-        1). With several steps and an exact engine it is the sampler's, without a forward pass. A
-        stale or inexact sampler is handled by `importance_correction`. Without a KL term `ref` is
-        None.
+        1). It is None as well if the old policy of the objective is the sampler. With several steps
+        and an exact engine it is the sampler's, without a forward pass. A stale or inexact sampler
+        is handled by `importance_correction`. Without a KL term `ref` is None.
 
         Args:
             rollout: N completions.
@@ -142,8 +142,8 @@ class Learner:
         return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
 
     def _old_logprobs(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
-        if self.config.num_steps == 1:
-            return None
+        if self.config.num_steps == 1 or self.objective.old_policy == "sampler":
+            return None  # not needed: see `Objective.old_policy`
         if self.reuse_sampler_logprobs:
             return rollout.sampler_logprobs
         limits = self._limits(max_rows, self.policy.computes_prompts_once)

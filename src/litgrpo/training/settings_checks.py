@@ -220,10 +220,12 @@ def with_candidates(sampling: Sampling) -> Sampling:
 def with_importance_correction(
     objective: Objective, engine: RolloutEngine, update: UpdateConfig
 ) -> Objective:
-    """Add an importance correction if the sampler's probabilities are not the trainer's."""
-    if objective.importance_correction is not None or (
-        engine.exact_logprobs and not update.staleness
-    ):
+    """Add an importance correction if the sampler's probabilities are not the trainer's.
+
+    With `old_policy: sampler` the ratio of the objective corrects for them already.
+    """
+    corrected = objective.importance_correction is not None or objective.old_policy == "sampler"
+    if corrected or (engine.exact_logprobs and not update.staleness):
         return objective
     reason = f"{type(engine).__name__} has its own log-probabilities"
     if update.staleness:

@@ -151,7 +151,8 @@ def check_clipping(run: RunLog) -> Finding | None:
     if config.steps_per_iteration == 1 or len(low) != len(high) or len(low) < WINDOW:
         return None
     clipped = MetricSeries(low.steps, low.values + high.values).moving_average()
-    sequence = config.get("model.objective.importance_sampling_level") == "sequence"
+    level = config.get("model.objective.importance_sampling_level", "token")
+    sequence = level in ("sequence", "sequence_token")
     allowed = SEQUENCE_CLIP_FACTOR * CLIPPED if sequence else CLIPPED
     if clipped.values[-1] < allowed:
         return None
