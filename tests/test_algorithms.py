@@ -41,6 +41,7 @@ model:
       kl_coef: 0.7
       kl_estimator: abs
       kl_bias_correction: true
+      exclude_zero_variance: true
       mask_truncated_completions: true
 """
 
@@ -142,6 +143,7 @@ def cells(name: str) -> list[str]:
     """Return the table cells of an algorithm, without name and paper."""
     row = PUBLISHED[name]
     mask = ", `mask_truncated_completions`" if row.mask_truncated_completions else ""
+    mask += ", `exclude_zero_variance`" if row.exclude_zero_variance else ""
     level = row.importance_sampling_level
     level += ", to the sampler" if row.old_policy == "sampler" else ""
     penalties = [f"{row.kl_coef} `{row.kl_estimator}`"] if row.needs_reference else []

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, check_centered
+from litgrpo.algorithms.advantages import (
+    GDPO,
+    GFPO,
+    Normalized,
+    PassAtK,
+    Whitened,
+    check_centered,
+)
 from litgrpo.algorithms.losses import Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import RewardTable
@@ -104,7 +111,7 @@ def test_gfpo_never_keeps_a_completion_without_a_valid_reward():
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-300, 1e-4])
-@pytest.mark.parametrize("baseline", ["group", "others", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["group", "others", "length_weighted", "batch", "none"])
 @pytest.mark.parametrize("scale", ["group", "batch", "mean"])
 @pytest.mark.parametrize(
     "rewards",
@@ -146,6 +153,63 @@ def test_gfpo_by_reward_per_token():
     check(chosen, [[4.0, 2.0, 4.0, 2.0]], [[1.0, 0.0, 0.0, -1.0]], lengths=[[2, 9, 9, 1]])
 
 
+def test_max_rl_divides_by_the_mean_of_the_group():
+    check(Normalized(scale="mean"), [[0.0, 0.0, 0.0, 1.0]], [[-1.0, -1.0, -1.0, 3.0]])
+    check(Normalized(scale="mean"), [[0.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]])
+
+
+def test_opo_weighs_the_rewards_of_the_baseline_by_length():
+    # (1 * 0 + 3 * 1) / 4 = 0.75
+    check(Normalized("length_weighted", "none"), [[0.0, 1.0]], [[-0.75, 0.25]], lengths=[[1, 3]])
+
+
+def test_opo_leaves_invalid_rewards_out_of_the_baseline():
+    rewards = table([[0.0, 1.0, 9.0]], valid=[[True, True, False]])
+    found = advantages(Normalized("length_weighted", "none"), rewards, [[1, 3, 100]])
+    torch.testing.assert_close(found, torch.tensor([[-0.75, 0.25, 0.0]]).double())
+    empty = advantages(Normalized("length_weighted", "none"), table([[0.0, 1.0]]), [[0, 0]])
+    assert empty.isfinite().all()
+
+
+def test_pass_at_k_gives_the_lead_of_the_best():
+    check(PassAtK(), [[1.0, 4.0, 2.0], [3.0, 3.0, 0.0]], [[0.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+    check(PassAtK("group", 0.0), [[0.0, 2.0]], [[0.0, 2 / math.sqrt(2)]])
+    one_valid = table([[1.0, 4.0]], valid=[[True, False]])
+    assert (advantages(PassAtK(), one_valid) == 0).all()
+
+
+def test_pass_at_k_is_the_leave_one_out_advantage_of_the_maximum():
+    rewards = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    expected = [
+        [max(row) - max(row[:i] + row[i + 1 :]) for i in range(len(row))]
+        for row in rewards.tolist()
+    ]
+    check(PassAtK(), rewards.tolist(), expected)
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_tokens():
+    rewards, lengths = [[0.0, 1.0], [3.0, 1.0]], [[1, 4], [2, 3]]
+    tokens = []
+    for row, counts in zip(rewards, lengths, strict=True):
+        for reward, count in zip(row, counts, strict=True):
+            tokens += [reward - sum(row) / 2] * count
+    mean = sum(tokens) / len(tokens)
+    std = math.sqrt(sum((a - mean) ** 2 for a in tokens) / (len(tokens) - 1))
+    expected = [[(r - sum(row) / 2 - mean) / std for r in row] for row in rewards]
+    check(Whitened(eps=0.0), rewards, expected, lengths=lengths)
+
+
+def test_advantages_are_clipped_before_they_are_discounted():
+    mask = torch.tensor([[True, True], [True, False]])
+    objective = Objective(advantages=Normalized("none", "none"), gamma=0.5, advantage_clip=2.0)
+
+    found = objective.token_advantages(table([[8.0, -3.0]]), mask)
+
+    assert found.tolist() == [[1.0, 2.0], [-2.0, 0.0]]
+    with raises_for("advantage_clip"):
+        Objective(advantage_clip=0.0)
+
+
 def test_share_must_be_a_share():
     with raises_for("keep_frac", "0"):
         GFPO(0)
@@ -155,9 +219,13 @@ EVERY = [
     *(
         Normalized(baseline, scale)
         for baseline, scale in itertools.product(
-            ("group", "others", "batch", "none"), ("group", "batch", "mean", "none")
+            ("group", "others", "length_weighted", "batch", "none"),
+            ("group", "batch", "mean", "none"),
         )
     ),
+    PassAtK(),
+    PassAtK("group"),
+    Whitened(),
     GDPO(),
     GFPO(),
     GFPO(rank_by="shortest", normalize_kept_only=True),
@@ -227,7 +295,7 @@ def test_order_of_rows_and_groups_does_not_matter(chosen):
 def test_two_processes_see_the_statistics_of_the_whole_batch():
     rewards = [[1.0, 3.0], [2.0, 7.0]]
     halves = [table([row], r=[row]) for row in rewards]
-    for chosen in (Normalized("batch", "batch"), Normalized(scale="batch"), GDPO()):
+    for chosen in (Normalized("batch", "batch"), Normalized(scale="batch"), GDPO(), Whitened()):
         whole = advantages(chosen, table(rewards, r=rewards))
         found = in_turns(*(partial(chosen, half, torch.ones(1, 2)) for half in halves))
         torch.testing.assert_close(torch.cat(found), whole)
@@ -296,8 +364,11 @@ def of(chosen, rewards, valid):
 
 RELATIVE = [
     Normalized(baseline, scale, 0.0)
-    for baseline, scale in itertools.product(("group", "others"), ("group", "batch", "none"))
+    for baseline, scale in itertools.product(
+        ("group", "others", "length_weighted"), ("group", "batch", "none")
+    )
 ] + [Normalized("batch", "batch", 0.0), Normalized("batch", "none"), GDPO(0.0)]
+RELATIVE += [PassAtK(), PassAtK("group", 0.0), Whitened(eps=0.0)]
 RELATIVE.append(GFPO(advantages=Normalized(eps=0.0)))
 
 
@@ -334,7 +405,7 @@ def test_advantages_follow_their_completions_in_any_order(batch, random):
 def test_advantages_with_a_group_baseline_sum_to_zero_in_each_group(batch):
     rewards, valid = batch
     for chosen in [each for each in RELATIVE if "baseline='batch'" not in repr(each)]:
-        if not isinstance(chosen, GFPO):
+        if not isinstance(chosen, GFPO | PassAtK | Whitened):
             found = of(chosen, rewards, valid)
             torch.testing.assert_close(found.sum(1), torch.zeros(len(found)).double())
             assert (found[~valid] == 0).all()

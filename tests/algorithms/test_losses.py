@@ -736,6 +736,22 @@ def test_truncated_rows_lose_their_tokens_but_stay_in_the_number_of_rows():
     assert Objective().loss_weights(MASK, cut, 4)[0, 0] > 0
 
 
+@pytest.mark.parametrize(("loss_aggregation", "expected"), ROWS, ids=lambda row: str(row)[:30])
+def test_groups_without_variance_are_in_no_denominator_if_excluded(loss_aggregation, expected):
+    objective = Objective(loss_aggregation=loss_aggregation, exclude_zero_variance=True)
+    more, cut = torch.cat([MASK, MASK]), torch.zeros(6, dtype=torch.bool)
+    informative = torch.tensor([True] * 3 + [False] * 3)
+
+    found = objective.loss_weights(more, cut, 4, dtype=torch.float64, informative=informative)
+    counted = Objective(loss_aggregation=loss_aggregation).loss_weights(
+        more, cut, 4, dtype=torch.float64, informative=informative
+    )
+
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found, torch.cat([expected, torch.zeros_like(expected)]))
+    torch.testing.assert_close(counted, torch.cat([expected, expected]) / 2)
+
+
 def test_bnpo_shares_out_the_part_of_each_micro_batch():
     loss_aggregation = MicroBatchTokenMean()
     weights = Objective(loss_aggregation=loss_aggregation).loss_weights(MASK, UNCUT, 4)
@@ -905,7 +921,7 @@ def test_dppo_keeps_rare_tokens_whose_ratio_is_large_and_drops_likely_ones_that_
     surrogate(inputs).sum().backward()
 
     assert new.grad[0].tolist() == pytest.approx([-4.0, 0.0, 0.0, -0.7])
-    assert [x[0].tolist() for x in surrogate.clipped(inputs)] == [
+    assert [x[0].tolist() for x in surrogate.find_clipped(inputs)] == [
         [False, False, True, False],
         [False, True, False, False],
     ]

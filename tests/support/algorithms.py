@@ -1,6 +1,6 @@
 """The published algorithms as objectives, by the names of their files in `configs`."""
 
-from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized
+from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, PassAtK, Whitened
 from litgrpo.algorithms.losses import (
     CISPO,
     DPPO,
@@ -74,5 +74,20 @@ PUBLISHED = {
         importance_sampling_level="sequence_token",
         surrogate=Clipped(3e-4, 4e-4),
         loss_aggregation="sequence_mean",
+    ),
+    "max_rl": Objective(
+        Normalized(scale="mean"), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"
+    ),
+    "opo": Objective(
+        Normalized("length_weighted", "none"),
+        surrogate=PolicyGradient(),
+        loss_aggregation="sequence_sum",
+    ),
+    "pass_at_k": Objective(PassAtK(), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"),
+    "gpg": Objective(
+        Normalized(scale="none"), surrogate=PolicyGradient(), exclude_zero_variance=True
+    ),
+    "reinforce_pp_baseline": Objective(
+        Whitened(), kl_coef=0.01, kl_estimator="k2", kl_bias_correction=False
     ),
 }

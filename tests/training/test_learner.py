@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import RATIO_MAX, ImportanceCorrection, Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
@@ -23,7 +24,7 @@ from litgrpo.training.iteration_metrics import (
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.steppers import PlainStepper, list_parameters
 from litgrpo.training.update_config import UpdateConfig
-from litgrpo.types import RolloutLogprobs, StepReport
+from litgrpo.types import RewardTable, RolloutLogprobs, StepReport
 from tests.support.algorithms import PUBLISHED
 from tests.support.comms import Twins, in_turns
 from tests.support.learner import Broken, Tight, first_token
@@ -261,6 +262,29 @@ def test_weights_are_made_for_each_optimizer_step():
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     per_row = training_batch.loss_weights.sum(1)
     torch.testing.assert_close(per_row, torch.full((3 * GROUP,), 1 / GROUP))
+
+
+def test_groups_without_variance_leave_the_denominators_of_their_step_if_excluded():
+    objective = Objective(
+        Normalized(scale="none"),
+        advantage_clip=0.25,
+        loss_aggregation="sequence_mean",
+        exclude_zero_variance=True,
+    )
+    learner = learner_of(tiny_policy("qwen2"), objective)
+    rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")
+    total = torch.zeros(3, GROUP).double()
+    total[0, 0], total[2, 0] = 1.0, -2.0  # the second group has no variance
+    rewards = RewardTable({"r": total}, {"r": 1.0}, total, torch.ones_like(total).bool())
+
+    training_batch = learner.build_batch(
+        rollout, rewards, learner.old_and_reference_logprobs(rollout)
+    )
+
+    per_row = training_batch.loss_weights.sum(1).view(3, GROUP)
+    expected = torch.tensor([1.0, 0.0, 1.0]) / (2 * GROUP)
+    torch.testing.assert_close(per_row, expected[:, None].expand(3, GROUP))
+    assert training_batch.advantages.abs().max() == 0.25
 
 
 # --- a number that is not finite ---

@@ -122,9 +122,12 @@ class Normalized(Advantages):
 
     GRPO: group, group (arXiv:2402.03300). Dr. GRPO: group, none (arXiv:2503.20783). RLOO: others,
     none (arXiv:2402.14740). REINFORCE: none | batch, none. REINFORCE++: batch, batch (2501.03262).
+    MaxRL: group, mean (arXiv:2602.02710), for rewards that are not negative. OPO: length_weighted,
+    none (arXiv:2505.23585).
 
     Args:
-        baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`.
+        baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`;
+            `length_weighted`: mean of the group in which a completion counts as much as it is long.
         scale: standard deviation (n - 1) of the `group` or `batch`, its absolute `mean`, or
             `none`.
         eps: added to a standard deviation; the smallest absolute mean. A standard deviation of 0,
@@ -138,14 +141,14 @@ class Normalized(Advantages):
         tensor([[-0.7071,  0.7071]], dtype=torch.float64)
     """
 
-    baseline: Literal["group", "others", "batch", "none"] = "group"
+    baseline: Literal["group", "others", "length_weighted", "batch", "none"] = "group"
     scale: Literal["group", "batch", "mean", "none"] = "group"
     eps: float = 1e-4
 
     @property
     def needs_group(self) -> bool:
         """A baseline or a standard deviation of the prompt's group needs further completions."""
-        return self.baseline in ("group", "others") or self.scale == "group"
+        return self.baseline not in ("batch", "none") or self.scale == "group"
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] (r - baseline) / scale."""
@@ -156,6 +159,11 @@ class Normalized(Advantages):
             case "others":
                 # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
                 centered = deviation * (degrees_of_freedom + 1) / degrees_of_freedom
+            case "length_weighted":
+                # r - sum(n r) / sum(n), with deviations: exactly 0 if all rewards are equal
+                lengths = groups.lengths.where(~deviation.isnan(), 0)
+                weighted = (lengths * deviation.nan_to_num(0.0)).sum(1, keepdim=True)
+                centered = deviation - weighted / lengths.sum(1, keepdim=True).clamp(min=1)
             case "batch":
                 centered = groups.batch_statistics()[0]
             case "none":
@@ -241,6 +249,65 @@ class GFPO(Advantages):
         if self.normalize_kept_only:
             groups = groups.with_rewards(rewards, kept)
         return self.advantages.estimate(groups).masked_fill(~kept, 0.0)
+
+
+@dataclass(frozen=True)
+@check_field_types
+class PassAtK(Advantages):
+    """Pass@k: only the best completion of a group has an advantage, r_max - r_second.
+
+    It is the leave-one-out advantage of the group's largest reward: max of all - max of the others,
+    which is 0 for every other completion, and for all if two are best. Source: arXiv:2503.19595;
+    verl: `grpo_passk`.
+
+    Args:
+        scale: divide by the standard deviation (n - 1) of the `group`, as verl does, or `none`.
+        eps: added to the standard deviation.
+    """
+
+    scale: Literal["group", "none"] = "none"
+    eps: float = 1e-4
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] r_max - r_second for the best completion, 0 for the others."""
+        deviation, std, _ = groups.group_statistics()
+        known = deviation.nan_to_num(nan=-torch.inf)
+        second = known.topk(2).values[:, 1:]
+        lead = torch.where((known > second) & second.isfinite(), known - second, 0.0)
+        return _divide(lead, std, self.eps) if self.scale == "group" else lead
+
+
+@dataclass(frozen=True)
+@check_field_types
+class Whitened(Advantages):
+    """REINFORCE++-baseline: advantages normalized over all tokens of the batch.
+
+    (A - mean) / (std + eps), where a completion counts as often as it has tokens, and std is taken
+    with n - 1 tokens. Source: arXiv:2501.03262; verl: `reinforce_plus_plus_baseline`.
+
+    Args:
+        advantages: advantage estimator.
+        eps: added to the standard deviation; a standard deviation of 0 gives zero advantages.
+    """
+
+    advantages: Advantages = field(default_factory=lambda: Normalized(scale="none"))
+    eps: float = 1e-4
+
+    @property
+    def needs_group(self) -> bool:
+        """True if the estimator needs a group."""
+        return self.advantages.needs_group
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] advantages, whose mean over all tokens of all ranks is 0."""
+        values = self.advantages.estimate(groups).double()
+        tokens = groups.lengths.double().where(~values.isnan(), 0.0)
+        count = groups.comm.sum(tokens.sum())
+        mean = groups.comm.sum((tokens * values.nan_to_num(0.0)).sum()) / count.clamp(min=1)
+        squares = groups.comm.sum((tokens * (values - mean).nan_to_num(0.0).square()).sum())
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        differ = std > 4 * groups.table.precision * mean.abs()
+        return _divide(values - mean, std.where(differ, 0.0), self.eps)
 
 
 def check_centered(

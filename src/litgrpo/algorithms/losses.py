@@ -91,10 +91,10 @@ class Surrogate(ABC):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Ratios at which a token loses its gradient; used by `clipped`."""
+        """Ratios at which a token loses its gradient; used by `find_clipped`."""
         return 0.0, torch.inf
 
-    def clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+    def find_clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
         """[M, C] tokens beyond the lower limit with A < 0, and beyond the upper one with A > 0."""
         low, high = self.clip_range
         below, above = inputs.ratio < low, inputs.ratio > high
@@ -306,7 +306,7 @@ class DPPO(Surrogate):
         distance = moved.abs() if self.divergence == "tv" else binary_kl(old, new)
         return (moved < 0) & (distance > self.max_low), (moved > 0) & (distance > self.max_high)
 
-    def clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+    def find_clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
         """[M, C] tokens outside of the trust region, by the sign of their advantage."""
         fell, rose = self._outside(inputs)
         return fell & (inputs.advantages < 0), rose & (inputs.advantages > 0)
@@ -638,6 +638,11 @@ class Objective:
             use_bias_correction_kl), which makes the gradient of k1 and k3 unbiased; see below.
             Switch it off with k2 and for the GRPO paper's loss.
         entropy_coef: coefficient of a bonus for the mean entropy of the tokens in the loss.
+        advantage_clip: advantages are limited to [-advantage_clip, advantage_clip]; null: no limit
+            (NeMo-RL: advantage_clip_low, advantage_clip_high).
+        exclude_zero_variance: leave groups without any advantage out of the loss and of its
+            denominators (GPG; SkyRL: zero_variance_filter), so that the gradient does not shrink
+            with their number. They have no KL penalty and no entropy bonus then.
         gamma: discount per token, counted from the last token of a completion; 1: none.
         mask_truncated_completions: exclude completions cut off by the length limit from the loss
             (DAPO).
@@ -645,7 +650,7 @@ class Objective:
             loss (arXiv:2506.01939).
         off_policy_mask_threshold: exclude completions of negative advantage whose mean
             log-probability fell by more than this many nats since sampling (arXiv:2512.02556).
-        kl_mask_threshold: exclude tokens whose s^2 / 2 exceeds this, in nats, whatever their
+        kl_mask_threshold: exclude tokens whose s^2 / 2 exceeds this, in nats, for any
             advantage (torchrl: kl_mask_threshold).
         importance_correction: weights for a sampler that differs from the trainer; null: none.
 
@@ -676,6 +681,8 @@ class Objective:
     kl_estimator: KLName | Callable = "k3"  # type: ignore[type-arg]
     kl_bias_correction: bool = True
     entropy_coef: float = 0.0
+    advantage_clip: float | None = None
+    exclude_zero_variance: bool = False
     gamma: float = 1.0
     mask_truncated_completions: bool = False
     top_entropy_quantile: float = 1.0
@@ -688,6 +695,8 @@ class Objective:
         for name in ("kl_coef", "log_ratio_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0")
+        if self.advantage_clip is not None and not self.advantage_clip > 0:
+            raise ValueError(f"advantage_clip is {self.advantage_clip}; it must be above 0")
         if self.kl_mask_threshold is not None and not self.kl_mask_threshold >= 0:
             raise ValueError(f"kl_mask_threshold is {self.kl_mask_threshold}; it must be >= 0")
         if self.old_policy == "sampler" and self.importance_correction is not None:
@@ -751,6 +760,8 @@ class Objective:
             values = self.advantages.per_token(rewards, lengths, comm, turns)
         else:
             values = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        if self.advantage_clip is not None:
+            values = values.clamp(-self.advantage_clip, self.advantage_clip)
         # The last token has the whole advantage; each token before it gamma times that of the next.
         remaining = (mask.flip(1).cumsum(1).flip(1) - 1).clamp(min=0)
         discounted = torch.where(mask, values * self.gamma ** remaining.double(), 0.0)
@@ -763,6 +774,7 @@ class Objective:
         max_completion_length: int,
         comm: Comm = ALONE,
         dtype: torch.dtype = torch.float32,
+        informative: Tensor | None = None,
     ) -> Tensor:
         """[M, C] weight of every token of an optimizer step; exactly 0 for tokens not in the loss.
 
@@ -772,12 +784,17 @@ class Objective:
             max_completion_length: that limit, in tokens.
             comm: of the ranks that share the step.
             dtype: of the weights.
+            informative: [M] True for completions of a group with an advantage; used by
+                `exclude_zero_variance`. None: all.
         """
+        counted = torch.ones_like(truncated)
+        if self.exclude_zero_variance and informative is not None:
+            counted = informative
         if self.mask_truncated_completions:
             loss_mask = loss_mask & ~truncated[:, None]
-        mask = loss_mask.to(dtype)
+        mask = (loss_mask & counted[:, None]).to(dtype)
         # Masked truncated completions count in N: otherwise the few others would get large weights.
-        num_completions = comm.sum(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
+        num_completions = comm.sum(counted.to(dtype).sum()).clamp(min=1)
         num_tokens = comm.sum(mask.sum()).clamp(min=1)
         return self.aggregation(mask, num_completions, num_tokens, max_completion_length)
 
@@ -833,7 +850,7 @@ class Objective:
             kept = kept & (inputs.log_ratio.detach().square() / 2 <= self.kl_mask_threshold)
         token_loss = torch.where(kept, self.surrogate(inputs), 0.0)
         stats = {"policy/entropy_trained": entropy, "policy/log_ratio": inputs.log_ratio}
-        low, high = self.surrogate.clipped(inputs)
+        low, high = self.surrogate.find_clipped(inputs)
         stats["policy/clip_low_frac"], stats["policy/clip_high_frac"] = low, high
         if kept is not in_loss:
             stats["policy/kept_frac"] = kept

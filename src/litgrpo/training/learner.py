@@ -188,21 +188,28 @@ class Learner:
         # `update_coefficients` would be too late: this bonus follows this rollout's own entropy.
         self.coefficients.update_entropy_coef(rollout, self.comm)
         mask = rollout.loss_mask
-        # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
-        # the step (token_mean). It is computed before the step is split, so the gradient does not
-        # depend on micro-batches.
-        loss_weights = torch.zeros_like(rollout.sampler_logprobs)
-        for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
-            loss_weights[rows] = self.objective.loss_weights(
-                mask[rows], rollout.truncated[rows], self.max_completion_length, self.comm
-            )
         # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
         # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
         # TurnAdvantages.
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
         by_completion = completion_advantages(advantages).view_as(rewards.total)
-        check_centered(by_completion, self.objective.advantages, self.objective.gamma)
+        if self.objective.advantage_clip is None:
+            check_centered(by_completion, self.objective.advantages, self.objective.gamma)
+        has_advantage = (advantages != 0).view(-1, self.group_size * advantages.shape[1]).any(1)
+        informative = has_advantage.repeat_interleave(self.group_size)
+        # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
+        # the step (token_mean). It is computed before the step is split, so the gradient does not
+        # depend on micro-batches.
+        loss_weights = torch.zeros_like(rollout.sampler_logprobs)
+        for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
+            loss_weights[rows] = self.objective.loss_weights(
+                mask[rows],
+                rollout.truncated[rows],
+                self.max_completion_length,
+                self.comm,
+                informative=informative[rows],
+            )
         tokens = rollout.tokens
         return TrainingBatch(
             prompt_ids=tokens.prompt_ids,
