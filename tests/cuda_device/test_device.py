@@ -124,6 +124,26 @@ def test_launches_waits_and_costs_are_counted():
 
 
 @on_cuda()
+def test_operators_that_cuda_fuses_count_as_one_kernel():
+    from tests.cuda_device.device import count_work
+
+    x, weight = torch.rand(4, 16, requires_grad=True), torch.rand(16, requires_grad=True)
+    torch.nn.functional.rms_norm(x, (16,), weight, 1e-6).square().sum().backward()
+    own = [each.detach().cuda().requires_grad_() for each in (x, weight)]
+    with count_work() as work:
+        normed = torch.nn.functional.rms_norm(own[0], (16,), own[1], 1e-6)
+    assert work.launches == {"aten::_fused_rms_norm": 1}
+    normed.square().sum().backward()
+    for each, expected in zip(own, (x, weight), strict=True):
+        assert torch.allclose(each.grad.cpu(), expected.grad, atol=1e-5)
+    # Writing one column of a cache does not read the others.
+    cache, column = torch.zeros(8, 64, 4, device="cuda"), torch.tensor([3], device="cuda")
+    with count_work() as work:
+        cache.index_copy_(1, column, torch.ones(8, 1, 4, device="cuda"))
+    assert work.costs["aten::index_copy"].num_bytes == 2 * 4 * 8 * 4
+
+
+@on_cuda()
 def test_a_graph_is_recorded_without_running_and_replayed_in_one_launch():
     from tests.cuda_device.device import count_work
 

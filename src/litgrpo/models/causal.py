@@ -131,7 +131,8 @@ class CausalPolicy(Policy):
         # The kernels may have been chosen on a CPU, before the model moved or in a checkpoint.
         pack = device == "cpu" and self.linear_kernels.decode == "onednn"
         pack = pack and linears.can_pack_dtype(dtype or self.model.dtype)
-        return FusedDecoder(self.bare_model, self._scale_logits, dtype=dtype, pack=pack)
+        scale = None if self.logit_rules == (None, None, None) else self._scale_logits
+        return FusedDecoder(self.bare_model, scale, dtype=dtype, pack=pack)
 
     @cached_property
     def logit_rules(self) -> tuple[float | None, float | None, float | None]:

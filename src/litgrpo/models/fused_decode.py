@@ -185,7 +185,7 @@ class FusedDecoder:
 
     Args:
         model: `is_supported` accepts it.
-        scale_logits: applied to the output of the head (logit scale, soft-cap).
+        scale_logits: applied to the output of the head (logit scale, soft-cap); None: nothing.
         dtype: of the matrix products; None: that of the weights.
         pack: copy weights into oneDNN's layout.
     """
@@ -193,7 +193,7 @@ class FusedDecoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        scale_logits: Callable[[Tensor], Tensor],
+        scale_logits: Callable[[Tensor], Tensor] | None,
         *,
         dtype: torch.dtype | None = None,
         pack: bool = False,
@@ -322,7 +322,8 @@ class FusedDecoder:
             gate, up = layer.gate_up(x * self._inverse_rms(x)).chunk(2, 1)
             x = self._add_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
         cache.fed += 1
-        return self.scale_logits(self.head((x * self._inverse_rms(x)).mul_(self.last_norm)))
+        logits = self.head((x * self._inverse_rms(x)).mul_(self.last_norm))
+        return logits if self.scale_logits is None else self.scale_logits(logits)
 
     def _attention(
         self, number: int, layer: FusedLayer, x: Tensor, rotations: Tensor, cache: SharedPrefixCache
@@ -365,7 +366,7 @@ class FusedDecoder:
             cache: of these rows; it advances by one position.
 
         Returns:
-            [n, V] float32 logits of the next token.
+            [n, V] logits of the next token, float32 or as the head's product returns them.
         """
         rotations = self._grid_rotations(cache.begin_step())
         x = self.embedding.index_select(0, tokens).to(self.dtype).mul_(self.embed_scale)
@@ -382,7 +383,8 @@ class FusedDecoder:
             gate, up = layer.gate_up(self._norm(x)).chunk(2, 1)
             x = self._add_grid_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
         cache.fed += 1
-        return self.scale_logits(widen(self.head(self._norm(x, self.last_norm))))
+        logits = self.head(self._norm(x, self.last_norm))
+        return self.scale_logits(widen(logits)) if self.scale_logits is not None else logits
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Normalize the last dimension, computing in float32."""

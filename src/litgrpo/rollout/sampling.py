@@ -183,18 +183,18 @@ def sample(
         >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling()).tokens
         tensor([1])
     """
-    scores = widen(logits)
-    if sampling.policy_temperature != 1:
-        scores = scores / sampling.policy_temperature
     uniforms = uniforms.clamp(max=BELOW_1)[:, None]
+    temperature = sampling.policy_temperature
+    scores = logits if temperature == 1 else widen(logits) / temperature
     if not sampling.truncated:
-        probs = scores.softmax(-1)
+        # One kernel for both on a GPU, where the logits are most of what sampling reads.
+        probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         if sampling.greedy:
             tokens = scores.argmax(-1, keepdim=True)
         else:
             tokens = _first_beyond(probs, uniforms, static_shapes)
         return Drawn(tokens.squeeze(1), probs.gather(1, tokens).log_().squeeze(1))
-    scores, ids = filter_candidates(scores, *sampling.filters, static_shapes)
+    scores, ids = filter_candidates(widen(scores), *sampling.filters, static_shapes)
     probs = scores.softmax(-1)
     if sampling.greedy:
         places = scores.argmax(-1, keepdim=True)

@@ -125,6 +125,8 @@ void count_operator_cost(const c10::OperatorHandle& op, const std::vector<IValue
     }
     const double row = touched_bytes(source) / std::max<int64_t>(1, source.size(0));
     count_cost(name, 2.0 * std::min(touched_bytes(source), rows * row), 0, false);
+  } else if (name == "aten::index_copy" && inputs.size() > 4 && tensor(4).is_same(tensor(0))) {
+    count_cost(name, 2.0 * touched_bytes(tensor(3)), 0, false);  // in place: the rest is untouched
   } else if (name == "aten::gather") {
     // The index, and the numbers that are read and written.
     const double numbers = tensor(2).numel();

@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
@@ -248,6 +249,31 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// y = x r w with r = 1 / rms(x): dx = r (gw - x r mean(gw x r)), dw = sum over rows of g x r.
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input,
+                                             at::IntArrayRef shape, const Tensor& rstd,
+                                             const std::optional<Tensor>& weight,
+                                             std::array<bool, 2> wanted) {
+  std::vector<int64_t> normed, rows;
+  for (int64_t d = 0; d < input.dim(); d++) {
+    (d < input.dim() - int64_t(shape.size()) ? rows : normed).push_back(d);
+  }
+  const bool weighted = weight && weight->defined();
+  const Tensor unit = input * rstd, outer = weighted ? grad * *weight : grad;
+  Tensor of_input = rstd * (outer - unit * (outer * unit).mean(normed, true));
+  Tensor of_weight;
+  if (weighted && wanted[1]) {
+    of_weight = (rows.empty() ? grad * unit : (grad * unit).sum(rows)).to(weight->scalar_type());
+  }
+  return {of_input.to(input.scalar_type()), of_weight};
+}
+
+// One kernel on CUDA, several operators on a CPU.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("_fused_rms_norm_backward", rms_norm_backward);
 }
 
 }  // namespace

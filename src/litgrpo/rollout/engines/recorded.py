@@ -20,7 +20,7 @@ from litgrpo.rollout.engines.static import DecodeBuffer, TokenSampler
 
 # Attention reads own columns in multiples of this number, or in larger steps once it reads many:
 # each step costs a recording, each column that is not used yet costs reading zeros.
-COLUMNS = 64
+COLUMNS = 128
 # A smaller grid costs a recording, so rows leave early only if it has at most this share of cells.
 SMALLER_GRID = 0.5
 
@@ -29,8 +29,8 @@ def bucket_columns(needed: int) -> int:
     """Return the number of own columns that attention reads if it needs this many.
 
     Example:
-        >>> [bucket_columns(needed) for needed in (1, 64, 65, 600)]
-        [64, 64, 128, 640]
+        >>> [bucket_columns(needed) for needed in (1, 128, 129, 1100)]
+        [128, 128, 256, 1280]
     """
     columns = COLUMNS
     while columns < needed:
