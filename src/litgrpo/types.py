@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,18 +39,85 @@ def _check_rows(rows: TokenRows | TrainingBatch) -> None:
     _check_shape("prompt_of", rows.prompt_of, num_rows)
 
 
-def _select(batch: TokenRows | TrainingBatch, rows: Tensor) -> dict[str, Tensor]:
-    """Return the fields of some rows and of their prompts, without columns that are all padding."""
-    used_prompts, prompt_of = torch.unique(batch.prompt_of[rows], return_inverse=True)
-    prompt_mask = batch.prompt_mask[used_prompts]
+class HostMasks(NamedTuple):
+    """Masks of rows on the host, where sizes and indices are computed without a wait for a GPU.
+
+    Args:
+        prompt_mask, prompt_of, completion_mask: see `TokenRows`.
+        generated: [M, C] True marks a token that the policy sampled.
+
+    Example:
+        One completion of two tokens, and its prompt of one::
+
+            HostMasks(
+                prompt_mask=tensor([[True]]),
+                prompt_of=tensor([0]),
+                completion_mask=tensor([[True, True]]),
+                generated=tensor([[True, True]]),
+            )
+    """
+
+    prompt_mask: Tensor
+    prompt_of: Tensor
+    completion_mask: Tensor
+    generated: Tensor
+
+    @staticmethod
+    def of(rows: TokenRows | TrainingBatch) -> HostMasks:
+        """Copy the masks of rows to the host, with one wait; masks on the host stay the same."""
+        mask = rows.completion_mask
+        masks = [rows.prompt_mask, rows.prompt_of, mask]
+        if rows.loss_mask is not None and rows.loss_mask is not mask:
+            masks.append(rows.loss_mask)
+        if mask.device.type != "cpu":
+            sizes = [each.numel() for each in masks]
+            whole = torch.split(torch.cat([each.flatten().int() for each in masks]).cpu(), sizes)
+            masks = [
+                part.view(each.shape).to(each.dtype)
+                for part, each in zip(whole, masks, strict=True)
+            ]
+        return HostMasks(masks[0], masks[1], masks[2], masks[-1])
+
+
+def to_device(indices: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy int64 tensors from the host to a device in one transfer, without a wait for it."""
+    if device.type == "cpu":
+        return indices
+    whole = torch.cat([each.flatten() for each in indices])
+    if device.type == "cuda":
+        whole = whole.pin_memory()  # copies from other memory wait
+    sizes = [each.numel() for each in indices]
+    parts = torch.split(whole.to(device, non_blocking=True), sizes)
+    return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]
+
+
+Selected = TypeVar("Selected", "TokenRows", "TrainingBatch")
+
+
+def _select(batch: Selected, rows: Tensor) -> Selected:
+    """Return some rows with their prompts, without columns that are all padding."""
+    masks, device = batch.on_host, batch.completion_ids.device
+    rows = rows.cpu()
+    used_prompts, prompt_of = torch.unique(masks.prompt_of[rows], return_inverse=True)
+    prompt_mask = masks.prompt_mask[used_prompts]
     # Prompts are padded on the left: the longest one decides where the first used column is.
     first = prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
     # One column stays even if all completions are empty: models cannot read tensors of size 0.
-    width = max(1, int(batch.completion_mask[rows].sum(1).max()))
-    selected = {name: value[rows, :width] for name, value in batch.row_fields().items()}
-    selected["prompt_ids"] = batch.prompt_ids[used_prompts, first:]
-    selected["prompt_mask"] = prompt_mask[:, first:]
-    selected["prompt_of"] = prompt_of
+    completion_mask = masks.completion_mask[rows]
+    width = max(1, int(completion_mask.sum(1).max()))
+    chosen, used, of = to_device([rows, used_prompts, prompt_of], device)
+    fields = {name: value[chosen, :width] for name, value in batch.row_fields().items()}
+    selected = replace(
+        batch,
+        prompt_ids=batch.prompt_ids[used, first:],
+        prompt_mask=batch.prompt_mask[used, first:],
+        prompt_of=of,
+        **fields,
+    )
+    if device.type != "cpu":
+        generated = masks.generated[rows, :width]
+        known = HostMasks(prompt_mask[:, first:], prompt_of, completion_mask[:, :width], generated)
+        selected.__dict__["on_host"] = known  # of the cached property
     return selected
 
 
@@ -116,13 +184,18 @@ class TokenRows:
             loss_mask=self.loss_mask,
         )
 
+    @cached_property
+    def on_host(self) -> HostMasks:
+        """The masks on the host; rows that are selected from these need no further copy."""
+        return HostMasks.of(self)
+
     def select(self, rows: Tensor) -> TokenRows:
         """Select completions and their prompts, trimming columns that are all padding.
 
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        return replace(self, **_select(self, rows))
+        return _select(self, rows)
 
 
 @dataclass(frozen=True)
@@ -542,10 +615,15 @@ class TrainingBatch:
         """Number of completions, M."""
         return self.completion_ids.shape[0]
 
+    @cached_property
+    def on_host(self) -> HostMasks:
+        """See `TokenRows.on_host`."""
+        return HostMasks.of(self)
+
     @property
     def tokens(self) -> TokenRows:
         """The rows as input of a model."""
-        return TokenRows(
+        rows = TokenRows(
             prompt_ids=self.prompt_ids,
             prompt_mask=self.prompt_mask,
             prompt_of=self.prompt_of,
@@ -554,6 +632,9 @@ class TrainingBatch:
             candidate_ids=self.candidate_ids,
             loss_mask=self.loss_mask,
         )
+        if "on_host" in self.__dict__:
+            rows.__dict__["on_host"] = self.on_host
+        return rows
 
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
@@ -571,7 +652,7 @@ class TrainingBatch:
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        return replace(self, **_select(self, rows))
+        return _select(self, rows)
 
 
 @dataclass(frozen=True)

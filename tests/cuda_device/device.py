@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.cuda_device import nccl, storages, streams
+from tests.cuda_device import flash, nccl, storages, streams
 from tests.cuda_device.library import index_of, native
 
 GIB = 2**30
@@ -326,3 +326,4 @@ def install() -> None:
     torch.version.cuda = "13.0"  # of which kernels are chosen by litgrpo and its libraries
     storages.install()
     nccl.install()
+    flash.install()

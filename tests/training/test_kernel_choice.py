@@ -161,4 +161,4 @@ def test_checkpointed_layers_leave_memory_for_more_tokens(monkeypatch):
         if checkpointed:
             checkpoint_activations(policy.model)
         sizes.append(kernel_choice.choose_sizes(policy, torch.device("cpu")).tokens)
-    assert sizes[1] >= 4 * sizes[0]
+    assert sizes[1] >= 2 * sizes[0]

@@ -9,7 +9,8 @@ then the sum over its group automatically. The idea is published as Prefix Group
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from litgrpo.models.architectures import has_known_layers
 from litgrpo.models.kernels.linear import round_up_to_tile
-from litgrpo.types import TokenRows
+from litgrpo.types import TokenRows, to_device
 
 # Packing costs time in attention, so it must save at least a tenth of the tokens.
 MIN_SAVING = 1.1
@@ -33,6 +34,7 @@ class Bucket:
         places: [t] their indices in the flattened grid [rows, width].
         shape: rows and width.
         prompts: [rows] the prompt that each row continues.
+        lengths: [rows] tokens of each row.
 
     Example:
         Completions of 2 and 1 tokens that are packed tokens 3, 4 and 5, both of prompt 0:
@@ -42,6 +44,7 @@ class Bucket:
         ...     places=torch.tensor([0, 1, 2]),
         ...     shape=(2, 2),
         ...     prompts=torch.tensor([0, 0]),
+        ...     lengths=torch.tensor([2, 1]),
         ... )
         >>> bucket.to_grid(torch.tensor([9, 9, 9, 1, 2, 3]))
         tensor([[1, 2],
@@ -52,6 +55,7 @@ class Bucket:
     places: Tensor
     shape: tuple[int, int]
     prompts: Tensor
+    lengths: Tensor
 
     def to_grid(self, packed: Tensor) -> Tensor:
         """Arrange packed [T, ...] as [rows, width, ...] with zeros on padding."""
@@ -63,6 +67,37 @@ class Bucket:
     def from_grid(self, grid: Tensor) -> Tensor:
         """Return the entries [t, ...] of a grid [rows, width, ...] in the order of `tokens`."""
         return grid.flatten(0, 1).index_select(0, self.places)
+
+
+class Segments(NamedTuple):
+    """Consecutive segments of a sequence of tokens.
+
+    Args:
+        bounds: [n + 1] int32 index of each segment's first token, and the end of the last one.
+        longest: tokens of the longest segment.
+    """
+
+    bounds: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class KeySets:
+    """Queries and their keys as segments, for kernels of segments without padding.
+
+    Args:
+        rows: segments of the packed sequence: every prefix and every suffix, and the padding.
+        suffix_tokens: [S] indices of the tokens of all suffixes.
+        prefix_tokens: [R] indices of the tokens of the prefixes that have suffixes.
+        suffixes: segments of `suffix_tokens`, all suffixes of a prefix together.
+        prefixes: segments of `prefix_tokens`, as many.
+    """
+
+    rows: Segments
+    suffix_tokens: Tensor
+    prefix_tokens: Tensor
+    suffixes: Segments
+    prefixes: Segments
 
 
 @dataclass(frozen=True)
@@ -80,6 +115,9 @@ class Packing:
         groups: (start of the prefix, start of its suffixes, end of its suffixes) of each prompt.
         prefixes: all prefixes as one bucket.
         suffixes: the suffixes, in buckets of similar length.
+        longest: number of tokens of the longest row, prompt and completion.
+        key_sets: which tokens attend to which, for kernels of GPUs; None on a CPU.
+        visible: masks of attention by window, which all layers share; filled by the first of them.
 
     Example:
         Prompt `[1, 2]` with completions `[3, 4]` and `[5, 6, 7]`:
@@ -104,6 +142,9 @@ class Packing:
     groups: list[tuple[int, int, int]]
     prefixes: Bucket
     suffixes: list[Bucket]
+    longest: int
+    key_sets: KeySets | None = None
+    visible: dict[int | None, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of_groups(rows: TokenRows) -> Packing:
@@ -112,9 +153,10 @@ class Packing:
         Args:
             rows: M completions, their masks without holes, and their prompts.
         """
-        prompt_mask, prompt_of = rows.prompt_mask, rows.prompt_of
+        masks = rows.on_host
+        prompt_mask, prompt_of = masks.prompt_mask, masks.prompt_of
         prefix = prompt_mask.sum(1)
-        fed = (rows.completion_mask.sum(1) - 1).clamp(min=0)
+        fed = (masks.completion_mask.sum(1) - 1).clamp(min=0)
         suffixes = torch.zeros_like(prefix).index_add(0, prompt_of, fed)
         end = (prefix + suffixes).cumsum(0)
         start = end - prefix - suffixes
@@ -125,32 +167,33 @@ class Packing:
         first = torch.empty_like(fed)
         first[order] = before + prefix.cumsum(0)[prompt_of[order]]
 
-        column = torch.arange(rows.completion_mask.shape[1], device=fed.device)
+        column = torch.arange(masks.completion_mask.shape[1])
         is_fed = column < fed[:, None]
         own = prompt_mask.long().cumsum(1) - 1  # [B, P] position in the prompt
         prefix_tokens = (start[:, None] + own)[prompt_mask]
         suffix_tokens = (first[:, None] + column)[is_fed]
         length = round_up_to_tile(len(prefix_tokens) + len(suffix_tokens))
-        ids, positions = rows.prompt_ids.new_zeros(2, length)
-        ids[prefix_tokens], ids[suffix_tokens] = (
-            rows.prompt_ids[prompt_mask],
-            rows.completion_ids[is_fed],
-        )
+        # The ids are gathered from all prompts, then all completions, then a 0 for the padding.
+        num_prompt_ids = prompt_mask.numel()
+        cells = torch.full((length,), num_prompt_ids + is_fed.numel())
+        cells[prefix_tokens] = prompt_mask.flatten().nonzero().squeeze(1)
+        cells[suffix_tokens] = is_fed.flatten().nonzero().squeeze(1) + num_prompt_ids
+        positions = torch.zeros(length, dtype=torch.long)
         positions[prefix_tokens] = own[prompt_mask]
         positions[suffix_tokens] = (prefix[prompt_of, None] + column)[is_fed]
 
         last_of_prefix = (start + prefix - 1)[prompt_of, None]
         source = torch.cat([last_of_prefix, first[:, None] + column[:-1]], 1)
-        everyone = torch.arange(len(prefix), device=fed.device)
-        return Packing(
-            ids=ids,
-            positions=positions,
-            predicting=source[rows.completion_mask],
-            groups=torch.stack([start, start + prefix, end], 1).tolist(),
-            prefixes=_make_bucket(everyone, start, prefix, everyone),
-            suffixes=[
-                _make_bucket(each, first, fed, prompt_of) for each in group_similar_lengths(fed)
-            ],
+        everyone = torch.arange(len(prefix))
+        return _send(
+            [rows.prompt_ids, rows.completion_ids],
+            cells,
+            positions,
+            source[masks.completion_mask],
+            torch.stack([start, start + prefix, end], 1),
+            _make_bucket(everyone, start, prefix, everyone),
+            [_make_bucket(each, first, fed, prompt_of) for each in group_similar_lengths(fed)],
+            first[fed > 0],
         )
 
     @staticmethod
@@ -162,30 +205,28 @@ class Packing:
             mask: [M, T] True marks a real token.
             targets: [M, T] True marks the tokens to predict; never the first of a row.
         """
+        mask, targets = mask.cpu(), targets.cpu()
         lengths = mask.sum(1)
         start = lengths.cumsum(0) - lengths
         own = mask.long().cumsum(1) - 1
-        everyone = torch.arange(len(ids), device=ids.device)
+        everyone = torch.arange(len(ids))
         num_tokens = int(mask.sum())
         unread = (0, round_up_to_tile(num_tokens) - num_tokens)
-        return Packing(
-            ids=functional.pad(ids[mask], unread),
-            positions=functional.pad(own[mask], unread),
-            predicting=(start[:, None] + own - 1)[targets],
-            groups=torch.stack([start, start + lengths, start + lengths], 1).tolist(),
-            prefixes=_make_bucket(everyone, start, lengths, everyone),
-            suffixes=[],
+        return _send(
+            [ids],
+            functional.pad(mask.flatten().nonzero().squeeze(1), unread, value=mask.numel()),
+            functional.pad(own[mask], unread),
+            (start[:, None] + own - 1)[targets],
+            torch.stack([start, start + lengths, start + lengths], 1),
+            _make_bucket(everyone, start, lengths, everyone),
+            [],
+            start[:0],
         )
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens without the padding at the end."""
         return self.groups[-1][2]
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest row, prompt and completion."""
-        return int(self.positions.max()) + 1
 
 
 def can_share(model: PreTrainedModel) -> bool:
@@ -203,12 +244,12 @@ def can_share(model: PreTrainedModel) -> bool:
 
 def sharing_pays(rows: TokenRows) -> bool:
     """Check that packed rows have clearly fewer tokens than padded ones."""
-    mask = rows.completion_mask
+    mask = rows.on_host.completion_mask
     lengths = mask.sum(1)
-    column = torch.arange(mask.shape[1], device=lengths.device)
+    column = torch.arange(mask.shape[1])
     if not torch.equal(mask, column < lengths[:, None]):
         return False  # masks with holes cannot be packed
-    packed = int(rows.prompt_mask.sum()) + int(lengths.sum())
+    packed = int(rows.on_host.prompt_mask.sum()) + int(lengths.sum())
     return len(rows) * (rows.prompt_ids.shape[1] + mask.shape[1]) >= MIN_SAVING * packed
 
 
@@ -219,7 +260,86 @@ def _make_bucket(rows: Tensor, first: Tensor, lengths: Tensor, prompt_of: Tensor
     real = column < length[:, None]
     places = real.flatten().nonzero().squeeze(1)
     tokens = (first[rows, None] + column)[real]
-    return Bucket(tokens, places, (len(rows), width), prompt_of[rows])
+    return Bucket(tokens, places, (len(rows), width), prompt_of[rows], length)
+
+
+def _send(
+    sources: list[Tensor],
+    cells: Tensor,
+    positions: Tensor,
+    predicting: Tensor,
+    groups: Tensor,
+    prefixes: Bucket,
+    suffixes: list[Bucket],
+    suffix_starts: Tensor,
+) -> Packing:
+    """Build a packing on the device of the token ids from indices on the host.
+
+    Args:
+        sources: token ids on the device, of any shape.
+        cells: [T] where each packed id is in the flattened sources; their end: a 0.
+        positions: see `Packing`, as the following.
+        predicting: [K].
+        groups: [B, 3].
+        prefixes: bucket of all prefixes.
+        suffixes: buckets.
+        suffix_starts: first token of each suffix.
+    """
+    device = sources[0].device
+    buckets = [prefixes, *suffixes]
+    indices = [cells, positions, predicting]
+    for bucket in buckets:
+        indices += [bucket.tokens, bucket.places, bucket.prompts, bucket.lengths]
+    sets = None if device.type == "cpu" else _make_key_sets(groups, suffix_starts, len(cells))
+    if sets is not None:
+        segments = [sets.rows.bounds, sets.suffixes.bounds, sets.prefixes.bounds]
+        indices += [sets.suffix_tokens, sets.prefix_tokens, *segments]
+    longest = int(positions.max()) + 1
+    sent = to_device(indices, device)
+    cells, positions, predicting = sent[:3]
+    if sets is not None:
+        suffix_tokens, prefix_tokens, *bounds = sent[-5:]
+        # Kernels take int32; all indices travel as int64 in one transfer.
+        own, suffix, prefix = torch.cat(bounds).int().split([len(each) for each in bounds])
+        sets = KeySets(
+            sets.rows._replace(bounds=own),
+            suffix_tokens,
+            prefix_tokens,
+            sets.suffixes._replace(bounds=suffix),
+            sets.prefixes._replace(bounds=prefix),
+        )
+    on_device = []
+    for number, bucket in enumerate(buckets):
+        tokens, places, prompts, row_lengths = sent[3 + 4 * number : 7 + 4 * number]
+        on_device.append(Bucket(tokens, places, bucket.shape, prompts, row_lengths))
+    zero = sources[0].new_zeros(1)
+    ids = torch.cat([*(each.flatten() for each in sources), zero]).index_select(0, cells)
+    return Packing(
+        ids, positions, predicting, groups.tolist(), on_device[0], on_device[1:], longest, sets
+    )
+
+
+def _make_key_sets(groups: Tensor, suffix_starts: Tensor, length: int) -> KeySets:
+    """Build the segments of a packed sequence of `length` tokens on the host; see `_send`."""
+    start, middle, end = groups[groups[:, 2] > groups[:, 1]].unbind(1)
+    ends = torch.stack([groups[-1, 2], torch.tensor(length)])
+    rows = torch.cat([groups[:, 0], suffix_starts, ends]).unique()
+
+    def segments(lengths: Tensor) -> Segments:
+        bounds = functional.pad(lengths.cumsum(0), (1, 0))
+        return Segments(bounds, int(lengths.max()) if len(lengths) else 0)
+
+    def tokens(begin: Tensor, stop: Tensor) -> Tensor:
+        ranges = [torch.arange(*each) for each in zip(begin.tolist(), stop.tolist(), strict=True)]
+        return torch.cat([start[:0], *ranges])
+
+    return KeySets(
+        Segments(rows, int(rows.diff().max())),
+        tokens(middle, end),
+        tokens(start, middle),
+        segments(end - middle),
+        segments(middle - start),
+    )
 
 
 def group_similar_lengths(lengths: Tensor, always: int = 16, min_frac: float = 0.6) -> list[Tensor]:

@@ -19,7 +19,7 @@ from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
 from litgrpo.tensors import FEW_LOGITS, head_chunk, token_logprobs
-from litgrpo.types import TokenLogprobs, TokenRows
+from litgrpo.types import TokenLogprobs, TokenRows, to_device
 
 
 def autocast_to(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -282,21 +282,28 @@ class Policy(nn.Module, ABC):
         settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
         if self.static_shapes:
             return self.static_decoder.logprobs(rows, **settings)
-        mask, candidates = rows.completion_mask, rows.candidate_ids
+        masks, candidates = rows.on_host, rows.candidate_ids
         hidden = self.hidden(rows)
-        generated = mask if rows.loss_mask is None else rows.loss_mask
-        if int(generated.sum()) < len(hidden):  # observations need no logits
-            hidden, mask = hidden[generated[mask]], generated
+        indices = [masks.generated.flatten().nonzero().squeeze(1)]
+        if len(indices[0]) < len(hidden):  # observations need no logits
+            indices.append(masks.generated[masks.completion_mask].nonzero().squeeze(1))
+        # Indices from the host: a mask as index would wait for the device.
+        places, *among_hidden = to_device(indices, hidden.device)
+        for each in among_hidden:
+            hidden = hidden.index_select(0, each)
         found = token_logprobs(
             hidden,
-            rows.completion_ids[mask],
+            rows.completion_ids.flatten().index_select(0, places),
             self.head,
-            candidate_ids=None if candidates is None else candidates[mask],
+            candidate_ids=None
+            if candidates is None
+            else candidates.flatten(0, 1).index_select(0, places),
             chunk_size=self.chunk_size(len(hidden)),
             **settings,
         )
-        padded = found[0].new_zeros(mask.shape)
-        return TokenLogprobs(*(padded.masked_scatter(mask, each) for each in found))
+        shape = rows.completion_ids.shape
+        padded = found[0].new_zeros(shape.numel())
+        return TokenLogprobs(*(padded.index_copy(0, places, each).view(shape) for each in found))
 
     def chunk_size(self, num_tokens: int) -> int:
         """Return the number of tokens whose logits exist at once."""

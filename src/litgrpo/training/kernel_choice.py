@@ -16,6 +16,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.memory import keep_freed_memory
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 from litgrpo.models.kernels.linear import LinearKernels, count_linear_outputs
+from litgrpo.models.kernels.selective_recompute import find_recomputed_modules
 from litgrpo.models.policy import Policy
 from litgrpo.models.transformers_compat import checkpoints_activations
 from litgrpo.tensors import local
@@ -65,7 +66,8 @@ def _kept_bytes_per_token(policy: Policy) -> float:
     model = policy.bare_model
     outputs = BYTES_PER_OUTPUT * count_linear_outputs(policy.model)
     if not checkpoints_activations(model):
-        return outputs
+        recomputes = policy.selective_recompute and find_recomputed_modules(model) is not None
+        return outputs / 2 if recomputes else outputs
     config = model.config
     # The input of each layer is kept, and all activations of the layer that is recomputed.
     return outputs / config.num_hidden_layers + 4.0 * config.hidden_size * config.num_hidden_layers

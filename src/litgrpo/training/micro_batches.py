@@ -17,7 +17,7 @@ from litgrpo.models.packing import bucket_by_parent
 from litgrpo.models.policy import Policy
 from litgrpo.tensors import length_buckets
 from litgrpo.training.iteration_metrics import StepSums
-from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch, to_device
 
 Rows = TypeVar("Rows", TokenRows, TrainingBatch)
 LogprobsOf = Callable[[TokenRows], TokenLogprobs]
@@ -109,12 +109,13 @@ class RaggedBatches(MicroBatching):
     def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
         """Group rows by prompt if it is read once for all of them, else by length."""
         max_rows, max_tokens = limits.max_rows, limits.max_tokens
-        lengths = batch.completion_mask.sum(1)
+        masks = batch.on_host
+        lengths = masks.completion_mask.sum(1)
         if limits.shared:
             return bucket_by_parent(
                 lengths,
-                batch.prompt_mask.sum(1),
-                batch.prompt_of,
+                masks.prompt_mask.sum(1),
+                masks.prompt_of,
                 max_rows=max_rows,
                 max_tokens=max_tokens,
             )
@@ -140,8 +141,9 @@ class RaggedBatches(MicroBatching):
         for rows in self.buckets(tokens, limits):
             part = logprobs_of(tokens.select(rows))
             used = part.logprobs.shape[1]
-            found.logprobs[rows, :used] = part.logprobs.to(found.logprobs.dtype)
-            found.entropy[rows, :used] = part.entropy.to(found.entropy.dtype)
+            (chosen,) = to_device([rows], device)
+            found.logprobs[chosen, :used] = part.logprobs.to(found.logprobs.dtype)
+            found.entropy[chosen, :used] = part.entropy.to(found.entropy.dtype)
         return found
 
 

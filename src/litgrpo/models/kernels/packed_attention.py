@@ -10,8 +10,9 @@ the log-sum-exp (lse) of the set's scores:
 All suffixes of a prompt are the queries of one call. In the backward pass the kernel computes each
 set's part of the gradient from the output and the log-sum-exp of the union, because probabilities
 are exp(score - lse) for every subset of the keys. The kernel has no public name (`torch_compat`),
-so it is tried once. Soft-caps, short windows and other devices use public operators on padded
-grids.
+so it is tried once. On a GPU torch's flash kernel of segments takes each set of all prompts in one
+call, in half precision: every row's own keys, and the prompts of all suffixes. Soft-caps, short
+windows and other devices and dtypes use public operators on padded grids.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from litgrpo.models.kernels.torch_compat import (
     UNAVAILABLE,
     flash_attention,
     flash_attention_backward,
+    segment_attention,
+    segment_attention_backward,
 )
-from litgrpo.models.packing import Packing
+from litgrpo.models.packing import KeySets, Packing, Segments
 from litgrpo.tensors import apply_softcap, widen, within
+from litgrpo.types import TokenRows
 
 PACKED = "litgrpo_packed_shared_prefix"
+# What torch's flash kernel of segments can compute.
+HALF, HEAD_SIZE_STEP, MAX_HEAD_SIZE = (torch.bfloat16, torch.float16), 8, 256
 
 
 # --- entry point and public operators ---
@@ -74,8 +80,13 @@ def attend_packed(
     q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads or H, D]
     if sliding_window is not None and packing.longest <= sliding_window:
         sliding_window = None
-    if softcap is None and sliding_window is None and has_flash_kernel_for(query):
-        return attend_packed_flash(q, k, v, packing, scaling)[None], None
+    if softcap is None and sliding_window is None:
+        if has_flash_kernel_for(query):
+            return attend_packed_flash(q, k, v, packing, scaling)[None], None
+        dtype = _compute_dtype(query)
+        if packing.key_sets is not None and has_segment_kernel_for(query, dtype):
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+            return attend_segments(q, k, v, packing.key_sets, scaling)[None], None
     return _attend_grid(q, k, v, packing, scaling, sliding_window, softcap)[None], None
 
 
@@ -92,34 +103,43 @@ def _attend_grid(
     prompts, prompt_keys, prompt_values = (
         packing.prefixes.to_grid(x).transpose(1, 2) for x in (query, keys, values)
     )
-    number, length = packing.prefixes.shape
-    prompt_len = torch.bincount(packing.prefixes.places // length, minlength=number)
-    column = torch.arange(length, device=query.device)
-    visible = within(column[:, None] - column, window)[None, None]
+    if window not in packing.visible:
+        packing.visible[window] = _make_masks(packing, window)
+    visible, *of_buckets = packing.visible[window]
     attended = _attend_masked(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
     # Under autocast `attended` has a lower dtype than the query, and CUDA's index_copy needs one.
     output = attended.new_zeros(query.shape).index_copy(
         0, packing.prefixes.tokens, packing.prefixes.from_grid(attended.transpose(1, 2))
     )
-    for bucket in packing.suffixes:
+    for bucket, visible in zip(packing.suffixes, of_buckets, strict=True):
         own, own_keys, own_values = (
             bucket.to_grid(x).transpose(1, 2) for x in (query, keys, values)
         )
-        prompt = prompt_len[bucket.prompts, None, None]
-        step = torch.arange(bucket.shape[1], device=query.device)[:, None]
-        # Prompts are padded on the right in this grid, so columns beyond the prompt are hidden.
-        of_prompt = (column < prompt) & within(prompt + step - column, window)
-        of_row = within(step - step.T, window).expand(len(prompt), -1, -1)
         attended = _attend_masked(
             own,
             torch.cat([prompt_keys.index_select(0, bucket.prompts), own_keys], 2),
             torch.cat([prompt_values.index_select(0, bucket.prompts), own_values], 2),
-            torch.cat([of_prompt, of_row], 2)[:, None],
+            visible,
             scaling,
             softcap,
         )
         output = output.index_copy(0, bucket.tokens, bucket.from_grid(attended.transpose(1, 2)))
     return output
+
+
+def _make_masks(packing: Packing, window: int | None) -> list[Tensor]:
+    """Return the masks of the grids: [1, 1, P, P] of the prefixes, [n, 1, t, P + t] of a bucket."""
+    device = packing.ids.device
+    column = torch.arange(packing.prefixes.shape[1], device=device)
+    masks = [within(column[:, None] - column, window)[None, None]]
+    for bucket in packing.suffixes:
+        prompt = packing.prefixes.lengths.index_select(0, bucket.prompts)[:, None, None]
+        step = torch.arange(bucket.shape[1], device=device)[:, None]
+        # Prompts are padded on the right in this grid, so columns beyond the prompt are hidden.
+        of_prompt = (column < prompt) & within(prompt + step - column, window)
+        of_row = within(step - step.T, window).expand(len(prompt), -1, -1)
+        masks.append(torch.cat([of_prompt, of_row], 2)[:, None])
+    return masks
 
 
 def _attend_masked(
@@ -276,6 +296,130 @@ def _attend_backward(
     tensors = (x.transpose(1, 2) for x in (grad, query, keys, values, output, log_sum))
     grads = flash_attention_backward(*tensors, causal=causal, scaling=scaling)
     return [x.transpose(1, 2) for x in grads]
+
+
+# --- flash kernel of segments, on GPUs ---
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype that attention computes in here: autocast's, if it is enabled."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def has_segment_kernel_for(query: Tensor, dtype: torch.dtype) -> bool:
+    """Check that the kernel of segments can compute tensors like these in a dtype."""
+    size = query.shape[-1]
+    fits = dtype in HALF and size % HEAD_SIZE_STEP == 0 and size <= MAX_HEAD_SIZE
+    return fits and _segment_kernel_works(query.device, dtype)
+
+
+def attend_segments(
+    query: Tensor, keys: Tensor, values: Tensor, sets: KeySets, scaling: float
+) -> Tensor:
+    """Compute [T, heads, D]; see `attend_packed_flash`. The padding attends to itself."""
+    output: Tensor = _SegmentAttention.apply(query, keys, values, sets, scaling)
+    return output
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """Forward and backward pass of `attend_segments`; the algebra is that of the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, sets: KeySets, scaling: float
+    ) -> Tensor:
+        own_rows = _pair(sets.rows, sets.rows)
+        output, log_sum = segment_attention(
+            query, keys, values, *own_rows, causal=True, scaling=scaling
+        )
+        suffix, prefix = sets.suffix_tokens, sets.prefix_tokens
+        if len(suffix):
+            prompt, prompt_sum = segment_attention(
+                query.index_select(0, suffix),
+                keys.index_select(0, prefix),
+                values.index_select(0, prefix),
+                *_pair(sets.suffixes, sets.prefixes),
+                causal=False,
+                scaling=scaling,
+            )
+            own, own_sum = output.index_select(0, suffix), log_sum.index_select(1, suffix)
+            own_weight = torch.sigmoid(own_sum - prompt_sum).t().unsqueeze(-1)
+            both = torch.lerp(prompt.float(), own.float(), own_weight)
+            output.index_copy_(0, suffix, both.to(output.dtype))
+            log_sum.index_copy_(1, suffix, torch.logaddexp(own_sum, prompt_sum))
+        ctx.save_for_backward(query, keys, values, output, log_sum)
+        ctx.sets, ctx.scaling = sets, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, output, log_sum = ctx.saved_tensors
+        sets, scaling = ctx.sets, ctx.scaling
+        grad = grad.contiguous()
+        grad_q, grad_k, grad_v = segment_attention_backward(
+            grad,
+            query,
+            keys,
+            values,
+            output,
+            log_sum,
+            *_pair(sets.rows, sets.rows),
+            causal=True,
+            scaling=scaling,
+        )
+        suffix, prefix = sets.suffix_tokens, sets.prefix_tokens
+        if len(suffix):
+            more_q, more_k, more_v = segment_attention_backward(
+                grad.index_select(0, suffix),
+                query.index_select(0, suffix),
+                keys.index_select(0, prefix),
+                values.index_select(0, prefix),
+                output.index_select(0, suffix),
+                log_sum.index_select(1, suffix),
+                *_pair(sets.suffixes, sets.prefixes),
+                causal=False,
+                scaling=scaling,
+            )
+            grad_q.index_add_(0, suffix, more_q)
+            grad_k.index_add_(0, prefix, more_k)
+            grad_v.index_add_(0, prefix, more_v)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _pair(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    return (queries.bounds, keys.bounds), (queries.longest, keys.longest)
+
+
+@cache
+def _segment_kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Compare the kernel with public operators on two completions of a prompt."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), no_autocast, hooks:
+        ids = torch.ones(2, 3, dtype=torch.long, device=device)
+        own = torch.zeros(2, dtype=torch.long, device=device)
+        packing = Packing.of_groups(TokenRows(ids[:1], ids[:1] > 0, own, ids, ids > 0))
+        count, used = len(packing.ids), packing.num_tokens
+        numbers = torch.arange(count * 32.0, device=device).view(count, 4, 8)
+        q = numbers.mul(0.7).sin().to(dtype).requires_grad_()  # 4 heads
+        k = numbers[:, :2].mul(0.3).cos().to(dtype).requires_grad_()  # 2 key heads
+        assert packing.key_sets is not None
+        try:
+            found = [attend_segments(q, k, k, packing.key_sets, 1.0)[:used]]
+            found += torch.autograd.grad(found[0].float().square().sum(), [q, k])
+        except UNAVAILABLE:
+            return False
+        expected = [_attend_grid(q, k, k, packing, 1.0, None, None)[:used]]
+        expected += torch.autograd.grad(expected[0].float().square().sum(), [q, k])
+    return all(
+        torch.allclose(one, other, atol=0.05, rtol=0.05)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+# --- checks of the flash kernel of CPUs ---
 
 
 @cache

@@ -2,7 +2,7 @@
 
 `selective_recompute` reads the version counter of tensors (`tensor._version`).
 
-They are CPU kernels that have no public name. Callers try them once on a small example
+They are kernels that have no public name. Callers try them once on a small example
 (`linear.onednn_works`, `packed_attention.has_flash_kernel_for`) and use public operators if that
 fails, so a torch version without them is slower and not broken.
 `tests/models/kernels/test_torch_compat.py` checks that the tested versions have all of them.
@@ -79,6 +79,62 @@ def flash_attention_backward(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, keys, values, output, log_sum, 0.0, causal, scale=scaling
         )
+    )
+    return grads
+
+
+def segment_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of segments and the log-sum-exp of its scores on a GPU, in half precision.
+
+    The public `torch.nn.attention.varlen.varlen_attn` exists in fewer versions; its gradient is
+    for one set of keys, not for a union of two sets.
+
+    Args:
+        query: [T, heads, D].
+        keys: [S, H, D].
+        values: [S, H, D].
+        bounds: int32 bounds [n + 1] of the segments of queries and of keys.
+        longest: tokens of the longest segment of both.
+        causal: a query sees the keys up to its own position only.
+        scaling: multiplies the scores.
+
+    Returns:
+        [T, heads, D] and float32 [heads, T].
+    """
+    output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, *bounds, *longest, 0.0, causal, False, scale=scaling
+    )
+    return output, log_sum
+
+
+def segment_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, keys and values; see `segment_attention`."""
+    # The state of random numbers is for dropout, which is 0.
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
+    tensors = (grad, query, keys, values, output, log_sum, *bounds)
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *tensors, *longest, 0.0, causal, unused, unused, scale=scaling
     )
     return grads
 

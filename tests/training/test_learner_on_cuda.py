@@ -1,0 +1,36 @@
+"""The learning step on the simulated CUDA device: how often the host waits for it."""
+
+import pytest
+import torch
+
+from tests.cuda_device.run import on_cuda
+
+
+@on_cuda()
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_host_waits_at_most_once_for_a_micro_batch(share_prompts):
+    from litgrpo.algorithms.losses import Objective
+    from litgrpo.models.reference import FrozenReference
+    from litgrpo.training.update_config import UpdateConfig
+    from tests.cuda_device.device import count_work
+    from tests.support.models import prompt_batch, tiny_policy
+    from tests.training.parts import build_training_batch, learner_of, recording
+
+    waits, launches = [], []
+    for rows in (8, 2):
+        policy = tiny_policy("qwen2").cuda()
+        policy.share_prompts = share_prompts
+        reference = FrozenReference(tiny_policy("qwen2", seed=1).cuda())
+        config = UpdateConfig(micro_batch_size=rows, micro_batch_tokens=None)
+        learner = learner_of(policy, Objective(kl_coef=0.1), config, reference=reference)
+        batch = build_training_batch(learner, prompt_batch(*"abcd").to("cuda"))
+        with count_work() as work, torch.autocast("cuda", torch.bfloat16):
+            learner.logprobs_under(reference, batch.tokens, 1.0)
+            learner.update(batch, recording(policy))
+        waits.append(sum(work.waits.values()))
+        launches.append(sum(work.launches.values()))
+    # 8 micro-batches instead of 2, twice.
+    assert launches[1] > 2.5 * launches[0]
+    # transformers looks once per pass for several sequences in a row.
+    assert waits[1] - waits[0] <= 2 * (8 - 2)
+    assert waits[0] <= 16
