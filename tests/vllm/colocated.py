@@ -3,10 +3,12 @@
 Prints what was found; pytest of the trainer's environment reads it.
 """
 
+import inspect
 import json
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from vllm import LLM
 
 from litgrpo.models.loading import load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
@@ -46,6 +48,10 @@ def main():
     found["before"] = gap(engine.generate(requests))
     engine.sync_weights(policy, 1)
     found["after"] = gap(engine.generate(requests))
+    found["from_memory"] = engine._started[0].loads_from_memory
+    # Sleeping needs a GPU: only the calls are checked. `bind` raises for unknown arguments.
+    inspect.signature(LLM.sleep).bind(engine.llm, level=2)
+    inspect.signature(LLM.wake_up).bind(engine.llm)
     print(json.dumps(found))
 
 

@@ -198,5 +198,6 @@ def test_a_vllm_in_the_same_process_follows_the_weights():
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["repeated"]
+    assert found["from_memory"]
     assert max(found["first"], found["after"]) < 1e-4
     assert found["before"] > 0.1

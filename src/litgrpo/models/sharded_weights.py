@@ -268,14 +268,20 @@ def build_empty_model(
 
 
 def collect_weights(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return {name in files: sharded tensor} with adapters merged, each tied tensor once.
+    """Return the weights of `iterate_weights` in this dtype; None leaves them unchanged."""
+    weights = iterate_weights(model)
+    return {name: weight if dtype is None else weight.to(dtype) for name, weight in weights}
+
+
+def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights under their names in files, sharded ones as they are, each tied tensor once.
+
+    Adapters are merged into one tensor at a time.
 
     Args:
         model: of a policy, of transformers or of PEFT.
-        dtype: of floating point weights; None leaves them unchanged.
     """
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "base_layer")}
-    weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".base_layer.")
         if any(f".{word}." in f".{name}" for word in ADAPTER):
@@ -283,8 +289,7 @@ def collect_weights(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
         weight = parameter.detach()
         if owner in layers and last == "weight":
             weight = weight + layers[owner].get_delta_weight(TRAINED).detach().to(weight.dtype)
-        weights[_strip_peft(name)] = weight if dtype is None else weight.to(dtype)
-    return weights
+        yield _strip_peft(name), weight
 
 
 def write_weights(state: dict[str, Tensor], folder: Path) -> None:
@@ -324,5 +329,5 @@ def gather_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     Every rank must iterate and receives every tensor.
     """
-    for name, tensor in collect_weights(model, None).items():
+    for name, tensor in iterate_weights(model):
         yield name, full_tensor(tensor)

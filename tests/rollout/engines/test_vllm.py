@@ -11,6 +11,7 @@ import torch
 from litgrpo.arguments import require
 from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA, build_policy, load_policy
+from litgrpo.rollout.engines import vllm as vllm_engine
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.served import SampleRequest
@@ -498,12 +499,16 @@ class LLM:
     """Samples as the stand-in server does."""
 
     def __init__(self, model, **given):
-        self.given, self.did = given, []
-        self.behind = SimpleNamespace(policy=load_policy(model).eval(), version="", mode="")
+        self.given, self.did, self.seeds, self.loaded = given, [], [], load_policy(model).eval()
+        self.behind = SimpleNamespace(policy=self.loaded, version="", mode="")
         self.behind.alter = None
 
     def generate(self, prompts, params, *, use_tqdm):
         self.did.append("generate")
+        assert self.behind.policy is not None, "asleep, or without weights"
+        assert all(each["seed"] is None for each in params)  # vLLM would draw row by row
+        self.seeds.append(torch.initial_seed())
+        params = [each | {"seed": 5 + n} for n, each in enumerate(params)]  # of the stand-in
         return [self.one(p["prompt_token_ids"], q) for p, q in zip(prompts, params, strict=True)]
 
     def one(self, ids, params):
@@ -524,8 +529,18 @@ class LLM:
         )
 
     def collective_rpc(self, method, kwargs):
+        assert "sleep" not in self.did or self.did.count("wake") == self.did.count("sleep")
+        self.behind.policy = self.loaded
+        if "weights_path" in kwargs:
+            self.did.append(f"{method} from files")
+            self.behind.policy = load_policy(kwargs["weights_path"]).eval()
+            return
         self.did.append(method)
-        self.behind.policy = load_policy(kwargs["weights_path"]).eval()
+        given = dict(kwargs["weights_iterator"])
+        assert len(given) == len(list(self.loaded.model.parameters()))
+        with torch.no_grad():
+            for name, weight in given.items():  # raises for an unknown name, as vLLM does
+                self.loaded.model.get_parameter(name).copy_(weight)
 
     def reset_prefix_cache(self):
         self.did.append("reset")
@@ -534,6 +549,8 @@ class LLM:
         self.did.append("wake")
 
     def sleep(self, level):
+        assert level == 2
+        self.behind.policy = None  # weights are dropped
         self.did.append("sleep")
 
 
@@ -550,19 +567,85 @@ def gap(policy, rollout):
     return float(off.detach().abs().masked_fill(~rollout.loss_mask, 0).max())
 
 
-def test_vllm_samples_with_the_last_published_weights_and_sleeps_in_between(vllm):
+def test_vllm_wakes_and_sleeps_once_per_rollout_and_loads_the_weights_from_memory(
+    vllm, monkeypatch
+):
     policy, engine = spread_lengths(tiny_policy("qwen2")), ColocatedEngine()
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(engine.llm.did)))
     engine.sync_weights(policy, 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(engine.llm.did[-1]))
+    folder = engine.sender.location
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(1.5)
+    engine.sync_weights(policy, 1)
+    assert engine.sender.location == folder  # nothing was written
+    assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
+    engine.generate(requests_for(policy))  # of an evaluation, with the same weights
+    again = ["wake", "reload_weights", "reset", "generate", "sleep"]
+    assert engine.llm.did == ["generate", "sleep", *again, *again]
+    assert emptied == ["sleep", "sleep"]  # before each time that it wakes
+    assert engine.llm.given["logprobs_mode"] == "processed_logprobs"
+    assert not engine.exact_logprobs
+
+
+def test_vllm_that_does_not_sleep_loads_the_weights_when_they_change(vllm):
+    policy = spread_lengths(tiny_policy("qwen2"))
+    engine = ColocatedEngine(enable_sleep_mode=False)
+    engine.sync_weights(policy, 0)
+    engine.generate(requests_for(policy))
     with torch.no_grad():
         policy.model.lm_head.weight.mul_(1.5)
     assert gap(policy, engine.generate(requests_for(policy))) > 1e-2
     engine.sync_weights(policy, 1)
+    for _ in range(2):
+        assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
+    assert engine.llm.did == [*["generate"] * 2, "reload_weights", "reset", *["generate"] * 2]
+
+
+def test_adapters_are_merged_for_vllm_one_tensor_at_a_time(vllm, folder):
+    policy, engine = load_policy(str(folder), lora=LoRA(rank=2)).eval(), ColocatedEngine()
+    engine.sync_weights(policy, 0)
+    engine.generate(requests_for(policy))
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.add_(0.3 * torch.randn_like(weight))
+    before = engine.llm.loaded.model.get_parameter("model.layers.0.self_attn.q_proj.weight").clone()
+    engine.sync_weights(policy, 1)
+    assert gap(policy, engine.generate(requests_for(policy))) < 1e-3
+    after = engine.llm.loaded.model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert (after - before).abs().max() > 0.01
+    assert "reload_weights" in engine.llm.did
+
+
+def test_weights_with_other_names_in_files_reach_vllm_by_files(vllm, monkeypatch):
+    named = vllm_engine.iterate_weights
+    monkeypatch.setattr(
+        vllm_engine, "iterate_weights", lambda model: ((f"x.{n}", w) for n, w in named(model))
+    )
+    policy, engine = spread_lengths(tiny_policy("qwen2")), ColocatedEngine()
+    engine.sync_weights(policy, 0)
+    engine.generate(requests_for(policy))
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(1.5)
+    engine.sync_weights(policy, 1)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
-    sampled, read = ["wake", "generate", "sleep"], ["wake", "reload_weights", "reset", "sleep"]
-    assert engine.llm.did == sampled * 2 + read + sampled
-    assert engine.llm.given["logprobs_mode"] == "processed_logprobs"
-    assert not engine.exact_logprobs
+    assert "reload_weights from files" in engine.llm.did
+
+
+def test_a_rollout_of_vllm_is_seeded_by_its_random_numbers_and_leaves_the_generator(vllm):
+    policy, engine = spread_lengths(tiny_policy("qwen2")), ColocatedEngine()
+    engine.sync_weights(policy, 0)
+    before = torch.get_rng_state()
+    asked = requests_for(policy)
+    for request in (asked, asked, replace(asked, uniforms=1 - asked.uniforms)):
+        engine.generate(request)
+    assert before.equal(torch.get_rng_state())
+    one, two, other = engine.llm.seeds
+    assert one == two != other
 
 
 def test_rows_with_an_observation_are_sampled_together(vllm):

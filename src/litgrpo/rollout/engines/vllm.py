@@ -7,13 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import safe_open
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.collectives import is_distributed
 from litgrpo.http_client import MalformedReply
+from litgrpo.models.adapters import is_quantized
 from litgrpo.models.policy import Policy
+from litgrpo.models.sharded_weights import iterate_weights
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.served import (
     SampleChannel,
@@ -111,13 +117,33 @@ class ServerEngine(ServedEngine):
             yield channel
 
 
+@dataclass
+class RunningVllm:
+    """VLLM's `LLM` in this process, and its state.
+
+    Args:
+        llm: vLLM's `LLM`.
+        loads_from_memory: the policy's weights have the names that files have; if not, vLLM reads
+            them from files.
+        has_weights: it holds the weights of the last `sync_weights`.
+        asleep: its memory is released.
+    """
+
+    llm: Any
+    loads_from_memory: bool
+    has_weights: bool = True
+    asleep: bool = False
+
+
 @dataclass(frozen=True)
 @check_field_types
 class ColocatedEngine(ServedEngine):
     """Samples with vLLM inside the trainer's process.
 
     Needs `pip install vllm` in the trainer's environment, and a single process. Prompt and
-    completion together have at most `max_model_len` tokens.
+    completion together have at most `max_model_len` tokens. vLLM takes the policy's tensors from
+    memory, layer by layer, with adapters merged. A rollout is seeded as a whole: a seed per row
+    would make vLLM draw row by row.
 
     Args:
         gpu_memory_utilization: fraction of the device's memory for vLLM.
@@ -134,8 +160,8 @@ class ColocatedEngine(ServedEngine):
     max_model_len: int | None = None
     enable_sleep_mode: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
-    # vLLM's `LLM`, started by the first rollout; a list, because the dataclass is frozen.
-    _started: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    # Started by the first rollout; a list, because the dataclass is frozen.
+    _started: list[RunningVllm] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -148,21 +174,20 @@ class ColocatedEngine(ServedEngine):
 
     @cached_property
     def sender(self) -> FolderSender:
-        """Writes the weights to a folder that vLLM loads."""
+        """Writes the folder that vLLM starts with."""
         return FolderSender(FolderTransfer())
 
     @property
     def llm(self) -> Any:
-        """VLLM's `LLM`, started with the first published weights.
+        """VLLM's `LLM`; None before the first rollout."""
+        return self._started[0].llm if self._started else None
+
+    def _start(self, policy: Policy) -> RunningVllm:
+        """Start vLLM with the weights that `sync_weights` wrote.
 
         Raises:
             ValueError: vLLM is not installed, or the run is distributed.
         """
-        if not self._started:
-            self._started.append(self._start())
-        return self._started[0]
-
-    def _start(self) -> Any:
         require(
             not is_distributed(),
             "ColocatedEngine supports a single process. For distributed training use ServerEngine.",
@@ -182,34 +207,71 @@ class ColocatedEngine(ServedEngine):
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": self.enable_sleep_mode,
         }
-        return LLM(self.sender.location, **defaults | self.engine_args)
+        torch.cuda.empty_cache()
+        llm = LLM(self.sender.location, **defaults | self.engine_args)
+        return RunningVllm(llm, has_names_of_files(policy, Path(self.sender.location)))
 
     def sync_weights(self, policy: Policy, version: int) -> None:
-        """Reload vLLM's weights from the policy; see `RolloutEngine.sync_weights`."""
-        self.sender.prepare(policy, str(version))
-        if not self._started:  # vLLM will start with these weights
+        """Let the next rollout load the weights; see `RolloutEngine.sync_weights`."""
+        if self._started and self._started[0].loads_from_memory:
+            self._started[0].has_weights = False
             return
-        with self.awake() as llm:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": self.sender.location})
-            llm.reset_prefix_cache()
+        self.sender.prepare(policy, str(version))
+        if self._started:
+            self._started[0].has_weights = False
 
     @contextmanager
-    def awake(self) -> Iterator[Any]:
-        """Yield vLLM with its GPU memory, and release the memory afterwards."""
-        llm = self.llm
-        if self.enable_sleep_mode:
-            llm.wake_up()
+    def awake(self, policy: Policy) -> Iterator[Any]:
+        """Yield vLLM with its memory and the policy's weights, and release both afterwards."""
+        if not self._started:  # vLLM starts with the weights
+            self._started.append(self._start(policy))
+        running = self._started[0]
+        if running.asleep:
+            # Blocks that torch has cached since the rollout before are vLLM's memory.
+            torch.cuda.empty_cache()
+            running.llm.wake_up()
+            running.asleep = False
+        if not running.has_weights:
+            self._load_weights(running, policy)
         try:
-            yield llm
+            yield running.llm
         finally:
             if self.enable_sleep_mode:
-                llm.sleep(level=1)
+                # Level 2 drops the weights: they are the policy's, so no copy on the host is kept.
+                running.asleep, running.has_weights = True, False
+                running.llm.sleep(level=2)
+
+    def _load_weights(self, running: RunningVllm, policy: Policy) -> None:
+        source: dict[str, Any] = {"weights_path": self.sender.location}
+        if running.loads_from_memory:
+            source = {"weights_iterator": iterate_weights(policy.model)}
+        running.llm.collective_rpc("reload_weights", kwargs=source)
+        running.llm.reset_prefix_cache()
+        running.has_weights = True
 
     @contextmanager
     def channel(self, request: RolloutRequest) -> Iterator[SampleChannel]:
         """See `ServedEngine.channel`."""
-        with self.awake() as llm:
+        device = request.policy.model.device
+        devices = [device.index] if device.type == "cuda" else []
+        with self.awake(request.policy) as llm, torch.random.fork_rng(devices):
+            torch.manual_seed(int(request.uniforms[0, 0] * 2**31))
             yield ColocatedChannel(llm)
+
+
+def has_names_of_files(policy: Policy, folder: Path) -> bool:
+    """Return True if vLLM can load the policy's tensors under their names in memory.
+
+    Transformers renames the weights of some models when it writes them, and 4-bit weights are
+    written in full precision.
+    """
+    if is_quantized(policy.model):
+        return False
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names == {name for name, _ in iterate_weights(policy.model)}
 
 
 class ColocatedChannel(SampleChannel):
@@ -233,7 +295,8 @@ class ColocatedChannel(SampleChannel):
 
         requests, self.pending = self.pending, []
         prompts = [{"prompt_token_ids": request.ids} for request in requests]
-        params = [SamplingParams(**request.params) for request in requests]
+        # Requests with a seed are drawn one after another by vLLM.
+        params = [SamplingParams(**request.params | {"seed": None}) for request in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         pairs = zip(requests, outputs, strict=True)
         return [(request.row, to_sample_result(request, output)) for request, output in pairs]
