@@ -8,7 +8,6 @@ import json
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from vllm import LLM
 
 from litgrpo.models.loading import load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
@@ -50,8 +49,8 @@ def main():
     found["after"] = gap(engine.generate(requests))
     found["from_memory"] = engine._started[0].loads_from_memory
     # Sleeping needs a GPU: only the calls are checked. `bind` raises for unknown arguments.
-    inspect.signature(LLM.sleep).bind(engine.llm, level=2)
-    inspect.signature(LLM.wake_up).bind(engine.llm)
+    inspect.signature(engine.llm.sleep).bind(level=2)
+    inspect.signature(engine.llm.wake_up).bind()
     print(json.dumps(found))
 
 
