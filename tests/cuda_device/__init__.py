@@ -9,10 +9,16 @@ a GPU:
 - launches of kernels and waits of the host are counted, with their bytes and operations;
 - random numbers belong to the device;
 - CUDA graphs are recorded and replayed, and a capture raises on waits;
+- a non-blocking copy to the host has no values until the host waits;
 - NCCL takes only tensors on the current device.
 
     python -m tests.cuda_device cli.py fit -c configs/quickstart.yaml -c configs/hardware/cuda.yaml
     python -m tests.cuda_device -m pytest tests/distributed/test_cuda.py
 
-Environment: CUDA_DEVICE_COUNT (1), CUDA_DEVICE_LIMIT_MB (80 GiB). Docs: docs/gpu.md.
+Environment:
+
+    CUDA_DEVICE_COUNT=1     number of devices
+    CUDA_DEVICE_LIMIT_MB    memory of each; default: 80 GiB
+    CUDA_DEVICE_FLOAT64=0   raise TypeError for float64, as Apple's devices do
+    HIDDEN_PACKAGES         packages that are not found, such as accelerate,peft
 """

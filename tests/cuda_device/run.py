@@ -35,7 +35,7 @@ def environment(**settings: object) -> dict[str, str]:
     """Environment variables of a Python process that has the device; builds it if needed.
 
     Args:
-        settings: further variables, such as CUDA_DEVICE_COUNT and CUDA_DEVICE_LIMIT_MB.
+        settings: further variables, such as CUDA_DEVICE_LIMIT_MB; see `tests.cuda_device`.
     """
     folders = [Path(__file__).parent / "startup", ROOT / "src", ROOT]
     before = os.environ.get("PYTHONPATH")

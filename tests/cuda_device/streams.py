@@ -41,6 +41,7 @@ class Stream:
 
     def query(self) -> bool:
         """Return True if all work is done."""
+        native.finish_copies()
         return True
 
 
@@ -63,6 +64,7 @@ class Event:
 
     def query(self) -> bool:
         """Return True if the event has happened."""
+        native.finish_copies()
         return True
 
     def elapsed_time(self, end: Event) -> float:  # glossary: ok

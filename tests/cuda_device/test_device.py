@@ -186,6 +186,67 @@ def test_memory_is_counted_and_limited():
     assert torch.cuda.max_memory_allocated() == 8 * MIB
 
 
+@on_cuda()
+def test_copies_that_do_not_block_are_late():
+    x = torch.arange(4.0, device="cuda")
+    host = x.to("cpu", non_blocking=True)
+    assert host.tolist() != [0, 1, 2, 3]
+    torch.cuda.synchronize()
+    assert host.tolist() == [0, 1, 2, 3]
+    event, target = torch.cuda.Event(), torch.zeros(4).pin_memory()
+    target.copy_(x, non_blocking=True)
+    event.record()
+    assert target.tolist() != [0, 1, 2, 3]
+    x.zero_()  # later than the copy
+    event.synchronize()
+    assert target.tolist() == [0, 1, 2, 3]
+    # From memory that is not pinned, and without non_blocking, copies wait.
+    assert torch.zeros(4).copy_(x, non_blocking=True).tolist() == x.cpu().tolist() == [0] * 4
+    # A device may read pinned memory later.
+    sent = target.to("cuda", non_blocking=True)
+    target.zero_()
+    with pytest.raises(RuntimeError, match="Pinned memory was changed"):
+        torch.cuda.synchronize()
+    assert sent.tolist() == [0, 1, 2, 3]
+
+
+@on_cuda()
+def test_gradients_are_scaled_and_steps_of_infinite_ones_are_skipped():
+    weight, scaler = nn.Parameter(torch.ones(2, device="cuda")), torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for factor, expected in ((1.0, 0.0), (torch.inf, 0.0), (1.0, -1.0)):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.tolist() == [expected] * 2
+    assert scaler.get_scale() == 2.0**15
+
+
+@on_cuda(CUDA_DEVICE_FLOAT64=0)
+def test_a_device_without_float64_raises_as_apples_do():
+    x = torch.ones(2, device="cuda")
+    for double in (
+        x.double,
+        lambda: torch.zeros(1, dtype=torch.float64, device="cuda"),
+        lambda: torch.ones(2, dtype=torch.float64).to("cuda"),
+        lambda: x.sum(dtype=torch.float64),
+    ):
+        with pytest.raises(TypeError, match="float64"):
+            double()
+    assert (x * 0.5).dtype == torch.float32
+
+
+@on_cuda(HIDDEN_PACKAGES="accelerate,peft")
+def test_packages_can_be_hidden():
+    import importlib.util
+
+    assert importlib.util.find_spec("accelerate") is None
+    assert importlib.util.find_spec("transformers") is not None
+    with pytest.raises(ModuleNotFoundError):
+        import peft  # noqa: F401
+
+
 @needs_cuda
 def test_a_command_runs_on_the_device():
     code = "import sys, torch; print(torch.cuda.device_count(), sys.argv[1])"

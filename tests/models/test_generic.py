@@ -30,7 +30,7 @@ def random_policy(model_type, **settings):
     config = small_config(model_type)
     for name, value in settings.items():
         setattr(config, name, value)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         how = {"attn_implementation": choose_attention(config)}
         model = find_model_class(config)._from_config(config, **how)

@@ -68,7 +68,7 @@ def write_classifier(
     tokenizer = judge_tokenizer(architecture, chat=chat)
     if not pad:
         tokenizer.pad_token = None
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config)
     if nan_token is not None:

@@ -49,6 +49,6 @@ def model_of(variant):
         return tiny_model(architecture, **settings)
     special = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = AutoConfig.for_model("qwen3", **special, **settings)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -73,7 +73,7 @@ def tiny_model(architecture: str, *, seed: int = 0, **sizes):
     config = AutoConfig.for_model(architecture, **settings)
     eager = architecture == "gemma2"
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(
             config, attn_implementation="eager" if eager else "sdpa", dtype=torch.float32

@@ -36,6 +36,6 @@ def model_of_type(model_type):
     sizes = {} if model_type == "gpt2" else SIZES | dict(intermediate_size=48)
     settings = SPECIAL | sizes | dict(initializer_range=0.3) | own
     config = AutoConfig.for_model(model_type, **settings)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

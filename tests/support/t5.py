@@ -20,7 +20,7 @@ def variant(name, seed=0):
     """A random policy of another member of the family; the heads of Flan-T5 and mT5 are untied."""
     ids = dict(vocab_size=259, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
     config = AutoConfig.for_model(**VARIANTS[name], **SIZES, **ids)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
         if name != "more decoder layers":

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "copies.h"
 #include "counters.h"
 #include "device.h"
 #include "graph.h"
@@ -58,6 +59,7 @@ PYBIND11_MODULE(_simulated_cuda, m) {
                            cost_tuples(found.costs));
   });
   m.def("wait", &wait_for_device);
+  m.def("finish_copies", &finish_copies);
   m.def("add_kernel", &add_kernel);
   m.def("set_dry", [](bool on) { dry = on; });
 

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "copies.h"
 #include "graph.h"
 
 namespace simulated {
@@ -33,6 +34,7 @@ void count_launch(const std::string& name) {
 void wait_for_device(const std::string& name) {
   TORCH_CHECK(!capturing(), "CUDA error: operation not permitted when stream is capturing (", name,
               ")");
+  finish_copies();
   if (!counting) return;
   std::lock_guard<std::mutex> lock(mutex);
   now.waits[name]++;

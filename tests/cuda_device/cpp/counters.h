@@ -24,7 +24,7 @@ struct Counters {
 extern bool counting;
 
 void count_launch(const std::string& name);
-// The host waits for the device. Raises while a graph is captured, as CUDA does.
+// The host waits for the device, which finishes copies. Raises while a graph is captured.
 void wait_for_device(const std::string& name);
 void count_cpu_scalar(const std::string& name);
 void count_cost(const std::string& name, double bytes, double flops, bool half);

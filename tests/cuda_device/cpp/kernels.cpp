@@ -17,6 +17,7 @@
 #include <torch/library.h>
 
 #include "alias.h"
+#include "copies.h"
 #include "costs.h"
 #include "counters.h"
 #include "device.h"
@@ -35,7 +36,9 @@ at::Device place(std::optional<at::Device> device) {
 }
 
 at::ScalarType type(std::optional<at::ScalarType> dtype) {
-  return dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
+  const auto found = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
+  check_dtype(found);
+  return found;
 }
 
 Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
@@ -77,7 +80,13 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (graph) graph->before_write(self);
   const bool floats =
       at::isFloatingType(self.scalar_type()) && at::isFloatingType(source.scalar_type());
-  if (!(dry && to && from && floats)) cpu_alias(self).copy_(cpu_alias(source));
+  const bool late = non_blocking && to != from && !capturing();
+  if (late && from && self.is_pinned()) {
+    copy_later(self, source);
+  } else if (!(dry && to && from && floats)) {
+    cpu_alias(self).copy_(cpu_alias(source));
+    if (late && to && source.is_pinned()) read_later(source);
+  }
   if (graph) graph->add(CopyStep{self, source});
   return self;
 }

@@ -1,5 +1,6 @@
 #include "operators.h"
 
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -282,6 +283,16 @@ bool is_on_device(const Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == at::kCUDA;
 }
 
+void check_dtype(at::ScalarType dtype) {
+  static const bool float64 = [] {
+    const char* given = getenv("CUDA_DEVICE_FLOAT64");
+    return !given || std::string(given) != "0";
+  }();
+  TORCH_CHECK_TYPE(float64 || (dtype != at::kDouble && dtype != at::kComplexDouble),
+                   "Cannot convert a tensor to float64 dtype as the device doesn't support "
+                   "float64. Please use float32 instead. (simulated)");
+}
+
 Tensor cpu_alias(const Tensor& tensor) {
   if (!is_on_device(tensor)) return tensor;
   const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
@@ -298,6 +309,7 @@ Tensor cpu_alias(const Tensor& tensor) {
 }
 
 Tensor adopt(const Tensor& cpu, at::Device device) {
+  check_dtype(cpu.scalar_type());
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       adopt_storage(cpu.storage(), device), c10::DispatchKeySet(c10::DispatchKey::CUDA),
       cpu.dtype());

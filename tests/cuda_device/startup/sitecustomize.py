@@ -1,7 +1,10 @@
-"""Add the simulated CUDA device when torch is imported. Python imports this file when it starts."""
+"""Add the simulated CUDA device when torch is imported. Python imports this file when it starts.
+
+HIDDEN_PACKAGES: packages, separated by commas, that are not found, as if they were not installed.
+"""
 
 import ctypes
-import importlib.util
+import importlib.machinery
 import os
 import sys
 
@@ -13,8 +16,9 @@ class AddDevice:
         """Find torch as usual, with a loader that also adds the device."""
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        if spec is None:
+            return None
         load = spec.loader.exec_module
 
         def load_with_device(module):
@@ -28,5 +32,17 @@ class AddDevice:
         return spec
 
 
+def hide_packages(names):
+    """Let Python's search of installed packages not find these."""
+    find = importlib.machinery.PathFinder.find_spec
+
+    def find_visible(name, path=None, target=None):
+        return None if name.partition(".")[0] in names else find(name, path, target)
+
+    importlib.machinery.PathFinder.find_spec = staticmethod(find_visible)
+
+
+if "HIDDEN_PACKAGES" in os.environ:
+    hide_packages(os.environ["HIDDEN_PACKAGES"].split(","))
 if "CUDA_DEVICE_LIBRARY" in os.environ:
     sys.meta_path.insert(0, AddDevice())

@@ -111,7 +111,7 @@ def imitate(model, tokenizer, task: str, demonstrator: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=500)
     who, train = DEMONSTRATORS[demonstrator], words()[HELD_OUT:]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for _ in range(500):
             batch = rng.choices(train, k=64)
