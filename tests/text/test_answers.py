@@ -137,6 +137,18 @@ def test_units_arrows_and_words_beside_a_number_are_looked_over(text: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("x = -72", -72), ("answer - 72", -72), ("a -72 degree wind", -72), ("72/h", 72),
+        ("72 m/s", 72), ("72 - I think", 72), ("72 - a nice number", 72), ("Answer:\n* 72", 72),
+        ("answer: **72**", 72), ("B) 72", 72),
+    ],
+)  # fmt: skip
+def test_letters_beside_a_number_are_not_always_variables(text: str, number: int) -> None:
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize(
     ("left", "right", "same"),
     [
         ("(3, 4)", "(3,4)", True),
@@ -159,6 +171,8 @@ def test_spaces_beside_signs_do_not_matter(left: str, right: str, same: bool) ->
         "1.080.000", "10,00", "3/4/5", "3:30", "70-72", "x-72", "x+72", "x/72", "--5", "72^2",
         "2^6", "3*24", "\u221a72", r"\sqrt{72}", r"\pi 72", r"72\pm1", "sqrt(72)", "72 squared",
         "not 72", "1/0", "71 2/2", "9" * 101, r"\frac{x}{2}", "\u0667\u0662",
+        "x + 72", "x^2 + 72", "x\u00b2 + 72", "n - 72", "y * 72", "x / 72", "x -72", "(x) + 72",
+        "72 + x", "72 - n", "72 * k", "72/x", "2 + i", "total + 72", "$x + 72$", r"\(x + 72\)",
     ],
 )  # fmt: skip
 def test_what_is_not_one_number_is_none(text: str) -> None:

@@ -38,6 +38,12 @@ ARROW_OR_TAG = re.compile(r"[-=]{1,3}>|</?[A-Za-z]{1,10}>")
 COMPARISON = "<>\u2264\u2265\u2260"
 BOUND = re.compile(r"\b(?:than|least|most)$")
 VARIABLE = re.compile(r"[abijnqruvwxyz](?![\w.])| ?[xyz](?!\w)| ?[\u0370-\u03ff\u221a\u221e]")
+# An operation with a letter: "x + 1", "n * 5", "1 - x"; but "a -5" and "72 - I think" may be prose,
+# "answer - 5" a sign, and "72/h" a unit.
+OPERATION_BEFORE = re.compile(
+    r"(?:[A-Za-z)] \+ |(?<![A-Za-z])(?:[A-Za-z] [-*/] |[b-hj-zB-HJ-Z] [-+*/]))[$(]*$"
+)
+OPERATION_AFTER = re.compile(r" ?(?:[-+*] ?(?:[b-hj-zB-HJ-Z](?!\w)|[aAiI](?! ?\w))|/ ?[xyz](?!\w))")
 LATEX_COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 WORD = re.compile(r"[A-Za-z]+")
 SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
@@ -209,7 +215,9 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _is_another_claim(before: str, after: str) -> bool:
-    """Return True for a bound (x > 5), a product (5x), a power (5^n) or a factorial (5!)."""
+    """Return True for a bound (x > 5), an operation (5x, x + 5, 5^n) or a factorial (5!)."""
+    if OPERATION_BEFORE.search(before[-20:]) or OPERATION_AFTER.match(after):
+        return True
     factorial = after.startswith("!") and not WORD.search(before + after)
     compared = before.rstrip(" =").endswith(tuple(COMPARISON)) or BOUND.search(before.rstrip(" $"))
     rest = after.lstrip()

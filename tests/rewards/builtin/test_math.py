@@ -93,6 +93,17 @@ def test_a_gold_answer_that_is_no_number_is_compared_as_text() -> None:
     assert judge(tag(""), "Paris") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("claim", "gold", "reward"),
+    [
+        ("x + 1", "1", 0.0), ("y + 5", "5", 0.0), ("x * 5", "5", 0.0), ("x - 1", "-1", 0.0),
+        ("x^2+1", "x^2 + 1", 1.0), ("x + 1", "x+1", 1.0), ("x+2", "x + 1", 0.0),
+    ],
+)  # fmt: skip
+def test_an_expression_is_not_the_number_in_it(claim: str, gold: str, reward: float) -> None:
+    assert correctness(["p"], [f"<answer>{claim}</answer>"], [gold]) == [reward]
+
+
 def test_a_decimal_gold_number_means_its_digits() -> None:
     assert parse_reference(0.1) == Fraction(1, 10)
     assert judge(tag("1/10"), 0.1) == 1.0
