@@ -508,7 +508,7 @@ def test_every_way_to_lower_precision_trains(architecture, way, report):
 def test_a_failure_that_may_be_rounding_is_not_called_a_mistake():
     rounding = invariants.CheckResult(Invariant.DECODING, error=0.3, tolerance=0.25)
     with pytest.raises(
-        ValueError, match=r"may be rounding.* precision\.autocast_dtype null"
+        ValueError, match=r"may be rounding.* model\.precision\.autocast_dtype null"
     ) as raised:
         invariants.raise_if_violated([rounding])
     assert "likely" not in str(raised.value)

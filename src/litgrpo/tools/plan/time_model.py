@@ -36,7 +36,7 @@ SETTINGS = {
         READING: f"data.batch_size up (rows share a read), {ENGINE_DTYPE}",
         CACHE: f"model.max_completion_length, {ENGINE_DTYPE}",
         ARITHMETIC: "model.max_completion_length, model.group_size",
-        CALLS: "data.batch_size up; model.engine: StaticEngine or ServerEngine",
+        CALLS: "data.batch_size up; model.engine: ServerEngine",
         GATHERING: "fewer chips, trainer.strategy",
     },
     "scoring": {ARITHMETIC: "model.objective.kl_coef 0, model.update.staleness 0"},
