@@ -106,7 +106,8 @@ def temperature_missing_in_sampling(patch):
 
 
 def shift_by_one(patch):
-    patch(causal, "predicting", lambda hidden, targets: hidden[:, 1:][targets[:, 1:]])
+    right = causal.CausalPolicy._compute_rows
+    patch(causal.CausalPolicy, "_compute_rows", lambda *given: right(*given).roll(-1, 1))
     return row_by_row(module())
 
 
@@ -138,7 +139,7 @@ def row_by_row(grpo):
 
 
 def pads_attended_in_learning(patch):
-    def hidden(self, ids, mask):
+    def hidden(self, ids, mask, is_padded):
         output = self.bare_model.base_model(input_ids=ids, position_ids=causal.positions(mask))
         return output.last_hidden_state
 

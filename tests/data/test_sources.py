@@ -174,7 +174,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         ({"path": "a.txt", "limt": 3}, r"no key 'limt' \(did you mean 'limit'\?\)"),
         ({"easy": 3}, "the set 'easy' is 3, not a source"),
         ({"a/b": "a.txt"}, "'a/b' cannot name a set"),
-        (3, r"3 .a int"),
+        (3, r"3 .an int"),
         ("python:rows", "write python:package.module.function"),
         (f"python:{__name__}.rows_for_tests?sise=1", r"unexpected .* 'sise'; signature: \(size"),
     ],

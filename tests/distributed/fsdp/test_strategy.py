@@ -43,7 +43,8 @@ def test_gradients_of_all_algorithms_are_those_of_one_process(folder):
     print("\n1 against 2 processes: norm of the difference of gradients over their norm")
     for kind in ("even", "uneven"):
         found = distances(folder, kind)
-        assert found.keys() == PUBLISHED.keys()
+        # The best completions of each group are equal, which pass@k gives no advantage.
+        assert found.keys() == PUBLISHED.keys() - {"pass_at_k"}
         assert max(found.values()) < 1e-5, found
         print(kind, *(f"{name} {error:.1e}" for name, error in found.items()))
 
@@ -57,9 +58,9 @@ def test_a_training_ends_where_one_process_does(folder, names):
     run_by(1, training.learn, folder, 1, names)
     with StandIn(folder / "gemma2") as server:
         run_by(2, training.learn, folder, 1, names, server.url)
-    # For the invariants (also with changed adapters), and after 0, 1 and 2 iterations; adapters are
-    # merged on the way.
-    assert server.seen.count("/collective_rpc") == 5
+    # For the invariants (also with changed adapters, if any), and after 0, 1 and 2 iterations;
+    # adapters are merged on the way.
+    assert server.seen.count("/collective_rpc") == (5 if "served lora" in names else 4)
     print("\n1 against 2 processes: distance of the weights over how far they moved")
     for name in names:
         one, two = (torch.load(folder / f"{name} {n}.pt") for n in (1, 2))

@@ -41,7 +41,7 @@ def test_the_reward_of_an_environment_without_one_is_rejected_as_in_fit(cli, tmp
     recipe.write_text(yaml.safe_dump(GAME))
     code, _, err = cli("audit", "-c", str(recipe), "--model.environment", "null")
     assert (code, err.count("\n")) == (2, 1)
-    assert "the environment's own reward, but environment is not set" in err
+    assert "the environment's own reward, but model.environment is not set" in err
 
 
 def test_missing_rows_or_model_is_one_line(cli, tmp_path):

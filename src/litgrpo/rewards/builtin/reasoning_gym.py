@@ -184,7 +184,8 @@ def source_task(task: str, entry: str) -> str:
     The package constructs `composite` only with the list of its tasks, which entries do not have.
 
     Example:
-        >>> source_task("composite", '{"metadata": {"source_dataset": "n_queens"}}')
+        >>> from litgrpo.workers.sandbox.wire import dumps
+        >>> source_task("composite", dumps({"metadata": {"source_dataset": "n_queens"}}))
         'n_queens'
     """
     if task != "composite":
