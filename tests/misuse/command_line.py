@@ -116,9 +116,18 @@ PROBES = [
         Probe(
             f"accelerator {name}",
             QUICK.replace("accelerator cpu", f"accelerator {name}"),
-            (f"trainer.accelerator is '{name}'",),
+            (said,),
         )
-        for name in ("gpu", "cuda", "mps", "gpuu")
+        for name, said in {
+            **{name: f"trainer.accelerator is '{name}'" for name in ("gpu", "cuda", "gpuu")},
+            "mps": "Set trainer.accelerator: cpu",
+        }.items()
+    ),
+    Probe(
+        "an impossible setting after an override",
+        f"{QUICK} -c algorithms/grpo --model.objective.gamma 2",
+        ("gamma is 2.0; it must be from 0 to 1",),
+        never=("unknown class", "Traceback"),
     ),
     Probe(
         "a fast_dev_run",

@@ -1,6 +1,7 @@
 """Rewards that run programs of a model, without tests, with bad ones, or without a sandbox."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from tests.misuse.probe import Probe, split
 
@@ -50,21 +51,26 @@ PROBES = [
         files=rows('"assert f(2) == 4"'),
     ),
     Probe(
-        "a misspelt isolation",
-        f"{CODE} {PROBLEMS} {GYM % 'bublewrap'}",
-        ("isolation", "bubblewrap"),
-    ),
-    Probe(
         "unit_tests without bubblewrap",
         "",
         ("sandbox", "bubblewrap"),
         files=rows('"assert f(2) == 4"'),
         script=WITHOUT_BUBBLEWRAP.format(words=split(f"{CODE} {UNIT_TESTS}")),
     ),
-    Probe(
-        "reasoning-gym without bubblewrap",
-        "",
-        ("countdown", "bubblewrap", "isolation: none"),
-        script=WITHOUT_BUBBLEWRAP.format(words=split(f"{CODE} {PROBLEMS} {GYM % 'bubblewrap'}")),
-    ),
 ]
+if find_spec("reasoning_gym"):
+    PROBES += [
+        Probe(
+            "a misspelt isolation",
+            f"{CODE} {PROBLEMS} {GYM % 'bublewrap'}",
+            ("isolation", "bubblewrap"),
+        ),
+        Probe(
+            "reasoning-gym without bubblewrap",
+            "",
+            ("countdown", "bubblewrap", "isolation: none"),
+            script=WITHOUT_BUBBLEWRAP.format(
+                words=split(f"{CODE} {PROBLEMS} {GYM % 'bubblewrap'}")
+            ),
+        ),
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -166,7 +166,8 @@ def mistake_in(option: Option, value: Any) -> str:
         return next(filter(None, inner), "") or mistake_in_value(option, value)
     if isinstance(value, Mapping) and "class_path" in value:
         return mistake_in_object(option, value, [])
-    if isinstance(value, str) and classes and str not in members(option.hint):
+    takes_text = any(each is str or value in get_args(each) for each in members(option.hint))
+    if isinstance(value, str) and classes and not takes_text:
         return unknown_class(option, value, classes) or mistake_in_value(option, value)
     return mistake_in_value(option, value)
 
