@@ -100,7 +100,12 @@ FEATURES: dict[str, Config] = {
     "lora_dropout": {"lora": {"rank": 4, "dropout": 0.1}},
     "dora": {"lora": {"rank": 4, "use_dora": True}},
     "epochs": {"update": TWO_EPOCHS},
-    "epochs_t5": {"model": "t5", "update": TWO_EPOCHS},
+    # Eight steps at the usual rate would multiply rounding a thousand times.
+    "epochs_t5": {
+        "model": "t5",
+        "update": TWO_EPOCHS,
+        "optimizer": of_class("torch.optim.SGD", lr=0.01),
+    },
     "micro_batch_tokens": {"update": {"micro_batch_tokens": 64}},
     "dynamic_sampling": {
         "dynamic_sampling_attempts": 3,
@@ -114,7 +119,7 @@ FEATURES: dict[str, Config] = {
     "greedy": {
         "group_size": 1,
         "sampling": {"temperature": 0.0},
-        "objective": {"advantages": of_class("Normalized", baseline="batch")},
+        "objective": {"advantages": of_class("Normalized", baseline="batch", scale="batch")},
     },
     "stop": {"sampling": {"stop": ["a", "be"]}},
     "max_rows": {"engine": local(max_rows=8, sync_every_tokens=3)},
@@ -228,7 +233,7 @@ def config_of(name: str, folder: Path) -> Config:
     rows: Config = {"train": str(folder / "train.jsonl"), "val": str(folder / "val.jsonl")}
     rows |= {"batch_size": 4, "eval_batch_size": 8}
     if sft:
-        rows = {"train": "python:litgrpo.data.examples.problems.supervised?size=60"}
+        rows = {"train": "python:litgrpo.data.examples.problems.demonstrations?size=60"}
         rows |= {"batch_size": 8}
     else:
         options |= {

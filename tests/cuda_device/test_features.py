@@ -28,7 +28,7 @@ pytestmark = [
 # Largest distance of the final weights, as a fraction of how far training moved them. In float32
 # both devices compute the same up to rounding. In bfloat16 rounding changes some sampled tokens, so
 # this only bounds the step; the last test here compares given tokens.
-TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 1.5}
+TOLERANCE = {"32-true": 1e-3, "bf16-mixed": 1.5}
 # Rewards of these depend on the sampled text, and dropout masks on the generator of the device.
 CHAOTIC = {"dropout", "lora_dropout"}
 CHAOTIC_IF_ROUNDED = {"tools", "turns_chat", "turns_t5", "reward_model"}
@@ -39,6 +39,7 @@ def inputs(tmp_path_factory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.filterwarnings("ignore:prompts are plain texts")  # without the list of tools
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_trains_as_on_the_cpu(name, precision, inputs, tmp_path, monkeypatch):
