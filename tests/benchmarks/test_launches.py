@@ -10,10 +10,11 @@ PAGE = "before\n<!-- launches -->\nNot run.\n<!-- end -->\nafter\n"
 @on_cuda()
 def test_an_iteration_is_counted_by_phase():
     counts = launches.count_iteration(launches.SHAPES["tiny"], new=12)
-    # Decoding is counted without reading the prompts, and every token the same.
+    # Decoding is counted without reading the prompts; a token is one replay of a recorded step.
     assert counts.rollout.launches > counts.prompts.launches > 0
     longer = launches.count_iteration(launches.SHAPES["tiny"], new=20)
-    assert longer.token.launches == pytest.approx(counts.token.launches, rel=0.1)
+    assert 8 <= longer.rollout.launches - counts.rollout.launches < 16
+    assert longer.rollout.waits - counts.rollout.waits <= 1  # every 16 tokens
     assert longer.rollout.num_bytes > counts.rollout.num_bytes
     assert counts.token.num_bytes > counts.least_bytes
     # All 64 rows have a gradient, and the step is taken, not skipped for its values.
