@@ -46,6 +46,13 @@ def test_teams_wait_only_while_others_need_the_cores(contention):
     assert threading.active_count() == alone
 
 
+def test_a_process_that_continues_with_one_thread_has_no_teams(contention):
+    torch.set_num_threads(1)
+    alone = threading.active_count()
+    contention.follow(others=float(CORES))
+    assert threading.active_count() == alone
+
+
 def test_teams_have_more_threads_than_there_are_cores_and_keep_the_number_per_operation(contention):
     before = threading.active_count()
     contention.follow(others=float(CORES))

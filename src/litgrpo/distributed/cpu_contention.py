@@ -77,9 +77,10 @@ class CpuContention:
         Args:
             others: cores that other processes used, such as 0.5.
         """
-        is_busy = others + torch.get_num_threads() > len(os.sched_getaffinity(0)) + MARGIN
+        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        is_busy = threads > 1 and others + threads > cores + MARGIN
         if is_busy and self._teams is None:
-            self._teams = WaitingTeams(len(os.sched_getaffinity(0)))
+            self._teams = WaitingTeams(cores, threads)
             if not self._was_told:
                 rank_zero_info(
                     f"Other processes use {others:.1f} CPU cores: while they do, OpenMP threads "
@@ -100,11 +101,12 @@ class WaitingTeams:
 
     Args:
         cores: number of cores.
+        threads: of each team, at least 2.
     """
 
-    def __init__(self, cores: int) -> None:
-        self._done = threading.Event()
-        teams = cores // (torch.get_num_threads() - 1) + 1
+    def __init__(self, cores: int, threads: int) -> None:
+        self._done, self._size = threading.Event(), GRAIN_SIZE * threads
+        teams = cores // (threads - 1) + 1
         self._formed = threading.Barrier(teams + 1)
         self._threads = [threading.Thread(target=self._wait, daemon=True) for _ in range(teams)]
         for thread in self._threads:
@@ -112,7 +114,7 @@ class WaitingTeams:
         self._formed.wait()
 
     def _wait(self) -> None:
-        torch.ones(GRAIN_SIZE * torch.get_num_threads()).add_(1)
+        torch.ones(self._size).add_(1)
         self._formed.wait()
         self._done.wait()
 

@@ -145,6 +145,8 @@ class Scratch:
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+        from litgrpo.models.weights import move_tied
+
         self._check_architecture()
         ids = {
             "pad_token_id": tokenizer.pad_token_id,
@@ -159,7 +161,7 @@ class Scratch:
         device = torch.get_default_device()
         with seeded_on_cpu(seed):
             model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        return model.to(device)
+        return move_tied(model, device)
 
     def _check_architecture(self) -> None:
         """Check names; transformers' configs accept any keyword, so a typo would be ignored."""

@@ -172,7 +172,18 @@ def load_weights(
             f"{'; '.join(found)}. Missing weights would be random. Save the whole model again by "
             "save_pretrained, or use the config that belongs to these weights."
         )
-    return model.to(device) if device.type != "cpu" else model
+    return move_tied(model, device)
+
+
+def move_tied(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model from the CPU to a device, with tied weights still tied.
+
+    XLA gives each name of a tied weight a tensor of its own.
+    """
+    if device.type != "cpu":
+        model.to(device)  # type: ignore[arg-type]
+        model.tie_weights()
+    return model
 
 
 def _join_names(names: Iterable[str]) -> str:
