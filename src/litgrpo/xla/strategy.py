@@ -139,11 +139,13 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
         self.divide(tensor, shard_dim(tensor.shape[:1], self.num_chips, min_size=0))
 
     def model_to_device(self) -> None:
-        """Move the module and shard its parameters."""
+        """Move the module, shard its parameters and replicate its buffers."""
         super().model_to_device()
         assert self.model is not None
         for parameter in self.model.parameters():
             self.divide_weight(parameter)
+        for buffer in self.model.buffers():
+            self.divide(buffer, None)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Shard gradients like parameters before the program ends, or each chip holds them all."""
