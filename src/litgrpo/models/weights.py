@@ -178,7 +178,7 @@ def load_weights(
 def move_tied(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Move a model from the CPU to a device, with tied weights still tied.
 
-    XLA gives each name of a tied weight a tensor of its own.
+    XLA gives each name of a tied weight a separate tensor.
     """
     if device.type != "cpu":
         model.to(device)  # type: ignore[arg-type]
