@@ -93,7 +93,7 @@ def sizes_of(grpo):
 
 
 def give_memory(monkeypatch, free_bytes):
-    monkeypatch.setattr(Backend, "free_memory", lambda self: free_bytes)
+    monkeypatch.setattr(Backend, "available_memory", lambda self: free_bytes)
 
 
 def test_sizes_follow_free_memory_and_a_resumed_run_keeps_them(tmp_path, monkeypatch):

@@ -45,8 +45,8 @@ class CudaBackend(Backend):
         current.wait_stream(self._stream)
         return graph.replay
 
-    def free_memory(self) -> int | None:
-        """See `Backend.free_memory`."""
+    def available_memory(self) -> int | None:
+        """See `Backend.available_memory`."""
         free, _ = torch.cuda.mem_get_info(self.device)
         # Torch keeps blocks of freed tensors for itself, which the driver counts as used.
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

@@ -123,7 +123,7 @@ class Backend:
         """
         return {}
 
-    def free_memory(self) -> int | None:
+    def available_memory(self) -> int | None:
         """Bytes of the device's memory that this process can still use; None: decide without it.
 
         Sizes that follow it decide in which order sums are rounded, so a CPU, whose free memory is

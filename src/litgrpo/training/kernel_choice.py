@@ -51,7 +51,7 @@ def choose_sizes(policy: Policy, device: torch.device) -> DeviceSizes | None:
         policy: the policy that is trained, on any device.
         device: where it is trained.
     """
-    free = backend(device).free_memory()
+    free = backend(device).available_memory()
     if free is None:
         return None
     for parameter in policy.parameters():
@@ -76,7 +76,7 @@ def _kept_bytes_per_token(policy: Policy) -> float:
 def follows_memory(module: LightningModule) -> bool:
     """Check that sizes follow the memory of the device that a module is trained on."""
     device = module.trainer.strategy.root_device if is_attached(module) else module.device
-    return backend(device).free_memory() is not None
+    return backend(device).available_memory() is not None
 
 
 def set_logits(module: LightningModule, logits: int) -> None:

@@ -104,6 +104,11 @@ class LocalEngine(RolloutEngine):
                 buffer.write_steps(steps, sampler.is_end)
         return buffer.rollout(prompts, request.group_size)
 
+    def _sync_every(self, request: RolloutRequest) -> int:
+        """Return the number of tokens between checks for finished rows."""
+        records = backend(request.uniforms.device).records_steps
+        return self.sync_every_tokens or (CHECK_RECORDED_EVERY if records else 1)
+
     def _can_record(self, request: RolloutRequest) -> bool:
         """Return True if the device, the model and the filters allow recorded steps.
 
@@ -124,7 +129,7 @@ class LocalEngine(RolloutEngine):
             request,
             sampler.is_end,
             backend(request.policy.model.device),
-            self.sync_every_tokens or CHECK_RECORDED_EVERY,
+            self._sync_every(request),
             buffer.write_rows,
         )
         for first in range(0, len(request.prompts), at_once):
@@ -136,9 +141,7 @@ class LocalEngine(RolloutEngine):
         group_size, length = request.group_size, request.uniforms.shape[1]
         waiting, batch, step, full = len(request.prompts), None, 0, 0
         # Finished rows occupy slots until the next check, so short completions check more often.
-        records = backend(request.uniforms.device).records_steps
-        sync_every = self.sync_every_tokens or (CHECK_RECORDED_EVERY if records else 1)
-        sync_every = min(sync_every, max(1, length // 4))
+        sync_every = min(self._sync_every(request), max(1, length // 4))
         watch = None if request.stops is None else request.stops.watch(request.uniforms)
         while waiting or batch is not None:
             free = slots - (0 if batch is None else len(batch.cursor))

@@ -202,8 +202,8 @@ class RecordedDecoder:
         """Hand over the rows that are not active."""
         numbers = {
             cell: number
-            for cell, (number, goes_on) in enumerate(zip(rows.numbers, active, strict=True))
-            if number is not None and not goes_on
+            for cell, (number, is_active) in enumerate(zip(rows.numbers, active, strict=True))
+            if number is not None and not is_active
         }
         if numbers:
             self.finish(list(numbers.values()), list(numbers), rows.output)
