@@ -535,9 +535,14 @@ def test_the_kernel_kills_a_sandbox_first_if_the_machine_runs_out_of_memory(run)
 
 
 def test_a_sandbox_that_nobody_waits_for_is_held_to_its_limits():
-    code = (
-        "import os, time\nfor _ in range(9): os.fork() or time.sleep(60 * len(bytearray(40 << 20)))"
-    )
+    code = """
+import os, time
+for _ in range(9):
+    if os.fork() == 0:
+        memory = bytearray(40 << 20)
+        break
+time.sleep(60)
+"""
     running = sandbox.start(code, sandbox.SandboxLimits(seconds=60.0, memory_mib=128))
     running.process.wait(30)
     assert running.wait().exceeded == "memory_mib"
