@@ -183,7 +183,7 @@ def gradient(objective: Objective) -> torch.Tensor:
         completion_ids=torch.zeros(4, 5, dtype=torch.long),
         completion_mask=mask,
         loss_mask=mask,
-        sampler_logprobs=now,
+        sampler_logprobs=now.clone(),
         advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),
         loss_weights=objective.loss_weights(mask, truncated, 8, dtype=torch.float64),
     )

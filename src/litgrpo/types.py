@@ -577,6 +577,8 @@ class TrainingBatch:
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None: the
             current policy is the old one (ratio 1), see `RolloutLogprobs`.
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
+        selected: [M, C] True marks a token that the surrogate selected among all of the optimizer
+            step; None before `Objective.select_tokens`, or if the surrogate selects none.
 
     Example:
         Two completions of one prompt, of 2 and 1 tokens, aggregated by `token_mean`::
@@ -606,6 +608,7 @@ class TrainingBatch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     candidate_ids: Tensor | None = None
+    selected: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
@@ -644,6 +647,7 @@ class TrainingBatch:
             loss_weights=self.loss_weights,
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
+            selected=self.selected,
         )
 
     def select(self, rows: Tensor) -> TrainingBatch:

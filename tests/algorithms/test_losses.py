@@ -12,12 +12,15 @@ from litgrpo.algorithms.losses import (
     CISPO,
     DPPO,
     GMPO,
+    M2PO,
     RATIO_MAX,
     SAPO,
     VESPO,
+    ClipCov,
     Clipped,
     ConstantLength,
     ImportanceCorrection,
+    KLCov,
     MicroBatchTokenMean,
     Objective,
     PolicyGradient,
@@ -63,6 +66,11 @@ ALGORITHMS = PUBLISHED | {
         kl_mask_threshold=0.01,
     ),
     "sequence_token": Objective(importance_sampling_level="sequence_token", surrogate=CISPO()),
+    "some dropped": Objective(surrogate=ClipCov(frac=1.0, min_cov=0.0)),
+    "some penalized": Objective(
+        surrogate=KLCov(frac=0.3), importance_correction=ImportanceCorrection()
+    ),
+    "largest dropped": Objective(surrogate=M2PO(0.01, Clipped()), kl_coef=0.1),
 }
 LENGTHS = torch.tensor([5, 1, 3, 0, 4, 5])
 TRUNCATED = torch.tensor([True, False, False, False, False, False])
@@ -100,6 +108,7 @@ def gradients(objective, now, entropy, training_batch, groups):
     """Total loss and gradients over the given micro-batches, in that order."""
     now, entropy = now.clone().requires_grad_(), entropy.clone().requires_grad_()
     totals = objective.entropy_totals(training_batch.loss_weights, entropy)
+    training_batch = objective.select_tokens(training_batch, TokenLogprobs(now, entropy))
     total = 0.0
     for rows in groups:
         # A selection is as wide as its longest row; the whole batch keeps its padding.

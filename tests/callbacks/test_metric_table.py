@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, KLCov, Objective
 from litgrpo.callbacks.metric_table import (
     METRICS,
     PLACEHOLDER,
@@ -83,6 +83,7 @@ def of_grpo(folder) -> set[str]:
         kl_coef=0.1,
         entropy_coef=0.01,
         top_entropy_quantile=0.5,
+        surrogate=KLCov(),
         importance_correction=ImportanceCorrection(),
     )
     module = GRPO(

@@ -5,9 +5,12 @@ from litgrpo.algorithms.losses import (
     CISPO,
     DPPO,
     GMPO,
+    M2PO,
     SAPO,
     VESPO,
+    ClipCov,
     Clipped,
+    KLCov,
     Objective,
     PolicyGradient,
 )
@@ -90,4 +93,7 @@ PUBLISHED = {
     "reinforce_pp_baseline": Objective(
         Whitened(), kl_coef=0.01, kl_estimator="k2", kl_bias_correction=False
     ),
+    "clip_cov": Objective(surrogate=ClipCov()),
+    "kl_cov": Objective(surrogate=KLCov()),
+    "m2po": Objective(old_policy="sampler", surrogate=M2PO()),
 }

@@ -28,7 +28,7 @@ class Listening:
     """One of two processes that are computed in turns, see `in_turns`.
 
     Args:
-        known: sums and maxima of both processes, as far as they are known.
+        known: answers to both processes, as far as they are known.
     """
 
     world_size = 2
@@ -36,25 +36,31 @@ class Listening:
     def __init__(self, known: list[Tensor]) -> None:
         self.known = known
         self.asked: list[Tensor] = []
-        self.largest: list[bool] = []  # whether a maximum was asked for
+        self.joined: list[Callable[[list[Tensor]], Tensor]] = []  # how the answers are joined
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of both where it is known, else the value."""
-        return self._answer(value, largest=False)
+        return self._answer(value, lambda values: torch.stack(values).sum(0))
 
     def max(self, value: Tensor) -> Tensor:
         """The maximum of both where it is known, else the value."""
-        return self._answer(value, largest=True)
+        return self._answer(value, lambda values: torch.stack(values).amax(0))
 
-    def _answer(self, value: Tensor, *, largest: bool) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of both where they are known, padded with NaN, else the values."""
+        return self._answer(values, _concatenate)
+
+    def _answer(self, value: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
         self.asked.append(value)
-        self.largest.append(largest)
+        self.joined.append(join)
         number = len(self.asked)
         return self.known[number - 1] if number <= len(self.known) else value
 
-    def gather(self, values: Tensor) -> Tensor:
-        """Not asked for."""
-        raise NotImplementedError
+
+def _concatenate(values: list[Tensor]) -> Tensor:
+    longest = max(map(len, values))
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(part, (0, longest - len(part)), value=torch.nan) for part in values])
 
 
 def in_turns(*processes: Callable[[Listening], Tensor]) -> list[Tensor]:
@@ -66,5 +72,4 @@ def in_turns(*processes: Callable[[Listening], Tensor]) -> list[Tensor]:
         position = len(known)
         if position == len(comms[0].asked):
             return results
-        asked = torch.stack([comm.asked[position] for comm in comms])
-        known.append(asked.amax(0) if comms[0].largest[position] else asked.sum(0))
+        known.append(comms[0].joined[position]([comm.asked[position] for comm in comms]))

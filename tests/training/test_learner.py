@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.losses import RATIO_MAX, ImportanceCorrection, Objective
+from litgrpo.algorithms.losses import M2PO, RATIO_MAX, ImportanceCorrection, KLCov, Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.memory import free_memory, is_out_of_memory
@@ -87,6 +87,8 @@ OBJECTIVES = {
     "plain": Objective(),
     "kl": Objective(kl_coef=0.1),
     "entropy": Objective(entropy_coef=0.1, top_entropy_quantile=0.4),
+    "selected": Objective(surrogate=KLCov(frac=0.3)),
+    "dropped": Objective(surrogate=M2PO(max_second_moment=0.01), top_entropy_quantile=0.6),
 }
 
 

@@ -12,13 +12,19 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import Advantages, Normalized
+from litgrpo.algorithms.token_selection import (
+    covariance,
+    largest_second_moments,
+    smallest,
+    token_keys,
+)
 from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm, SingleProcess
@@ -43,6 +49,7 @@ class SurrogateInputs:
         advantages: [M, C] A.
         mask: [M, C] tokens that contribute to the loss.
         correction: [M, C] or [M, 1] importance weight of the trainer over the sampler.
+        selected: [M, C] tokens that a `StepSurrogate` selected; None for other surrogates.
 
     Example:
         One completion of two tokens, the second one became twice as likely::
@@ -63,6 +70,7 @@ class SurrogateInputs:
     advantages: Tensor
     mask: Tensor
     correction: Tensor
+    selected: Tensor | None = None
 
     @property
     def old_logprobs(self) -> Tensor:
@@ -332,6 +340,182 @@ class PolicyGradient(Surrogate):
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] loss."""
         return -inputs.advantages * inputs.logprobs * inputs.correction
+
+
+class StepSurrogate(Surrogate):
+    """A surrogate that treats some tokens differently, selected among all of the optimizer step.
+
+    `Objective.select_tokens` calls `select` once per step, before it is split into micro-batches.
+
+    Example:
+        Drop the tokens of the lowest probability::
+
+            @dataclass(frozen=True)
+            class DropUnlikely(StepSurrogate):
+                surrogate: Surrogate = field(default_factory=Clipped)
+
+                def select(self, inputs, keys, comm):
+                    return smallest(inputs.logprobs.where(inputs.mask, torch.nan), 10, keys, comm)
+
+                def __call__(self, inputs):
+                    return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
+    """
+
+    surrogate: Surrogate
+
+    def __post_init__(self) -> None:
+        """Check that only one surrogate selects tokens."""
+        if isinstance(self.surrogate, StepSurrogate):
+            inner, outer = type(self.surrogate).__name__, type(self).__name__
+            raise ValueError(
+                f"surrogate of {outer} is {inner}, which selects tokens as well; it must be one "
+                "that does not, such as Clipped"
+            )
+
+    @abstractmethod
+    def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
+        """[M, C] tokens to treat differently; False off `inputs.mask`.
+
+        Args:
+            inputs: all tokens of the step on this rank.
+            keys: [M, C] pseudorandom numbers, see `token_selection.token_keys`.
+            comm: of the ranks that share the step.
+        """
+
+    def find_clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+        """[M, C] tokens that the inner surrogate clips."""
+        return self.surrogate.find_clipped(inputs)
+
+
+def build_unclipped() -> Clipped:
+    """Return the surrogate -w A."""
+    return Clipped(clip_low=1.0, clip_high=math.inf)
+
+
+@dataclass(frozen=True)
+@check_field_types
+class ClipCov(StepSurrogate):
+    """Clip-Cov: a few random tokens of high covariance lose their gradient, against entropy loss.
+
+    The covariance of a token is (l - mean of l) (A - mean of A), over all tokens of the optimizer
+    step. Tokens that the inner surrogate clips are not selected. The random choice is a hash of the
+    text, so it does not depend on micro-batches or ranks. Source: arXiv:2505.22617, equations 10 to
+    12; verl: `clip_cov`, which selects in each micro-batch.
+
+    Args:
+        frac: fraction of all tokens of the step to select, at least one token (verl:
+            clip_cov_ratio).
+        min_cov: only tokens of a larger covariance are selected (verl: clip_cov_lb).
+        max_cov: only tokens of a smaller covariance are selected (verl: clip_cov_ub).
+        surrogate: loss of the other tokens; the default is that of the authors' runs, ratios
+            between 0 and 2.
+    """
+
+    frac: float = 2e-4
+    min_cov: float = 1.0
+    max_cov: float = 5.0
+    surrogate: Surrogate = field(default_factory=lambda: Clipped(1.0, 1.0))
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        _check_frac(self.frac)
+        if not self.min_cov < self.max_cov:
+            raise ValueError(f"min_cov {self.min_cov}, max_cov {self.max_cov}: must be min < max")
+
+    def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
+        """[M, C] random tokens of a covariance between the limits."""
+        cov = covariance(inputs.logprobs, inputs.advantages, inputs.mask, comm)
+        low, high = self.find_clipped(inputs)
+        eligible = inputs.mask & (cov > self.min_cov) & (cov < self.max_cov) & ~(low | high)
+        number = max(1, int(self.frac * comm.sum(inputs.mask.sum())))
+        return smallest(keys.where(eligible, torch.nan), number, keys, comm)
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss of the inner surrogate; 0 for selected tokens."""
+        assert inputs.selected is not None
+        return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
+
+
+@dataclass(frozen=True)
+@check_field_types
+class KLCov(StepSurrogate):
+    """KL-Cov: the tokens of highest covariance are held near the old policy, against entropy loss.
+
+    They get a penalty coef |s|; the covariance is that of `ClipCov`. In the first optimizer step of
+    a rollout s is 0, and so is the penalty's gradient. Source: arXiv:2505.22617, equations 10, 13
+    and 14; verl: `kl_cov`, which selects in each micro-batch.
+
+    Args:
+        frac: fraction of all tokens of the step to select, at least one token; the authors take
+            2e-3 with 7B and 2e-4 with 32B parameters (verl: kl_cov_ratio).
+        coef: coefficient of the penalty (verl: ppo_kl_coef).
+        surrogate: loss of all tokens; the default is -w A, without a clip.
+    """
+
+    frac: float = 2e-3
+    coef: float = 1.0
+    surrogate: Surrogate = field(default_factory=build_unclipped)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        _check_frac(self.frac)
+        if not 0 <= self.coef < math.inf:
+            raise ValueError(f"coef is {self.coef}; it must be >= 0")
+
+    def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
+        """[M, C] the tokens of highest covariance."""
+        cov = covariance(inputs.logprobs, inputs.advantages, inputs.mask, comm)
+        number = max(1, int(self.frac * comm.sum(inputs.mask.sum())))
+        return smallest((-cov).where(inputs.mask, torch.nan), number, keys, comm)
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss of the inner surrogate; with the penalty for selected tokens."""
+        assert inputs.selected is not None
+        penalty = self.coef * inputs.log_ratio.abs() * inputs.correction
+        return self.surrogate(inputs) + torch.where(inputs.selected, penalty, 0.0)
+
+
+@dataclass(frozen=True)
+@check_field_types
+class M2PO(StepSurrogate):
+    """M2PO: drops the tokens of the largest s^2 until the mean of s^2 is at most a limit.
+
+    Only tokens that a clip could affect are counted and dropped: those of positive advantage that
+    became more likely, and those of negative advantage that became less likely. Stale rollouts then
+    lose far fewer tokens than by a clip. Source: arXiv:2510.01161, algorithm 1; AReaL:
+    `m2_threshold`, which counts all tokens.
+
+    Args:
+        max_second_moment: largest mean of s^2 over the optimizer step, in nats^2.
+        surrogate: loss of the tokens that are left; the default is -w A, without a clip.
+    """
+
+    max_second_moment: float = 0.04
+    surrogate: Surrogate = field(default_factory=build_unclipped)
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        super().__post_init__()
+        if not self.max_second_moment >= 0:
+            raise ValueError(f"max_second_moment is {self.max_second_moment}; it must be >= 0")
+
+    def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
+        """[M, C] the tokens to drop."""
+        affected = inputs.mask & (inputs.log_ratio * inputs.advantages > 0)
+        return largest_second_moments(inputs.log_ratio, affected, self.max_second_moment, comm)
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss of the inner surrogate; 0 for selected tokens."""
+        assert inputs.selected is not None
+        return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
+
+
+def _check_frac(frac: float) -> None:
+    """Reject a fraction of tokens outside of (0, 1]."""
+    if not 0 < frac <= 1:
+        raise ValueError(f"frac is {frac}; it must be above 0 and at most 1")
 
 
 # --- importance ratios ---
@@ -704,7 +888,9 @@ class Objective:
                 "old_policy is sampler, so the ratio already corrects for the sampler; set "
                 "importance_correction to null, or old_policy to before_update"
             )
-        if isinstance(self.surrogate, DPPO) and self.importance_sampling_level != "token":
+        base = self.surrogate
+        base = base.surrogate if isinstance(base, StepSurrogate) else base
+        if isinstance(base, DPPO) and self.importance_sampling_level != "token":
             raise ValueError(
                 f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
                 "the probabilities of single tokens; set it to token"
@@ -742,6 +928,11 @@ class Objective:
     def needs_entropy(self) -> bool:
         """True if `entropy_totals` needs every token's entropy before the step."""
         return self.top_entropy_quantile < 1
+
+    @property
+    def selects_tokens(self) -> bool:
+        """True if `select_tokens` needs every token's log-probability before the step."""
+        return isinstance(self.surrogate, StepSurrogate)
 
     def token_advantages(
         self, rewards: RewardTable, mask: Tensor, comm: Comm = ALONE, turns: Turns | None = None
@@ -818,6 +1009,23 @@ class Objective:
             in_loss = in_loss & (counted >= threshold)
         return EntropyTotals(comm.sum(in_loss.sum()).clamp(min=1), threshold)
 
+    def select_tokens(
+        self, batch: TrainingBatch, new: TokenLogprobs | None = None, comm: Comm = ALONE
+    ) -> TrainingBatch:
+        """Return all rows of an optimizer step with the tokens that its surrogate selects.
+
+        Args:
+            batch: all rows of the step on this rank.
+            new: [M, C] before the step; needed only if `selects_tokens`.
+            comm: of the ranks that share the step.
+        """
+        if not isinstance(self.surrogate, StepSurrogate):
+            return batch
+        assert new is not None, f"{type(self.surrogate).__name__} needs log-probabilities"
+        with torch.no_grad():
+            inputs = self._surrogate_inputs(new, batch)
+            return replace(batch, selected=self.surrogate.select(inputs, token_keys(batch), comm))
+
     def loss(
         self, new: TokenLogprobs, batch: TrainingBatch, totals: EntropyTotals | None = None
     ) -> LossOutput:
@@ -828,10 +1036,11 @@ class Objective:
             batch: M completions; without `old_logprobs` the current policy is the old one: there is
                 one optimizer step per rollout.
             totals: of the step, for the entropy bonus and mask; None if these are all its
-                rows.
+                rows. If they are given, the batch has passed `select_tokens`.
         """
         if totals is None:
             totals = self.entropy_totals(batch.loss_weights, new.entropy)
+            batch = self.select_tokens(batch, new)
         inputs = self._surrogate_inputs(new, batch)
         in_loss = batch.loss_weights != 0
         entropy = torch.where(in_loss, new.entropy, 0.0)
@@ -854,6 +1063,8 @@ class Objective:
         stats["policy/clip_low_frac"], stats["policy/clip_high_frac"] = low, high
         if kept is not in_loss:
             stats["policy/kept_frac"] = kept
+        if inputs.selected is not None:
+            stats["policy/selected_frac"] = inputs.selected
         if self.importance_correction is not None:
             stats["policy/sampler_weight"] = inputs.correction
         if self.log_ratio_coef > 0:
@@ -899,4 +1110,6 @@ class Objective:
             correction = self.importance_correction(old, batch.sampler_logprobs, in_loss)
         ratio = RATIOS[self.importance_sampling_level](log_ratio, in_loss)
         advantages = torch.where(in_loss, batch.advantages, 0.0)
-        return SurrogateInputs(logprobs, log_ratio, ratio, advantages, in_loss, correction)
+        return SurrogateInputs(
+            logprobs, log_ratio, ratio, advantages, in_loss, correction, batch.selected
+        )

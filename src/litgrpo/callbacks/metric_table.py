@@ -318,6 +318,11 @@ METRICS: dict[str, Metric] = {
         "(top_entropy_quantile, off_policy_mask_threshold).",
         unit="fraction",
     ),
+    "policy/selected_frac": Metric(
+        "Fraction of tokens that the surrogate selected, if it selects some "
+        "(ClipCov, KLCov, M2PO).",
+        unit="fraction",
+    ),
     "policy/sampler_mismatch": Metric(
         "Mean |log p_policy - log p_sampler| (nats per token) over the rows of the first "
         "optimizer step, before it.",

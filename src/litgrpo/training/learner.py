@@ -306,7 +306,7 @@ class Learner:
             batch: M rows of a mini-batch.
             limits: of a micro-batch.
         """
-        totals = self.entropy_totals(batch)
+        batch, totals = self.prepare_step(batch)
         # Without a KL or entropy term, rows with zero advantage have no gradient: skip their pass.
         rows = None if self.objective.needs_all_rows else rows_with_gradient(batch)
         for micro in self.micro_batching.split(batch, rows, limits):
@@ -338,17 +338,20 @@ class Learner:
         loss_of_step = torch.stack([loss * self.comm.world_size, one])
         return stats | {"policy/loss": loss_of_step, "optim/grad_norm": torch.stack([norm, one])}
 
-    def entropy_totals(self, batch: TrainingBatch) -> EntropyTotals:
-        """Compute the numbers that all micro-batches of an optimizer step share."""
-        # A quantile of all tokens of the step needs their entropies before the first backward pass.
-        entropy = None
-        if self.objective.needs_entropy:
-            limits = self.limits
-            entropy = self.micro_batching.compute_logprobs(
-                batch.tokens, self.logprobs, limits
-            ).entropy
+    def prepare_step(self, batch: TrainingBatch) -> tuple[TrainingBatch, EntropyTotals]:
+        """Compute what depends on all rows of an optimizer step, before it is split.
+
+        Returns:
+            The rows, with the tokens that the surrogate selects; totals of the step.
+        """
+        # A quantile, or a selection of tokens, needs all of them before the first backward pass.
+        before = None
+        if self.objective.needs_entropy or self.objective.selects_tokens:
+            before = self.micro_batching.compute_logprobs(batch.tokens, self.logprobs, self.limits)
+        entropy = None if before is None else before.entropy
         totals = self.objective.entropy_totals(batch.loss_weights, entropy, self.comm)
-        return self.micro_batching.on_device(totals)
+        batch = self.objective.select_tokens(batch, before, self.comm)
+        return batch, self.micro_batching.on_device(totals)
 
     def logprobs(self, tokens: TokenRows) -> TokenLogprobs:
         """Compute log-probabilities and entropies under the policy, with gradient."""
@@ -365,7 +368,7 @@ class Learner:
         Repeats a forward and a backward pass for each row, which only happens after a skipped step.
         """
         found: dict[int, str] = {}
-        totals = self.entropy_totals(batch)
+        batch, totals = self.prepare_step(batch)
         with gathered(self.policy):  # ranks have unequal numbers of rows
             trained = [p for p in self.policy.parameters() if p.requires_grad]
             for row in (batch.loss_weights != 0).any(1).nonzero():

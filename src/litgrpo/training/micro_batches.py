@@ -220,11 +220,11 @@ def mini_batches(num_rows: int, group_size: int, num_mini_batches: int) -> list[
 
 
 def rows_with_gradient(batch: TrainingBatch) -> Tensor:
-    """Return the rows that have a token with both a weight and an advantage.
+    """Return the rows that have a token with a weight, and an advantage or a selected token.
 
     Without a KL or entropy term the gradient of all other rows is 0; their tokens stay in the
-    denominators of the weights. One row is always kept, so that every rank takes part in every
-    optimizer step.
+    denominators of the weights. A selected token may have a penalty (`KLCov`). One row is always
+    kept, so that every rank takes part in every optimizer step.
 
     Args:
         batch: M rows.
@@ -232,6 +232,9 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     Returns:
         [m] row numbers, at least one.
     """
-    contributes = ((batch.advantages != 0) & (batch.loss_weights != 0)).any(1)
+    pushed = batch.advantages != 0
+    if batch.selected is not None:
+        pushed = pushed | batch.selected
+    contributes = (pushed & (batch.loss_weights != 0)).any(1)
     contributes[0] |= ~contributes.any()
     return contributes.nonzero().squeeze(1)

@@ -1,0 +1,110 @@
+"""Selections of tokens by a statistic over all tokens of an optimizer step.
+
+They are computed once per step, from the tokens of all ranks, and carried as a mask
+(`TrainingBatch.selected`). So they do not depend on micro-batches, padding or the number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from litgrpo.distributed.collectives import Comm
+from litgrpo.types import TrainingBatch
+
+HASH_BASE, HASH_MIX = 6364136223846793005, -4417276706812531889  # odd, of 64 bits
+KEY_BITS = 24  # a float32 holds them exactly
+
+
+def token_keys(batch: TrainingBatch) -> Tensor:
+    """[M, C] float32 pseudorandom number in [0, 1) of each token.
+
+    It is a hash of the prompt and of the completion up to the token: the same for any order of
+    rows, any padding and any number of ranks, unlike the numbers of a random generator.
+    """
+    # sum of (id + 1) * base^position modulo 2^64: a prefix sum of the real tokens.
+    prompts = _prefix_hashes(batch.prompt_ids, batch.prompt_mask)[:, -1:]
+    mixed = prompts[batch.prompt_of] * HASH_MIX
+    mixed = mixed + _prefix_hashes(batch.completion_ids, batch.completion_mask)
+    # The high bits depend on all others, the low ones do not: fold and multiply twice.
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> 32)) * HASH_MIX
+    high: Tensor = (mixed >> 32) & (2**KEY_BITS - 1)
+    return high.float().div(2**KEY_BITS)
+
+
+def _prefix_hashes(ids: Tensor, mask: Tensor) -> Tensor:
+    """[R, T] int64 hash of the masked tokens up to each position, modulo 2^64."""
+    powers = torch.full_like(ids, HASH_BASE, dtype=torch.int64).cumprod(1)
+    position = (mask.long().cumsum(1) - 1).clamp(min=0)
+    terms = (ids.long() + 1) * powers.gather(1, position)
+    return terms.masked_fill(~mask.bool(), 0).cumsum(1)
+
+
+def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
+    """[M, C] each token's term of the covariance of log-probability and advantage.
+
+    (l - mean of l) (A - mean of A), with the means over all tokens of the step. Its own mean is the
+    covariance, which is about the decrease of entropy per step. Source: arXiv:2505.22617, eq. 10.
+
+    Args:
+        logprobs: [M, C] l, under the current policy.
+        advantages: [M, C] A.
+        mask: [M, C] tokens of the loss.
+        comm: of the ranks that share the step.
+    """
+    kept = [torch.where(mask, value.detach().double(), 0.0) for value in (logprobs, advantages)]
+    sums = comm.sum(torch.stack([mask.sum().double(), *(value.sum() for value in kept)]))
+    l_mean, a_mean = sums[1:] / sums[0].clamp(min=1)
+    terms: Tensor = (kept[0] - l_mean) * (kept[1] - a_mean)
+    return terms.float()
+
+
+def smallest(values: Tensor, number: int, keys: Tensor, comm: Comm) -> Tensor:
+    """[M, C] True for the `number` smallest values of all ranks; all, if there are fewer.
+
+    Args:
+        values: [M, C] numbers to compare; NaN for tokens that cannot be chosen.
+        number: of tokens to choose, over all ranks; at least 1.
+        keys: [M, C] decide between equal values, see `token_keys`; tokens of equal values and keys
+            (the same text twice) are chosen together.
+        comm: of the ranks that share the step.
+    """
+    limit = _nth_smallest(values, number, comm)
+    below = values < limit
+    tied = keys.where(values == limit, torch.nan)
+    missing = number - int(comm.sum(below.sum()))
+    return below | (tied <= _nth_smallest(tied, missing, comm))
+
+
+def _nth_smallest(values: Tensor, number: int, comm: Comm) -> Tensor:
+    """[] the `number`-th smallest value of all ranks that is not NaN; NaN if there is none."""
+    known = comm.gather(values.flatten())
+    known = known[~known.isnan()].sort().values
+    limit: Tensor = (
+        known[min(number, len(known)) - 1] if len(known) else values.new_tensor(torch.nan)
+    )
+    return limit
+
+
+def largest_second_moments(log_ratio: Tensor, chosen: Tensor, limit: float, comm: Comm) -> Tensor:
+    """[M, C] the chosen tokens to drop: without them, the mean of s^2 is at most `limit`.
+
+    The largest s^2 are dropped first, equal ones together. Source: M2PO, arXiv:2510.01161,
+    algorithm 1.
+
+    Args:
+        log_ratio: [M, C] s.
+        chosen: [M, C] tokens that are counted and can be dropped.
+        limit: largest mean.
+        comm: of the ranks that share the step.
+    """
+    moments = log_ratio.detach().square().where(chosen, torch.nan)
+    known = comm.gather(moments.flatten())
+    known = known[~known.isnan()].sort().values
+    # The mean of the n smallest rises with n, so the means up to the limit are the first ones.
+    count = torch.arange(1, len(known) + 1, device=known.device)
+    num_kept = int((known.double().cumsum(0) / count <= limit).sum())
+    if num_kept == len(known):
+        return torch.zeros_like(chosen)
+    return moments >= known[num_kept]
