@@ -44,7 +44,8 @@ class HostMasks(NamedTuple):
 
     Args:
         prompt_mask, prompt_of, completion_mask: see `TokenRows`.
-        generated: [M, C] True marks a token that the policy sampled.
+        generated: [M, C] True marks a token whose log-probability is computed: those that the
+            policy sampled, and others with a cross-entropy loss.
 
     Example:
         One completion of two tokens, and its prompt of one::
@@ -67,8 +68,9 @@ class HostMasks(NamedTuple):
         """Copy the masks of rows to the host, with one wait; masks on the host stay the same."""
         mask = rows.completion_mask
         masks = [rows.prompt_mask, rows.prompt_of, mask]
-        if rows.loss_mask is not None and rows.loss_mask is not mask:
-            masks.append(rows.loss_mask)
+        predicted = rows.predicted
+        if predicted is not None and predicted is not mask:
+            masks.append(predicted)
         if mask.device.type != "cpu":
             sizes = [each.numel() for each in masks]
             whole = torch.split(torch.cat([each.flatten().int() for each in masks]).cpu(), sizes)
@@ -138,7 +140,8 @@ class TokenRows:
         candidate_ids: [M, C, S] ids of the tokens that could be sampled, filled with -1. The
             log-probabilities of sampler, policy and reference are renormalized over these. None:
             every token.
-        loss_mask: [M, C] True marks a token that the policy sampled; None: all real tokens.
+        loss_mask: [M, C] True marks a token whose log-probability is computed: those that the
+            policy sampled, and others with a cross-entropy loss; None: all real tokens.
 
     Example:
         >>> rows = TokenRows(
@@ -174,6 +177,11 @@ class TokenRows:
     def lengths(self) -> Tensor:
         """[M] tokens of each completion that a model reads."""
         return self.completion_mask.sum(1)
+
+    @property
+    def predicted(self) -> Tensor | None:
+        """The loss mask."""
+        return self.loss_mask
 
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
@@ -579,6 +587,8 @@ class TrainingBatch:
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
         selected: [M, C] True marks a token that the surrogate selected among all of the optimizer
             step; None before `Objective.select_tokens`, or if the surrogate selects none.
+        nll_weights: [M, C] weight of -log p of each token in the loss of its optimizer step, which
+            adds a cross-entropy loss; None without one.
 
     Example:
         Two completions of one prompt, of 2 and 1 tokens, aggregated by `token_mean`::
@@ -609,6 +619,7 @@ class TrainingBatch:
     ref_logprobs: Tensor | None = None
     candidate_ids: Tensor | None = None
     selected: Tensor | None = None
+    nll_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
@@ -624,6 +635,13 @@ class TrainingBatch:
         return HostMasks.of(self)
 
     @property
+    def predicted(self) -> Tensor:
+        """[M, C] True marks a token whose log-probability the loss needs."""
+        if self.nll_weights is None:
+            return self.loss_mask
+        return self.loss_mask | (self.nll_weights != 0)
+
+    @property
     def tokens(self) -> TokenRows:
         """The rows as input of a model."""
         rows = TokenRows(
@@ -633,7 +651,7 @@ class TrainingBatch:
             completion_ids=self.completion_ids,
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
-            loss_mask=self.loss_mask,
+            loss_mask=self.predicted,
         )
         if "on_host" in self.__dict__:
             rows.__dict__["on_host"] = self.on_host
@@ -642,12 +660,14 @@ class TrainingBatch:
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
         return self.tokens.row_fields() | _without_none(
+            loss_mask=self.loss_mask,
             sampler_logprobs=self.sampler_logprobs,
             advantages=self.advantages,
             loss_weights=self.loss_weights,
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
             selected=self.selected,
+            nll_weights=self.nll_weights,
         )
 
     def select(self, rows: Tensor) -> TrainingBatch:

@@ -100,6 +100,16 @@ def test_kl_cov_takes_the_token_of_largest_covariance_by_hand():
     assert loss.item() == pytest.approx((4 + 1) / 4)
 
 
+def test_the_penalty_of_kl_cov_has_no_gradient_from_rounding():
+    new, rows = tokens([-1.0, -1.0, -4.0], [1.0, -1.0, 2.0], old=[-1.00001, -0.99999, -4.00001])
+    now = new.logprobs.requires_grad_()
+    surrogate = KLCov(frac=1.0, coef=9.0, surrogate=PolicyGradient())
+
+    Objective(surrogate=surrogate).loss(TokenLogprobs(now, new.entropy), rows).loss.backward()
+
+    torch.testing.assert_close(now.grad, -rows.advantages / 3)
+
+
 def test_clip_cov_drops_only_tokens_between_the_limits_by_hand():
     # The terms are 1, -1, -4 and 0, as above.
     new, rows = tokens([-1.0, -1.0, -4.0, -2.0], [1.0, -1.0, 2.0, -2.0])
@@ -298,6 +308,21 @@ def test_keys_are_uniform_and_differ_by_prompt_prefix_and_position():
         completion_mask=torch.ones_like(rows.completion_mask),
     )
     assert len(token_keys(same).unique()) == 4 * 50
+
+
+def test_a_key_does_not_depend_on_where_the_completion_begins():
+    _, rows = batch(num_rows=4, prompts=4)
+    expected = token_keys(rows)
+
+    # The first two completion tokens become the end of the prompt.
+    later = replace(
+        rows,
+        prompt_ids=torch.cat([rows.prompt_ids, rows.completion_ids[:, :2]], 1),
+        prompt_mask=torch.cat([rows.prompt_mask, rows.completion_mask[:, :2]], 1),
+        **{name: value[:, 2:] for name, value in rows.row_fields().items()},
+    )
+
+    assert torch.equal(token_keys(later)[later.loss_mask], expected[:, 2:][later.loss_mask])
 
 
 def test_the_loss_needs_the_selection_of_the_whole_step():

@@ -4,7 +4,13 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from litgrpo.algorithms.losses import ImportanceCorrection, KLCov, Objective
+from litgrpo.algorithms.losses import (
+    ImportanceCorrection,
+    KLCov,
+    KLInReward,
+    Objective,
+    PositiveNLL,
+)
 from litgrpo.callbacks.metric_table import (
     METRICS,
     PLACEHOLDER,
@@ -29,6 +35,7 @@ MODEL = "builtin:tiny-gemma2"
 # Of runs with an environment; see tests/training/test_episode_setup.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
+OF_EPISODES |= {"policy/observation_nll"}
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
 
@@ -84,6 +91,8 @@ def of_grpo(folder) -> set[str]:
         entropy_coef=0.01,
         top_entropy_quantile=0.5,
         surrogate=KLCov(),
+        positive_nll=PositiveNLL(min_reward=0.1),
+        kl_in_reward=KLInReward(),
         importance_correction=ImportanceCorrection(),
     )
     module = GRPO(

@@ -96,6 +96,16 @@ PROBES = [
     ),
     Probe("kl_coef nan", f"{QUICK} --model.objective.kl_coef .nan", ("kl_coef is nan",)),
     Probe(
+        "a loss of observations without an environment",
+        f"{QUICK} --model.objective.observation_nll_coef 0.1",
+        ("observation_nll_coef is 0.1", "model.environment"),
+    ),
+    Probe(
+        "kl_in_reward of 0",
+        f"{QUICK} --model.objective.kl_in_reward.coef 0",
+        ("coef is 0",),
+    ),
+    Probe(
         "50 mini-batches of 2 groups",
         f"{QUICK} --model.update.num_mini_batches 50",
         ("num_mini_batches is 50", "2 groups"),

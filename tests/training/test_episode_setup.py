@@ -2,6 +2,7 @@ import pytest
 import torch
 from lightning import Trainer
 
+from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.episode import InProcessEpisodes
@@ -10,6 +11,7 @@ from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.episode_setup import build_episode_pool, build_episodes, check_environment
 from litgrpo.training.update_config import UpdateConfig
@@ -56,6 +58,19 @@ def test_settings_that_contradict_are_refused(given, said):
         check_environment(**settings | given)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "there is no model.environment"),
+        ({"environment": Once(), "sampling": Sampling(top_k=5)}, "top_k, top_p or min_p"),
+    ],
+)
+def test_a_loss_of_observations_needs_some_and_all_tokens(settings, said):
+    given = {"episode": INLINE} if "environment" in settings else {}
+    with pytest.raises(ValueError, match=said):
+        module(objective=Objective(observation_nll_coef=0.1), **given | settings)
+
+
 def test_an_environment_may_be_named_by_its_path():
     found = check_environment("tests.training.test_episode_setup.Once", INLINE, LocalEngine(), {})
     assert isinstance(found, Once)
@@ -93,9 +108,11 @@ def test_a_template_needs_data_with_a_chat_format():
 
 
 def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path):
+    objective = Objective(observation_nll_coef=0.1)
     grpo = module(
-        environment=Echo((2,)), episode=INLINE, max_completion_length=20, max_iterations=2
-    )
+        environment=Echo((2,)), episode=INLINE, max_completion_length=20, max_iterations=2,
+        objective=objective,
+    )  # fmt: skip
     trainer = Trainer(
         default_root_dir=tmp_path, logger=False, enable_checkpointing=False, max_steps=2,
         accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
@@ -105,7 +122,8 @@ def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path)
     assert isinstance(grpo.rollouter.episodes.turn_format, InlineFormat)
     metrics = trainer.callback_metrics
     names = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
-    assert names | {"completion/observation_frac"} <= metrics.keys()
+    assert names | {"completion/observation_frac", "policy/observation_nll"} <= metrics.keys()
+    assert metrics["policy/observation_nll"] > 0
     assert all(definition(name) for name in names)
     assert metrics["env/turns"] > 1
     rows = grpo.predict_step(batch, 0)

@@ -9,13 +9,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.losses import M2PO, RATIO_MAX, ImportanceCorrection, KLCov, Objective
+from litgrpo.algorithms.losses import (
+    M2PO,
+    RATIO_MAX,
+    ImportanceCorrection,
+    KLCov,
+    KLInReward,
+    Objective,
+    PositiveNLL,
+)
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.memory import free_memory, is_out_of_memory
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.iteration_metrics import (
     SumsAndCounts,
     average_over_ranks,
@@ -88,13 +97,15 @@ OBJECTIVES = {
     "kl": Objective(kl_coef=0.1),
     "entropy": Objective(entropy_coef=0.1, top_entropy_quantile=0.4),
     "selected": Objective(surrogate=KLCov(frac=0.3)),
+    "imitation": Objective(positive_nll=PositiveNLL(0.5, min_reward=0.3)),
+    "kl in reward": Objective(kl_in_reward=KLInReward(0.5, "k3")),
     "dropped": Objective(surrogate=M2PO(max_second_moment=0.01), top_entropy_quantile=0.6),
 }
 
 
 def build_case(kind, objective, **settings):
     """A learner, and what it learns from after the policy has moved."""
-    reference = FrozenReference(tiny_policy(kind, seed=5)) if objective.kl_coef else None
+    reference = FrozenReference(tiny_policy(kind, seed=5)) if objective.needs_reference else None
     learner = learner_of(tiny_policy(kind), objective, reference=reference, **settings)
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     weights = training_batch.loss_weights
@@ -570,6 +581,56 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     assert again.sums.keys() == report.sums.keys()
     for key, value in report.sums.items():
         assert torch.equal(again.sums[key], value), key
+
+
+def test_observations_have_the_gradient_of_their_cross_entropy():
+    objective = Objective(observation_nll_coef=0.3, positive_nll=PositiveNLL(0.2, min_reward=0.3))
+    config = UpdateConfig(micro_batch_size=5, max_grad_norm=None)
+    learner = learner_of(tiny_policy("qwen2"), objective, config)
+    rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")
+    said = torch.zeros_like(rollout.completion_mask)
+    said[:, 2] = rollout.completion_mask[:, 2]
+    mask, rewards = rollout.completion_mask & ~said, rewards_of(rollout)
+    rollout = replace(
+        rollout,
+        loss_mask=mask,
+        sampler_logprobs=rollout.sampler_logprobs.masked_fill(said, 0.0),
+    )
+    plain = replace(learner, coefficients=FixedCoefficients(Objective()))
+    both, alone = (
+        gradient_of(each, each.build_batch(rollout, rewards, RolloutLogprobs()))
+        for each in (learner, plain)
+    )
+
+    policy = tiny_policy("qwen2").train()
+    correct = (rewards.total.flatten() >= 0.3)[:, None] & mask
+    logprobs = policy.logprobs(replace(rollout.tokens, loss_mask=None)).logprobs
+    (-0.3 * logprobs[said].mean() - 0.2 * logprobs[correct].mean()).backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert said.any()
+    assert 0 < correct.sum() < mask.sum()
+    assert difference(both - alone, expected) < 1e-4
+
+
+def test_the_kl_in_the_reward_lowers_the_advantage_of_what_the_reference_finds_unlikely():
+    reference = FrozenReference(tiny_policy("qwen2", seed=5))
+    option = KLInReward(coef=0.5)
+    learner = learner_of(
+        tiny_policy("qwen2"),
+        Objective(Normalized("none", "none"), kl_in_reward=option),
+        reference=reference,
+    )
+    rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")
+    logprobs, rewards = learner.old_and_reference_logprobs(rollout), rewards_of(rollout)
+
+    found = learner.build_batch(rollout, rewards, logprobs)
+
+    gap = torch.where(rollout.loss_mask, rollout.sampler_logprobs - logprobs.ref, 0.0)
+    expected = rewards.total.flatten() - 0.5 * gap.sum(1).double()
+    torch.testing.assert_close(found.advantages[:, 0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert gap.abs().sum() > 0
+    total, count = learner.reward_kl_stats(rollout, logprobs)["policy/kl_in_reward"]
+    torch.testing.assert_close(total / count, gap.sum() / rollout.loss_mask.sum())
 
 
 CPU = torch.device("cpu")

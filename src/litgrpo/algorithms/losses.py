@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.advantages import Advantages, Normalized
+from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
 from litgrpo.algorithms.token_selection import (
     covariance,
     largest_second_moments,
@@ -33,6 +33,7 @@ from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
 
 ALONE = SingleProcess()
 RATIO_MAX = "policy/ratio_max"
+LOG_RATIO_ROUNDING = 1e-4  # two forward passes in float32 differ by less, in nats
 
 
 # --- surrogate losses ---
@@ -443,7 +444,8 @@ class KLCov(StepSurrogate):
     """KL-Cov: the tokens of highest covariance are held near the old policy, against entropy loss.
 
     They get a penalty coef |s|; the covariance is that of `ClipCov`. In the first optimizer step of
-    a rollout s is 0, and so is the penalty's gradient. Source: arXiv:2505.22617, equations 10, 13
+    a rollout s is 0, and so is the penalty's gradient; |s| up to 1e-4 counts as 0, because the
+    gradient would have the sign of a rounding error. Source: arXiv:2505.22617, equations 10, 13
     and 14; verl: `kl_cov`, which selects in each micro-batch.
 
     Args:
@@ -473,8 +475,9 @@ class KLCov(StepSurrogate):
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] loss of the inner surrogate; with the penalty for selected tokens."""
         assert inputs.selected is not None
+        moved = inputs.selected & (inputs.log_ratio.detach().abs() > LOG_RATIO_ROUNDING)
         penalty = self.coef * inputs.log_ratio.abs() * inputs.correction
-        return self.surrogate(inputs) + torch.where(inputs.selected, penalty, 0.0)
+        return self.surrogate(inputs) + torch.where(moved, penalty, 0.0)
 
 
 @dataclass(frozen=True)
@@ -773,6 +776,75 @@ class ImportanceCorrection:
         return bounded.masked_fill(impossible, 0.0).masked_fill(~mask, 1.0)
 
 
+# --- added terms ---
+
+
+@dataclass(frozen=True)
+@check_field_types
+class PositiveNLL:
+    """VAPO's imitation of correct completions: the mean of -log p over their tokens, times `coef`.
+
+    The mean is over all tokens of correct completions in the optimizer step. Source: VAPO,
+    arXiv:2504.05118; NeMo-RL: `positive_example_nll_weight`.
+
+    Args:
+        coef: coefficient of the mean.
+        min_reward: smallest total reward of a correct completion (NeMo-RL: above 0).
+    """
+
+    coef: float = 0.1
+    min_reward: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not 0 < self.coef < math.inf:
+            raise ValueError(f"coef is {self.coef}; it must be above 0, or positive_nll null")
+        if not math.isfinite(self.min_reward):
+            raise ValueError(f"min_reward is {self.min_reward}; it must be finite")
+
+    def find_correct(self, rewards: RewardTable) -> Tensor:
+        """[N] True for completions with a valid reward of at least `min_reward`."""
+        return (rewards.valid & (rewards.total >= self.min_reward)).flatten()
+
+
+@dataclass(frozen=True)
+@check_field_types
+class KLInReward:
+    """Subtracts coef * (sum of KL estimates over a completion's tokens) from its reward.
+
+    The advantages are then those of the lower rewards, and no gradient flows through the KL. The
+    log-probabilities are those at sampling. With turn-level advantages it belongs to the last turn.
+    Source: Ziegler et al. 2019, arXiv:1909.08593; verl: `use_kl_in_reward`.
+
+    Args:
+        coef: coefficient of the KL (verl: kl_ctrl.kl_coef).
+        estimator: k1, k2, k3 or abs, per token (verl: kl_penalty); k1 sums to log p / p_ref of the
+            completion.
+    """
+
+    coef: float = 1e-3
+    estimator: KLName = "k1"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not 0 < self.coef < math.inf:
+            raise ValueError(f"coef is {self.coef}; it must be above 0, or kl_in_reward null")
+        if self.estimator not in KL_ESTIMATORS:
+            allowed = ", ".join(KL_ESTIMATORS)
+            raise ValueError(f"estimator is {self.estimator!r}; it must be one of {allowed}")
+
+    def token_kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """[N, C] KL estimate of each token, 0 off `mask`.
+
+        Args:
+            logprobs: [N, C] at sampling; an unknown (NaN) one counts as a KL of 0.
+            ref_logprobs: [N, C] under the reference.
+            mask: [N, C] True marks a generated token.
+        """
+        d = torch.where(mask, ref_logprobs - logprobs, 0.0).nan_to_num(0.0)
+        return KL_ESTIMATORS[self.estimator](d)
+
+
 # --- the objective ---
 
 
@@ -837,6 +909,12 @@ class Objective:
         kl_mask_threshold: exclude tokens whose s^2 / 2 exceeds this, in nats, for any
             advantage (torchrl: kl_mask_threshold).
         importance_correction: weights for a sampler that differs from the trainer; null: none.
+        positive_nll: adds the cross-entropy of correct completions to the loss (VAPO); null: none.
+        observation_nll_coef: coefficient of the cross-entropy of the tokens of an environment, the
+            mean over those of the optimizer step (ECHO, arXiv:2605.24517; prime-rl: `echo`, alpha
+            0.1). It needs an environment, and sampling from all tokens.
+        kl_in_reward: subtracts the KL to the reference from the reward; null: the KL is only a term
+            of the loss (`kl_coef`).
 
     Gradient of the KL penalty k3 by l, for one token with d = l_ref - l and w = e^(l - l_old)::
 
@@ -873,28 +951,20 @@ class Objective:
     off_policy_mask_threshold: float | None = None
     kl_mask_threshold: float | None = None
     importance_correction: ImportanceCorrection | None = None
+    positive_nll: PositiveNLL | None = None
+    observation_nll_coef: float = 0.0
+    kl_in_reward: KLInReward | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for name in ("kl_coef", "log_ratio_coef"):
+        self._check_combinations()
+        for name in ("kl_coef", "log_ratio_coef", "observation_nll_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
             raise ValueError(f"advantage_clip is {self.advantage_clip}; it must be above 0")
         if self.kl_mask_threshold is not None and not self.kl_mask_threshold >= 0:
             raise ValueError(f"kl_mask_threshold is {self.kl_mask_threshold}; it must be >= 0")
-        if self.old_policy == "sampler" and self.importance_correction is not None:
-            raise ValueError(
-                "old_policy is sampler, so the ratio already corrects for the sampler; set "
-                "importance_correction to null, or old_policy to before_update"
-            )
-        base = self.surrogate
-        base = base.surrogate if isinstance(base, StepSurrogate) else base
-        if isinstance(base, DPPO) and self.importance_sampling_level != "token":
-            raise ValueError(
-                f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
-                "the probabilities of single tokens; set it to token"
-            )
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef is {self.entropy_coef}; it must be finite")
         for name in ("gamma", "top_entropy_quantile"):
@@ -907,6 +977,26 @@ class Objective:
                 allowed = ", ".join(get_args(known))
                 raise ValueError(f"{name} is {chosen!r}; it must be one of {allowed}, or callable")
 
+    def _check_combinations(self) -> None:
+        """Reject options that exclude each other."""
+        if self.old_policy == "sampler" and self.importance_correction is not None:
+            raise ValueError(
+                "old_policy is sampler, so the ratio already corrects for the sampler; set "
+                "importance_correction to null, or old_policy to before_update"
+            )
+        base = self.surrogate
+        base = base.surrogate if isinstance(base, StepSurrogate) else base
+        if isinstance(base, DPPO) and self.importance_sampling_level != "token":
+            raise ValueError(
+                f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
+                "the probabilities of single tokens; set it to token"
+            )
+        if self.kl_in_reward is not None and isinstance(self.advantages, GDPO):
+            raise ValueError(
+                "kl_in_reward lowers the total reward, but GDPO normalizes each reward function by "
+                "itself; set kl_in_reward to null and use kl_coef, or other advantages"
+            )
+
     @property
     def aggregation(self) -> LossAggregation:
         """The loss aggregation, looked up if it was given by name."""
@@ -916,8 +1006,13 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True if `loss` needs reference log-probabilities."""
-        return self.kl_coef > 0
+        """True if the loss or the rewards need reference log-probabilities."""
+        return self.kl_coef > 0 or self.kl_in_reward is not None
+
+    @property
+    def adds_nll(self) -> bool:
+        """True if the loss has a cross-entropy term, see `nll_weights`."""
+        return self.positive_nll is not None or self.observation_nll_coef > 0
 
     @property
     def needs_all_rows(self) -> bool:
@@ -988,6 +1083,41 @@ class Objective:
         num_completions = comm.sum(counted.to(dtype).sum()).clamp(min=1)
         num_tokens = comm.sum(mask.sum()).clamp(min=1)
         return self.aggregation(mask, num_completions, num_tokens, max_completion_length)
+
+    def subtract_kl(
+        self, rewards: RewardTable, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor
+    ) -> RewardTable:
+        """Return the rewards without the KL of `kl_in_reward`; the same ones without that option.
+
+        Args:
+            rewards: of N = B * G completions.
+            logprobs: [N, C] at sampling.
+            ref_logprobs: [N, C] under the reference; needed only with `kl_in_reward`.
+            mask: [N, C] True marks a generated token.
+        """
+        if self.kl_in_reward is None:
+            return rewards
+        assert ref_logprobs is not None, "kl_in_reward needs reference log-probs"
+        kl = self.kl_in_reward.token_kl(logprobs, ref_logprobs, mask).sum(1).to(rewards.total)
+        total = rewards.total - self.kl_in_reward.coef * kl.view_as(rewards.total)
+        return replace(rewards, total=total)
+
+    def nll_weights(
+        self, loss_mask: Tensor, observed: Tensor, correct: Tensor, comm: Comm = ALONE
+    ) -> Tensor:
+        """[M, C] weight of -log p of every token of an optimizer step; 0 for tokens without it.
+
+        Args:
+            loss_mask: [M, C] True marks a generated token.
+            observed: [M, C] True marks a token of the environment.
+            correct: [M] True for completions that `positive_nll` imitates.
+            comm: of the ranks that share the step.
+        """
+        imitated = 0.0 if self.positive_nll is None else self.positive_nll.coef
+        terms = (imitated, loss_mask & correct[:, None]), (self.observation_nll_coef, observed)
+        # coef / number of the term's tokens in the step, on all ranks
+        scales = [coef / comm.sum(mask.sum()).clamp(min=1) for coef, mask in terms]
+        return scales[0] * terms[0][1] + scales[1] * terms[1][1]
 
     def entropy_totals(
         self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
@@ -1069,7 +1199,7 @@ class Objective:
             stats["policy/sampler_weight"] = inputs.correction
         if self.log_ratio_coef > 0:
             token_loss = token_loss + self.log_ratio_coef * inputs.log_ratio.square()
-        if self.needs_reference:
+        if self.kl_coef > 0:
             penalty = self._kl_penalty(inputs, batch)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
         # loss = sum_t u_t (token loss_t + log_ratio_coef s_t^2 + kl_coef KL_t)
@@ -1082,7 +1212,25 @@ class Objective:
         pairs = {name: torch.stack([x, in_loss.sum()]) for name, x in sums.items()}
         largest = inputs.ratio.detach().max()
         pairs[RATIO_MAX] = torch.stack([largest, torch.ones_like(largest)])
+        if batch.nll_weights is not None:
+            nll, nll_pairs = self._nll(new, batch, batch.nll_weights)
+            loss, pairs = loss + nll, pairs | nll_pairs
         return LossOutput(loss, pairs)
+
+    def _nll(
+        self, new: TokenLogprobs, batch: TrainingBatch, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the [] weighted sum of -log p, and {name: [2] its sum and count} by term."""
+        nll = torch.where(weights != 0, -new.logprobs, 0.0)
+        terms = {"positive": batch.loss_mask} if self.positive_nll is not None else {}
+        if self.observation_nll_coef > 0:
+            terms["observation"] = ~batch.loss_mask
+        pairs = {}
+        for name, mask in terms.items():
+            counted = mask & (weights != 0)
+            total = torch.where(counted, nll.detach(), 0.0).sum()
+            pairs[f"policy/{name}_nll"] = torch.stack([total, counted.sum()])
+        return (weights * nll).sum(), pairs
 
     def _kl_penalty(self, inputs: SurrogateInputs, batch: TrainingBatch) -> Tensor:
         """[M, C] KL estimate of each token, with gradient."""

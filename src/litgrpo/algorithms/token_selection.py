@@ -19,13 +19,14 @@ KEY_BITS = 24  # a float32 holds them exactly
 def token_keys(batch: TrainingBatch) -> Tensor:
     """[M, C] float32 pseudorandom number in [0, 1) of each token.
 
-    It is a hash of the prompt and of the completion up to the token: the same for any order of
-    rows, any padding and any number of ranks, unlike the numbers of a random generator.
+    It is a hash of the text up to the token: the same for any order of rows, any padding and any
+    number of ranks, unlike the numbers of a random generator.
     """
-    # sum of (id + 1) * base^position modulo 2^64: a prefix sum of the real tokens.
+    # sum of (id + 1) * base^position modulo 2^64, over the real tokens of prompt and completion.
+    of, prompt_length = batch.prompt_of, batch.prompt_mask.sum(1, keepdim=True)
     prompts = _prefix_hashes(batch.prompt_ids, batch.prompt_mask)[:, -1:]
-    mixed = prompts[batch.prompt_of] * HASH_MIX
-    mixed = mixed + _prefix_hashes(batch.completion_ids, batch.completion_mask)
+    completions = _prefix_hashes(batch.completion_ids, batch.completion_mask, prompt_length[of])
+    mixed = prompts[of] + completions
     # The high bits depend on all others, the low ones do not: fold and multiply twice.
     for _ in range(2):
         mixed = (mixed ^ (mixed >> 32)) * HASH_MIX
@@ -33,11 +34,11 @@ def token_keys(batch: TrainingBatch) -> Tensor:
     return high.float().div(2**KEY_BITS)
 
 
-def _prefix_hashes(ids: Tensor, mask: Tensor) -> Tensor:
-    """[R, T] int64 hash of the masked tokens up to each position, modulo 2^64."""
-    powers = torch.full_like(ids, HASH_BASE, dtype=torch.int64).cumprod(1)
-    position = (mask.long().cumsum(1) - 1).clamp(min=0)
-    terms = (ids.long() + 1) * powers.gather(1, position)
+def _prefix_hashes(ids: Tensor, mask: Tensor, start: Tensor | int = 0) -> Tensor:
+    """[R, T] int64 hash of the real tokens up to each one; the first has the position start + 1."""
+    position = start + mask.long().cumsum(1)
+    powers = torch.full((int(position.max()) + 1,), HASH_BASE, device=ids.device).cumprod(0)
+    terms = (ids.long() + 1) * powers[position]
     return terms.masked_fill(~mask.bool(), 0).cumsum(1)
 
 

@@ -263,6 +263,20 @@ METRICS: dict[str, Metric] = {
         trl="kl",
         verl="actor/kl_loss",
     ),
+    "policy/kl_in_reward": Metric(
+        "Mean KL estimate per token that kl_in_reward, times its coef, subtracts from the rewards. "
+        "Metrics of rewards are without it.",
+        unit="nats",
+        verl="actor/reward_kl_penalty",
+    ),
+    "policy/positive_nll": Metric(
+        "Mean -log p (nats per token) of the correct completions that positive_nll imitates.",
+        unit="nats",
+    ),
+    "policy/observation_nll": Metric(
+        "Mean -log p (nats per token) of observations, if observation_nll_coef is above 0.",
+        unit="nats",
+    ),
     "policy/kl_coef": Metric(
         "Coefficient of the KL penalty in this iteration.",
         unit="1",

@@ -132,7 +132,8 @@ def turns_error(
     Returns the norm of the difference over the norm. If all episodes of a group have the same text,
     their gradients cancel and only rounding remains. The norm is therefore the larger of two, with
     and without the signs of the advantages. `micro_batch_token_mean` is replaced by a token mean,
-    because there are more turns than episodes.
+    because there are more turns than episodes, and the cross-entropy of observations is left out,
+    because turns have none.
 
     Args:
         learner: of the run, in small.
@@ -140,7 +141,7 @@ def turns_error(
         rewards: [B, G] of these episodes.
         gradient_of: function of a learner and a training batch.
     """
-    learner = with_token_mean(learner)
+    learner = with_comparable_loss(learner)
     known = learner.old_and_reference_logprobs(rollout)
     whole = learner.build_batch(rollout, rewards, known)
     alone = split_turns(learner, rollout, rewards, known)
@@ -151,15 +152,17 @@ def turns_error(
     return math.sqrt(off / size) if off else 0.0
 
 
-def with_token_mean(learner: Learner) -> Learner:
-    """Return a learner without `micro_batch_token_mean`, whose loss depends on the split.
+def with_comparable_loss(learner: Learner) -> Learner:
+    """Return a learner whose loss does not depend on which rows the turns are in.
 
     Args:
         learner: of the run, in small.
     """
-    if not isinstance(learner.objective.aggregation, MicroBatchTokenMean):
+    objective = replace(learner.objective, observation_nll_coef=0.0)
+    if isinstance(objective.aggregation, MicroBatchTokenMean):
+        objective = replace(objective, loss_aggregation="token_mean")
+    if objective == learner.objective:
         return learner
-    objective = replace(learner.objective, loss_aggregation="token_mean")
     return replace(learner, coefficients=FixedCoefficients(objective))
 
 
@@ -223,6 +226,8 @@ def _one_row_per_turn(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -
     names = ("completion_ids", "sampler_logprobs", "old_logprobs", "ref_logprobs", "candidate_ids")
     values = {name: part(getattr(batch, name)) for name in names}
     values |= {name: part(getattr(batch, name)) * real for name in ("advantages", "loss_weights")}
+    if batch.nll_weights is not None:
+        values["nll_weights"] = part(batch.nll_weights) * real
     values |= {"completion_mask": real, "loss_mask": real}
     prompt_of = torch.arange(len(pairs), device=ids.device)
     return replace(batch, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)

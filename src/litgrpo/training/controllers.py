@@ -152,7 +152,7 @@ class FixedCoefficients:
 
     def stats(self) -> Stats:
         """Return the coefficients of this iteration, for logging."""
-        if not self.objective.needs_reference:
+        if not self.objective.kl_coef > 0:
             return {}
         return {"policy/kl_coef": torch.tensor(self.objective.kl_coef)}
 
@@ -177,7 +177,7 @@ class AdaptiveCoefficients(FixedCoefficients):
 
     def __init__(self, controllers: Controllers, objective: Objective) -> None:
         super().__init__(objective)
-        if (controllers.kl or controllers.reference) and not objective.needs_reference:
+        if (controllers.kl or controllers.reference) and not objective.kl_coef > 0:
             raise ValueError(
                 "model.controllers.kl and model.controllers.reference need a reference, but "
                 "model.objective.kl_coef is 0. Set it above 0, or remove them."

@@ -195,6 +195,7 @@ class GRPO(LightningModule):
 
         settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
         settings_checks.check_async(update, dynamic_sampling_attempts, environment)
+        settings_checks.check_observation_nll(objective, environment, sampling)
         rewards = name_rewards(rewards)
         self.pretrained = save_in_memory_model(pretrained)
         self.reference_path = reference
@@ -513,6 +514,7 @@ class GRPO(LightningModule):
 
         self.log_dict(rewards.metrics)
         stats |= self.rollouter.episode_stats(rollout)
+        stats |= self.learner.reward_kl_stats(rollout, logprobs)
         self._finish_iteration(stats, batch, reports)
         return {
             "rollout": rollout,

@@ -191,6 +191,10 @@ class Learner:
         # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
         # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
         # TurnAdvantages.
+        correct = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
+        if self.objective.positive_nll is not None:
+            correct = self.objective.positive_nll.find_correct(rewards).to(mask.device)
+        rewards = self.objective.subtract_kl(rewards, rollout.sampler_logprobs, logprobs.ref, mask)
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
         by_completion = completion_advantages(advantages).view_as(rewards.total)
@@ -202,6 +206,8 @@ class Learner:
         # the step (token_mean). It is computed before the step is split, so the gradient does not
         # depend on micro-batches.
         loss_weights = torch.zeros_like(rollout.sampler_logprobs)
+        nll_weights = torch.zeros_like(loss_weights) if self.objective.adds_nll else None
+        observed = rollout.completion_mask & ~mask
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
             loss_weights[rows] = self.objective.loss_weights(
                 mask[rows],
@@ -210,6 +216,10 @@ class Learner:
                 self.comm,
                 informative=informative[rows],
             )
+            if nll_weights is not None:
+                nll_weights[rows] = self.objective.nll_weights(
+                    mask[rows], observed[rows], correct[rows], self.comm
+                )
         tokens = rollout.tokens
         return TrainingBatch(
             prompt_ids=tokens.prompt_ids,
@@ -224,7 +234,19 @@ class Learner:
             loss_weights=loss_weights,
             old_logprobs=logprobs.old,
             ref_logprobs=logprobs.ref,
+            nll_weights=nll_weights,
         )
+
+    def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
+        """Return {name: [2] sum over tokens and count} of the KL that is taken off the rewards.
+
+        Empty without `kl_in_reward`. Arguments as of `build_batch`.
+        """
+        option, mask = self.objective.kl_in_reward, rollout.loss_mask
+        if option is None or logprobs.ref is None:
+            return {}
+        kl = option.token_kl(rollout.sampler_logprobs, logprobs.ref, mask)
+        return {"policy/kl_in_reward": torch.stack([kl.sum(), mask.sum()])}
 
     # --- the update ---
 

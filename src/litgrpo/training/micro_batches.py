@@ -196,7 +196,8 @@ def _without_weight(rows: Rows) -> Rows:
     if not isinstance(rows, TrainingBatch):
         return rows
     weights, advantages = (torch.zeros_like(x) for x in (rows.loss_weights, rows.advantages))
-    return replace(rows, loss_weights=weights, advantages=advantages)
+    nll_weights = None if rows.nll_weights is None else torch.zeros_like(rows.nll_weights)
+    return replace(rows, loss_weights=weights, advantages=advantages, nll_weights=nll_weights)
 
 
 def mini_batches(num_rows: int, group_size: int, num_mini_batches: int) -> list[Tensor]:
@@ -223,8 +224,9 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     """Return the rows that have a token with a weight, and an advantage or a selected token.
 
     Without a KL or entropy term the gradient of all other rows is 0; their tokens stay in the
-    denominators of the weights. A selected token may have a penalty (`KLCov`). One row is always
-    kept, so that every rank takes part in every optimizer step.
+    denominators of the weights. A selected token may have a penalty (`KLCov`), and rows with a
+    cross-entropy loss have a gradient. One row is always kept, so that every rank takes part in
+    every optimizer step.
 
     Args:
         batch: M rows.
@@ -236,5 +238,7 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     if batch.selected is not None:
         pushed = pushed | batch.selected
     contributes = (pushed & (batch.loss_weights != 0)).any(1)
+    if batch.nll_weights is not None:
+        contributes = contributes | (batch.nll_weights != 0).any(1)
     contributes[0] |= ~contributes.any()
     return contributes.nonzero().squeeze(1)

@@ -100,6 +100,30 @@ def check_async(
         )
 
 
+def check_observation_nll(
+    objective: Objective, environment: object | None, sampling: Sampling
+) -> None:
+    """Check that there are observations, and that their log-probabilities are over all tokens.
+
+    Raises:
+        ValueError: a cross-entropy term of observations without an environment, or with a filter.
+    """
+    if objective.observation_nll_coef == 0:
+        return
+    given = f"model.objective.observation_nll_coef is {objective.observation_nll_coef}"
+    if environment is None:
+        raise ValueError(
+            f"{given}, but there is no model.environment, so no observations to predict. Set it to "
+            "0, or set an environment."
+        )
+    if sampling.truncated:
+        raise ValueError(
+            f"{given}, but model.sampling has top_k, top_p or min_p: log-probabilities are then "
+            "over the tokens that could be sampled, and observations were not sampled. Remove the "
+            "filters, or set it to 0."
+        )
+
+
 def check_async_sharding(policy: Policy, engine: RolloutEngine) -> None:
     """Check that a rollout does not need the weights that an update has sharded.
 

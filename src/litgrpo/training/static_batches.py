@@ -109,7 +109,8 @@ class StaticBatches(MicroBatching):
         filling = (torch.arange(num_rows) >= len(rows))[:, None]
         values = chosen.row_fields()
         # A filler row has no tokens and no loss weight, so its gradient is exactly 0.
-        for name in {"completion_mask", "loss_mask", "loss_weights"} & values.keys():
+        unused = {"completion_mask", "loss_mask", "loss_weights", "nll_weights"}
+        for name in unused & values.keys():
             values[name] = values[name].masked_fill(filling, 0)
         values["prompt_ids"] = chosen.prompt_ids
         values["prompt_mask"] = chosen.prompt_mask

@@ -98,6 +98,6 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
         epochs_per_rollout=update.epochs_per_rollout,
         steps=update.epochs_per_rollout * update.num_mini_batches,
         scores_old=not exact,
-        scores_reference=bool(model.objective.kl_coef),
+        scores_reference=bool(model.objective.kl_coef or model.objective.get("kl_in_reward")),
         replays_graph=name != "LocalEngine",
     )
