@@ -9,6 +9,7 @@ import torch
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.memory import (
     OutOfMemoryElsewhere,
+    RowLimit,
     check_other_ranks,
     is_out_of_memory,
     repeat_on_all_ranks,
@@ -18,6 +19,8 @@ from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
 from tests.distributed.fsdp.training import TEXTS, grpo, save_models, trainer
 from tests.support.gloo import run_by
+
+LIMIT = RowLimit("model.update.micro_batch_size", "")
 
 
 class Other:
@@ -47,7 +50,7 @@ def test_an_attempt_is_repeated_until_no_rank_is_out_of_memory():
         other.out_of_memory = len(limits) < 3
         return "done"
 
-    assert repeat_on_all_ranks(attempt, other, repeatable=True)(4) == "done"
+    assert repeat_on_all_ranks(attempt, LIMIT, other, repeatable=True)(4) == "done"
     assert limits == [4, 4, 4]
 
 
@@ -57,32 +60,49 @@ def fails(limit):
 
 def test_the_failing_rank_raises_its_error_or_names_the_remedy():
     with pytest.raises(torch.OutOfMemoryError):
-        repeat_on_all_ranks(fails, Other(out_of_memory=False), repeatable=True)(4)
+        repeat_on_all_ranks(fails, LIMIT, Other(out_of_memory=False), repeatable=True)(4)
     with pytest.raises(RuntimeError, match="micro_batch_size") as found:
-        repeat_on_all_ranks(fails, Other(out_of_memory=False), repeatable=False)(4)
+        repeat_on_all_ranks(fails, LIMIT, Other(out_of_memory=False), repeatable=False)(4)
     assert not is_out_of_memory(found.value)
 
 
 class LimitedOnOne(GRPO):
-    """The second rank has memory for two rows at once."""
+    """The second rank has memory for two rows at once, in its forward or its backward passes."""
+
+    fails_backward = False
 
     def on_train_start(self):
         super().on_train_start()
         logprobs = self.policy.logprobs
 
+        def fail(*_):
+            raise torch.OutOfMemoryError("a test")
+
         def limit_rows(rows, **settings):
-            if self.global_rank == 1 and len(rows.completion_ids) > 2 and torch.is_grad_enabled():
-                raise torch.OutOfMemoryError("a test")
-            return logprobs(rows, **settings)
+            limited = self.global_rank == 1 and len(rows.completion_ids) > 2
+            if not limited or not torch.is_grad_enabled():
+                return logprobs(rows, **settings)
+            if not self.fails_backward:
+                fail()
+            found = logprobs(rows, **settings)
+            found.logprobs.register_hook(fail)
+            return found
 
         self.policy.logprobs = limit_rows
 
 
-def halve(processes, folder):
+class LimitedBackward(LimitedOnOne):
+    """The other rank waits for gradients that the second one cannot compute."""
+
+    fails_backward = True
+
+
+def halve(processes, folder, fails_backward):
     """Two iterations with whole weights on each process."""
+    kind = LimitedBackward if fails_backward else LimitedOnOne
     warnings.simplefilter("ignore")
     update = UpdateConfig(micro_batch_size=8, epochs_per_rollout=2)
-    module = grpo(folder, module=LimitedOnOne, update=update)
+    module = grpo(folder, module=kind, update=update)
     runner = trainer(processes, strategy="ddp" if processes > 1 else "auto")
     runner.fit(module, PromptData(TEXTS[:4], batch_size=4))
     assert module.learner.row_limit.max_rows == (2 if module.global_rank == 1 else None)
@@ -91,10 +111,11 @@ def halve(processes, folder):
 
 
 @pytest.mark.timeout(900)
-def test_ranks_retry_together_and_learn_the_same(tmp_path):
+@pytest.mark.parametrize("fails_backward", [False, True])
+def test_ranks_retry_together_and_learn_the_same(tmp_path, fails_backward):
     save_models(tmp_path)
     for processes in (1, 2):
-        run_by(processes, halve, tmp_path)
+        run_by(processes, halve, tmp_path, fails_backward)
     names = ("halved 1 0", "halved 2 0", "halved 2 1")
     one, *two = (torch.load(tmp_path / f"{name}.pt") for name in names)
     close = partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5)

@@ -6,6 +6,7 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import LoRA, load_policy
+from litgrpo.models.policy import Policy
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training import initial_policy as start
@@ -111,3 +112,26 @@ def test_an_evaluation_at_another_temperature_asks_the_start_at_it():
     grpo = module(temperature=0.5)
     grpo.iteration = 1  # the weights have not moved, so the distance is 0 at the right temperature
     assert numbers(grpo)["val/initial_kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fits"), [({"kl_coef": 0.1}, 1), ({"lora": LoRA(rank=2)}, 2), ({}, 1), ({}, 0)]
+)
+def test_an_evaluation_compares_fewer_rows_at_once_if_memory_needs_it(monkeypatch, settings, fits):
+    grpo = move(module(**settings))
+    expected = numbers(grpo)
+    logprobs = Policy.logprobs
+
+    def limit_rows(self, rows, **options):
+        if len(rows.completion_ids) > fits:
+            raise torch.OutOfMemoryError("a test")
+        return logprobs(self, rows, **options)
+
+    monkeypatch.setattr(Policy, "logprobs", limit_rows)
+    with pytest.warns(UserWarning, match="Out of memory with|are not measured"):
+        found = numbers(grpo)
+    assert grpo.learning_limit.max_rows == max(fits, 1)
+    if fits:
+        assert found == pytest.approx(expected, rel=1e-4)
+    else:  # at the end of a run, which keeps its weights
+        assert "val/initial_kl" not in found

@@ -1,5 +1,6 @@
 """Supervised training of real, tiny models, against the loss of plain transformers."""
 
+import contextlib
 import csv
 import json
 import sys
@@ -260,9 +261,10 @@ def test_adapters_on_random_weights_are_refused():
         SFT(scratch=SCRATCH, lora=LoRA())
 
 
-def test_less_than_one_iteration_is_refused(folder):
-    with pytest.raises(ValueError, match="max_iterations is 0"):
-        SFT(folder, max_iterations=0)
+@pytest.mark.parametrize("name", ["max_iterations", "micro_batch_size"])
+def test_less_than_one_is_refused(folder, name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        SFT(folder, **{name: 0})
 
 
 def run(monkeypatch, *words):
@@ -370,3 +372,84 @@ def test_validation_sets_with_names_have_numbers_of_their_own(folder):
         alone = losses(rows)
         named = {key: both[f"val/{name}/{key.removeprefix('val/')}"] for key in alone}
         assert named == pytest.approx(alone)
+
+
+def fail(*_):
+    raise torch.OutOfMemoryError("a test")
+
+
+class Limited(SFT):
+    """Has memory for `fits` pairs at once, in its forward or its backward passes."""
+
+    fits, fails_backward = 2, False
+
+    def score(self, batch):
+        limited = len(batch) > self.fits
+        if limited and not (self.fails_backward and torch.is_grad_enabled()):
+            fail()
+        logprobs, correct = super().score(batch)
+        if limited:
+            logprobs.register_hook(fail)
+        return logprobs, correct
+
+
+class LimitedBackward(Limited):
+    fails_backward = True
+
+
+BATCHES = [batch_of(SHORT, LONG, SHORT, LONG, SHORT), batch_of(LONG, SHORT, SHORT, LONG, LONG)]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("kind", [SFT, Limited, LimitedBackward])
+def test_parts_of_a_batch_have_its_gradient_also_if_memory_chose_them(folder, kind, batches):
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    whole, parts = (each(folder, optimizer=optimizer) for each in (SFT, kind))
+    settings = {"accumulate_grad_batches": batches}
+    numbers = fit(whole, BATCHES, **settings).callback_metrics
+    if kind is SFT:
+        parts.micro_batch_size = 2
+        trainer = fit(parts, BATCHES, **settings)
+    else:
+        with pytest.warns(UserWarning, match=r"model\.micro_batch_size = 2"):
+            trainer = fit(parts, BATCHES, **settings)
+        assert parts.row_limit.max_rows == 2
+    for one, other in zip(parts.policy.parameters(), whole.policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for name, number in numbers.items():
+        assert float(trainer.callback_metrics[name]) == pytest.approx(float(number), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*kept:UserWarning")
+def test_a_validation_is_computed_in_parts_if_memory_needs_it(folder):
+    reports = []
+    for kind in (SFT, Limited):
+        sft = kind(folder)
+        data = PairData(ROWS, val=ROWS, batch_size=8, train_val_overlap="keep")
+        trainer = Trainer(**QUIET | {"limit_val_batches": 1.0})
+        lowers = pytest.warns(UserWarning, match="micro_batch_size")
+        with lowers if kind is Limited else contextlib.nullcontext():
+            trainer.validate(sft, data, verbose=False)
+        assert sft.row_limit.max_rows == (2 if kind is Limited else None)
+        reports.append(sft.evaluation_report)
+    assert reports[1] == pytest.approx(reports[0])
+
+
+def test_a_pair_that_does_not_fit_ends_the_run_with_the_remedy(folder):
+    class Full(Limited):
+        fits = 0
+
+    with (
+        pytest.warns(UserWarning, match="micro_batch_size"),
+        pytest.raises(RuntimeError, match=r"1 row.*model\.micro_batch_size.*data\.max_length"),
+    ):
+        fit(Full(folder), BATCHES)
+
+
+def test_a_checkpoint_keeps_the_lowered_limit(folder, tmp_path):
+    sft = Limited(folder, optimizer=LEARN_NOTHING)
+    with pytest.warns(UserWarning, match="micro_batch_size"):
+        trainer = fit(sft, BATCHES)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    found = SFT.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert found.row_limit.max_rows == 2

@@ -543,8 +543,8 @@ def reference_errors(
     assert before is not None
     assert learner.reference is not None
     with moved_policy(learner):
-        after = learner.reference_logprobs(batch.tokens)
-    assert after is not None
+        temperature = learner.sampling.policy_temperature
+        after = learner.logprobs_under(learner.reference, batch.tokens, temperature)
     movement = float(row_gaps(after - before, mask).max())
     trained = any(p.requires_grad for p in learner.reference.parameters())
     errors[Invariant.FROZEN_REFERENCE] = math.inf if trained else movement

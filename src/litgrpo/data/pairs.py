@@ -79,6 +79,13 @@ class PairBatch:
         """Number of pairs, M."""
         return self.input_ids.shape[0]
 
+    def split(self, num_rows: int) -> list[PairBatch]:
+        """Return parts of `num_rows` pairs in order; the last one may be smaller."""
+        tensors = (self.input_ids, self.attention_mask, self.loss_mask)
+        ids, masks, targets = (each.split(num_rows) for each in tensors)
+        parts = zip(ids, masks, targets, strict=True)
+        return [PairBatch(*part, set_name=self.set_name) for part in parts]
+
     def to(self, device: torch.device | str, **kwargs: Any) -> PairBatch:
         """Return the same batch on `device`."""
         return PairBatch(

@@ -120,7 +120,7 @@ def check_other_ranks(comm: Comm, *, out_of_memory: bool = False) -> None:
 
 
 def repeat_on_all_ranks(
-    attempt: Attempt[Result], comm: Comm, *, repeatable: bool
+    attempt: Attempt[Result], limit: RowLimit, comm: Comm, *, repeatable: bool
 ) -> Attempt[Result]:
     """Wrap an attempt so that all ranks repeat it if one of them runs out of memory.
 
@@ -130,6 +130,7 @@ def repeat_on_all_ranks(
     Args:
         attempt: calls no collective after the first pass that needs much memory, unless
             `check_other_ranks` comes before it.
+        limit: names the option to lower if it is not repeatable.
         comm: collectives of the ranks.
         repeatable: False if ranks exchange weights within a pass (FSDP), which one of them cannot
             repeat alone.
@@ -149,8 +150,7 @@ def repeat_on_all_ranks(
                 if not repeatable:
                     raise RuntimeError(
                         "Out of memory on one rank, in a pass of sharded weights that ranks "
-                        "cannot repeat: lower model.update.micro_batch_size or "
-                        "model.update.micro_batch_tokens, or set "
+                        f"cannot repeat: lower {limit.setting}, or set "
                         "model.precision.gradient_checkpointing."
                     ) from error
                 check_other_ranks(comm, out_of_memory=True)

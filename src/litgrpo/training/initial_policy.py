@@ -104,9 +104,11 @@ def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
             evaluator.measure_initial_distance(partial(_logprobs_under, module, initial))
         del initial
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+        # The error of `retry_with_fewer_rows` is caused by that of the last attempt.
+        out_of_memory = is_out_of_memory(error) or is_out_of_memory(error.__cause__ or error)
+        if isinstance(error, RuntimeError) and not out_of_memory:
             raise
-        failure = "out of memory" if is_out_of_memory(error) else str(error).splitlines()[0]
+        failure = "out of memory" if out_of_memory else str(error).splitlines()[0]
     free_memory()
     if module.learner.comm.max(torch.tensor(float(bool(failure)))):
         rank_zero_warn(

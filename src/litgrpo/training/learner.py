@@ -136,7 +136,7 @@ class Learner:
         def compute(max_rows: int | None) -> RolloutLogprobs:
             return RolloutLogprobs(
                 self._old_logprobs(rollout, max_rows),
-                self.reference_logprobs(rollout.tokens, max_rows),
+                self._reference_logprobs(rollout.tokens, max_rows),
             )
 
         return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
@@ -149,22 +149,31 @@ class Learner:
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
         return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs
 
-    def reference_logprobs(self, tokens: TokenRows, max_rows: int | None = None) -> Tensor | None:
-        """Return [N, C] log-probabilities under the reference; None without one."""
+    def _reference_logprobs(self, tokens: TokenRows, max_rows: int | None) -> Tensor | None:
         if self.reference is None:
             return None
         temperature = self.sampling.policy_temperature
-        return self.logprobs_under(self.reference, tokens, temperature, max_rows)
+        return self._logprobs_under(self.reference, temperature, tokens, max_rows)
 
-    def logprobs_under(
-        self,
-        reference: Reference,
-        tokens: TokenRows,
-        temperature: float,
-        max_rows: int | None = None,
+    def logprobs_under(self, reference: Reference, tokens: TokenRows, temperature: float) -> Tensor:
+        """Return [N, C] log-probabilities under a frozen model, computed in micro-batches.
+
+        A rank that runs out of memory repeats it with fewer rows at once, without the other ranks,
+        unless their weights are needed for it.
+
+        Args:
+            reference: the frozen model.
+            tokens: N rows.
+            temperature: of the log-probabilities.
+        """
+        compute = partial(self._logprobs_under, reference, temperature, tokens)
+        if not self.micro_batching.computes_alone:
+            return compute(self.row_limit.max_rows)
+        return retry_with_fewer_rows(compute, self.row_limit, self._largest_micro_batch(tokens))
+
+    def _logprobs_under(
+        self, reference: Reference, temperature: float, tokens: TokenRows, max_rows: int | None
     ) -> Tensor:
-        """Return [N, C] log-probabilities under a frozen model, computed in micro-batches."""
-
         def compute(rows: TokenRows) -> TokenLogprobs:
             with self.policy.autocast():
                 return reference.logprobs(rows, temperature=temperature)
@@ -442,8 +451,8 @@ class Learner:
             rows_in_use: number of rows of the largest micro-batch of the failed attempt.
         """
         if self.comm.world_size > 1:
-            repeatable = type(self.micro_batching) is RaggedBatches
-            attempt = repeat_on_all_ranks(attempt, self.comm, repeatable=repeatable)
+            alone = self.micro_batching.computes_alone
+            attempt = repeat_on_all_ranks(attempt, self.row_limit, self.comm, repeatable=alone)
         return retry_with_fewer_rows(attempt, self.row_limit, rows_in_use)
 
     def _largest_micro_batch(self, tokens: TokenRows) -> Callable[[], int]:

@@ -64,6 +64,11 @@ class MicroBatch(Generic[Rows]):
 class MicroBatching(ABC):
     """Splits the rows of an optimizer step into micro-batches on the device."""
 
+    @property
+    def computes_alone(self) -> bool:
+        """True if no pass of a micro-batch needs the other ranks, so that one can repeat it."""
+        return False
+
     @abstractmethod
     def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """Select the rows [m] of one optimizer step."""
@@ -101,6 +106,11 @@ class MicroBatching(ABC):
 
 class RaggedBatches(MicroBatching):
     """Micro-batches without unused columns, on the rollout's device: for CPU and CUDA."""
+
+    @property
+    def computes_alone(self) -> bool:
+        """True: every rank has all weights."""
+        return True
 
     def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """Select rows, without columns that none of them uses."""
@@ -159,6 +169,11 @@ class EvenBatches(RaggedBatches):
 
     def __init__(self, policy: Policy, comm: Comm) -> None:
         self.policy, self.comm = policy, comm
+
+    @property
+    def computes_alone(self) -> bool:
+        """True while this rank has all weights."""
+        return is_gathered(self.policy)
 
     def count_fillers(self, number: int) -> int:
         """Return how many more than `number` micro-batches the rank with the most of them has."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from lightning import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.nn import Parameter
 from torchmetrics import MeanMetric
 
 from litgrpo.argument_types import check_argument_types
@@ -21,6 +23,13 @@ from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.data.modules import validation_set_names
 from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import backend
+from litgrpo.distributed.fsdp.units import is_gathered, is_sharded
+from litgrpo.distributed.memory import (
+    Attempt,
+    RowLimit,
+    repeat_on_all_ranks,
+    retry_with_fewer_rows,
+)
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.models.loading import (
     LoRA,
@@ -40,7 +49,7 @@ from litgrpo.training.run_setup import (
     make_sharding,
 )
 from litgrpo.training.settings_checks import check_data_fits_model
-from litgrpo.training.steppers import is_attached
+from litgrpo.training.steppers import TrainerComm, is_attached, list_parameters, zero_loss
 from litgrpo.training.turn_end import add_turn_end
 from litgrpo.types import StepReport
 
@@ -52,6 +61,8 @@ if TYPE_CHECKING:
     from litgrpo.models.policy import Policy
 else:  # the type of a config; Python takes more
     Pretrained = str
+
+Result = TypeVar("Result")
 
 
 class SFT(LightningModule):
@@ -71,6 +82,8 @@ class SFT(LightningModule):
         max_iterations: stop after this many optimizer steps; None: after three passes over the
             data, unless the trainer sets a limit.
         seed: random seed of the initial weights of `scratch`.
+        micro_batch_size: pairs computed at once; their gradients are summed. None: the whole batch,
+            or what fits into memory: it is halved after each out-of-memory error.
 
     Example:
         >>> module = SFT("Qwen/Qwen2.5-0.5B", max_iterations=200)  # doctest: +SKIP
@@ -90,6 +103,7 @@ class SFT(LightningModule):
         lora: LoRA | None = None,
         max_iterations: int | None = None,
         seed: int = 0,
+        micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         ignore_harmless_warnings()
@@ -102,6 +116,7 @@ class SFT(LightningModule):
         untrained = scratch is not None and lora is not None
         require(not untrained, "lora adapts trained weights; `scratch` has none, leave lora out")
         at_least("max_iterations", max_iterations, 1)
+        at_least("micro_batch_size", micro_batch_size, 1)
         self.pretrained = None if pretrained is None else save_in_memory_model(pretrained)
         self.scratch = scratch
         self.optimizer = optimizer
@@ -112,6 +127,12 @@ class SFT(LightningModule):
         self.lora = lora
         self.max_iterations = max_iterations
         self.seed = seed
+        self.micro_batch_size = micro_batch_size
+        # After out-of-memory errors; it outlives the trainer.
+        self.row_limit = RowLimit(
+            "model.micro_batch_size",
+            "shorten the pairs (data.max_length), or set model.precision.gradient_checkpointing",
+        )
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
@@ -241,44 +262,123 @@ class SFT(LightningModule):
         return logprobs, torch.cat(predictions) == targets
 
     def training_step(self, batch: PairBatch, batch_idx: int) -> dict[str, Any]:
-        """Mean negative log-probability of all target tokens, over all processes.
+        """Mean negative log-probability of all target tokens, over all processes, and its gradient.
 
-        Optimization is Lightning's own, so that `trainer.accumulate_grad_batches` works.
+        Optimization is Lightning's own, so that `trainer.accumulate_grad_batches` works. The
+        gradient is computed here, in as many passes as memory needs. Lightning's backward pass then
+        averages it over ranks: a rank that runs out of memory has entered no collective.
 
         Returns:
             The loss, and reports of the optimizer steps that end with this batch: one, or none.
         """
-        logprobs, correct = self.score(batch)
-        num_targets = self._log_batch(batch, logprobs.detach(), correct)
+        sizes = self._count_tokens(batch)
+        optimizer: Any = self.trainer.optimizers[0]
+        trained, every = list_parameters(optimizer), self.trainer.accumulate_grad_batches
+        # An attempt starts without gradients, and those of earlier batches are added to its own.
+        earlier = [p.grad for p in trained] if batch_idx % every else []
+        # Gradients are averaged over ranks: times world_size, the mean is one over all tokens.
+        scale = self.trainer.world_size / sizes["targets"]
+        attempt = partial(self._accumulate_gradients, batch, scale, trained)
+        sums = self._retry_with_fewer_rows(attempt, batch)
+        for parameter, gradient in zip(trained, earlier, strict=bool(earlier)):
+            if gradient is not None:
+                own = parameter.grad
+                parameter.grad = gradient if own is None else gradient.add_(own)
+        self._log_batch(sums, sizes)
         # Lightning steps after this method; the hook below adds the report to this list.
         self.reports = []
-        # Gradients are averaged over ranks: times world_size, the mean is one over all tokens.
-        loss = -logprobs.sum() * self.trainer.world_size / num_targets
+        loss = -sums[0].float() * scale
+        if self.trainer.world_size > 1 and not self._is_sharded:
+            loss = loss + zero_loss(trained)
         return {"loss": loss, "reports": self.reports}
 
-    def _log_batch(self, batch: PairBatch, logprobs: Tensor, correct: Tensor) -> Tensor:
-        """Log means over the tokens of all processes; gives the number of target tokens."""
-        counted = [logprobs.sum(), correct.sum(), batch.attention_mask.sum()]
-        sizes = [batch.loss_mask.sum(), torch.tensor(batch.input_ids.numel(), device=self.device)]
-        sums = torch.stack([value.double() for value in counted + sizes])
+    def _accumulate_gradients(
+        self, batch: PairBatch, scale: Tensor, trained: list[Parameter], max_rows: int | None
+    ) -> Tensor:
+        """Compute the gradient of a batch; return [2] sums of log-probabilities and of hits."""
+        for parameter in trained:
+            parameter.grad = None
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # of 16-mixed
+        for part, is_filler in self._split(batch, max_rows):
+            logprobs, correct = self.score(part)
+            loss = -logprobs.sum() * (0 if is_filler else scale)
+            loss = loss / self.trainer.accumulate_grad_batches
+            # Operators of the backward pass follow the types of the forward pass.
+            with torch.autocast(self.device.type, enabled=False):
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if not is_filler:
+                sums += torch.stack([logprobs.detach().sum().double(), correct.sum().double()])
+        return sums
+
+    def _split(self, batch: PairBatch, max_rows: int | None) -> Iterator[tuple[PairBatch, bool]]:
+        """Yield parts of a batch, then fillers (True) that ranks with sharded weights need."""
+        parts = batch.split(self._rows_at_once(batch, max_rows))
+        yield from ((part, False) for part in parts)
+        if not self._has_all_weights:
+            own = torch.tensor(float(len(parts)), device=self.device)
+            for _ in range(int(TrainerComm(self).max(own)) - len(parts)):
+                yield parts[0], True
+
+    def _rows_at_once(self, batch: PairBatch, max_rows: int | None) -> int:
+        limits = (len(batch), self.micro_batch_size, max_rows)
+        return min(rows for rows in limits if rows is not None)
+
+    def _retry_with_fewer_rows(self, attempt: Attempt[Result], batch: PairBatch) -> Result:
+        """Return the result of an attempt, on all ranks, with fewer pairs if memory needs it."""
+        if self.trainer.training and self.trainer.world_size > 1:
+            attempt = repeat_on_all_ranks(
+                attempt, self.row_limit, TrainerComm(self), repeatable=self._has_all_weights
+            )
+        limit = self.row_limit
+        return retry_with_fewer_rows(
+            attempt, limit, lambda: self._rows_at_once(batch, limit.max_rows)
+        )
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.policy is not None and is_sharded(self.policy)
+
+    @property
+    def _has_all_weights(self) -> bool:
+        return self.policy is not None and is_gathered(self.policy)
+
+    def optimizer_zero_grad(
+        self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Keep the gradients, which `training_step` has cleared and computed by now."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Average the gradients over ranks; with one process, and with FSDP2, they are complete."""
+        if loss.requires_grad:
+            super().backward(loss, *args, **kwargs)
+
+    def _count_tokens(self, batch: PairBatch) -> dict[str, Tensor]:
+        """Count target tokens, real tokens and positions of the batches of all processes."""
+        positions = torch.tensor(batch.input_ids.numel(), device=self.device)
+        sizes = torch.stack([batch.loss_mask.sum(), batch.attention_mask.sum(), positions])
+        sizes = self.trainer.strategy.reduce(sizes.double(), reduce_op="sum").float()
+        return dict(zip(("targets", "real", "positions"), sizes, strict=True))
+
+    def _log_batch(self, sums: Tensor, sizes: dict[str, Tensor]) -> None:
+        """Log means over the tokens of all processes."""
         sums = self.trainer.strategy.reduce(sums, reduce_op="sum").float()
-        total_logprob, num_correct, num_real, num_targets, num_positions = sums
-        mean_loss = -total_logprob / num_targets
+        total_logprob, num_correct = sums
+        mean_loss = -total_logprob / sizes["targets"]
         self.log("step", float(self.iteration + 1))  # loggers take it as their x-axis
         self.log_dict(
             {
                 "sft/loss": mean_loss,
                 "sft/perplexity": mean_loss.exp(),
-                "sft/token_accuracy": num_correct / num_targets,
-                "sft/padding_frac": 1 - num_real / num_positions,
+                "sft/token_accuracy": num_correct / sizes["targets"],
+                "sft/padding_frac": 1 - sizes["real"] / sizes["positions"],
                 "optim/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             }
         )
-        return num_targets
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: gradients are unscaled and reduced over processes by now."""
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = list_parameters(optimizer)
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained, limit))
         self.log("optim/grad_norm", grad_norm)
@@ -298,11 +398,14 @@ class SFT(LightningModule):
         """Save the linear kernels, and the tokenizer if it was fitted."""
         assert self.policy is not None
         checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
+        # The limit on pairs decides in which order sums are rounded.
+        checkpoint["lowered"] = {"micro_batch_size": self.row_limit.max_rows}
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the linear kernels, which decide rounding."""
+        """Restore the linear kernels and the limit on pairs, which decide rounding."""
+        self.row_limit.max_rows = checkpoint.get("lowered", {}).get("micro_batch_size")
         kernel_choice.restore(self, checkpoint)
 
     def on_train_start(self) -> None:
@@ -322,7 +425,12 @@ class SFT(LightningModule):
 
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Count loss and accuracy of a batch, weighted by its tokens."""
-        logprobs, correct = self.score(batch)
+
+        def score(max_rows: int | None) -> list[Tensor]:
+            parts = batch.split(self._rows_at_once(batch, max_rows))
+            return list(map(torch.cat, zip(*map(self.score, parts), strict=True)))
+
+        logprobs, correct = self._retry_with_fewer_rows(score, batch)
         mean_loss, mean_accuracy = self.means[batch.set_name]
         mean_loss.update(-logprobs)
         mean_accuracy.update(correct.float())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from litgrpo.distributed.device import backend
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.memory import check_other_ranks
 from litgrpo.training.lightning_compat import find_trainer
 from litgrpo.types import Stats
@@ -107,9 +108,10 @@ class TrainerStepper:
         self.optimizer: Any = module.optimizers()
         self.clip_gradients: ClipGradients | None = None
         self.stats: Stats | None = None
-        self.checks_other_ranks = (
-            module.trainer.world_size > 1 and not backend(module.device).static_shapes
-        )
+        several = module.trainer.world_size > 1 and not backend(module.device).static_shapes
+        self.checks_other_ranks = several
+        # DDP averages in backward passes; sharded weights (FSDP2) have their own collectives there.
+        self.averages_last = several and not any(map(is_sharded, module.modules()))
 
     @property
     def lr(self) -> float:
@@ -121,11 +123,21 @@ class TrainerStepper:
         self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of a loss; the last one averages gradients over ranks."""
-        if last and self.checks_other_ranks:
-            # A rank that ran out of memory will not reach the all-reduce of this pass.
+        """Add the gradient of a loss; after the last one, average the gradients over ranks."""
+        if last and self.averages_last:
+            # A separate pass: a rank that runs out of memory in a backward pass must not leave
+            # the others waiting in the all-reduce of the same pass.
+            self._add_gradient(loss, average=False)
             check_other_ranks(TrainerComm(self.module))
-        with self.optimizer.toggle_model(sync_grad=last):
+            self._add_gradient(zero_loss(list_parameters(self.optimizer)), average=True)
+            return
+        if last and self.checks_other_ranks:
+            # A rank that ran out of memory will not reach the collectives of this pass.
+            check_other_ranks(TrainerComm(self.module))
+        self._add_gradient(loss, average=last)
+
+    def _add_gradient(self, loss: Tensor, *, average: bool) -> None:
+        with self.optimizer.toggle_model(sync_grad=average):
             self.module.manual_backward(loss)
 
     def step(self, clip_gradients: ClipGradients) -> Stats | None:
@@ -152,6 +164,38 @@ class TrainerStepper:
 def list_parameters(optimizer: Any) -> list[Parameter]:
     """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _ZeroLoss(torch.autograd.Function):
+    """See `zero_loss`."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Parameter) -> Tensor:
+        ctx.parameters = parameters
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return tuple(each.new_zeros(()).expand_as(each) for each in ctx.parameters)
+
+
+def zero_loss(parameters: list[Parameter]) -> Tensor:
+    """Return a loss [] of 0, whose backward pass adds 0 to all gradients.
+
+    DDP averages the gradient of a parameter over ranks when a backward pass reaches it, with what
+    earlier passes have added. This pass needs no activations, so it does not run out of memory.
+
+    Args:
+        parameters: at least one.
+
+    Example:
+        >>> weight = Parameter(torch.ones(2))
+        >>> zero_loss([weight]).backward()
+        >>> weight.grad
+        tensor([0., 0.])
+    """
+    loss: Tensor = _ZeroLoss.apply(*parameters)
+    return loss
 
 
 class TrainerComm:
