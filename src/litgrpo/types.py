@@ -430,6 +430,8 @@ class RewardTable:
             and summed; default: the components themselves.
         metrics: {name to log: number} that reward functions logged themselves.
         extras: {column: {row: value}}, shown next to the samples.
+        greedy: [B] total reward of each prompt's greedy completion, NaN if it is not valid; None
+            unless the advantages need it.
 
     Example:
         >>> rewards = RewardTable(
@@ -453,6 +455,7 @@ class RewardTable:
     processed: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
+    greedy: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and keys."""
@@ -467,6 +470,8 @@ class RewardTable:
         for name, values in [*self.components.items(), *self.processed.items()]:
             _check_shape(name, values, *self.total.shape)
         _check_shape("valid", self.valid, *self.total.shape)
+        if self.greedy is not None:
+            _check_shape("greedy", self.greedy, len(self.total))
 
     def stats(self) -> Stats:
         """Scalars under `reward/`."""
@@ -487,6 +492,8 @@ class RewardTable:
             stats[f"reward/{name}_std"] = std
         if len(self.components) > 1:
             stats |= self._compare_components()
+        if self.greedy is not None:
+            stats["reward/greedy_mean"] = self.greedy.nanmean()
         stats = {name: value.nan_to_num(0.0).float() for name, value in stats.items()}
         extremes = mean_and_extremes("reward/", self.total.float(), self.valid)
         return stats | {name: extremes[name] for name in ("reward/min", "reward/max")}

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from litgrpo.algorithms.advantages import (
     GFPO,
     Normalized,
     PassAtK,
+    ReMax,
     Whitened,
     check_centered,
 )
@@ -26,6 +28,7 @@ from tests.support.raises import raises_for
 NAN, INF = float("nan"), float("inf")
 HALF = math.sqrt(0.5)
 EPS = torch.finfo(torch.float64).eps
+VERL_REMAX = [[0.5, 0.5], [-0.5, 0.0]]
 
 
 def table(rewards, valid=None, precision=EPS, **parts):
@@ -55,6 +58,32 @@ def test_group_centered():
 
 def test_leave_one_out():
     check(Normalized("others", "none"), [[0.0, 0.0, 3.0]], [[-1.5, -1.5, 3.0]])
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_completion():
+    rewards = replace(
+        table([[1.0, 0.0], [2.0, 0.5], [1.0, NAN]]), greedy=torch.tensor([1.0, NAN, 0])
+    )
+
+    # Without a valid greedy reward there is no baseline, and no advantage.
+    expected = torch.tensor([[0.0, -1.0], [0.0, 0.0], [1.0, 0.0]]).double()
+    torch.testing.assert_close(advantages(ReMax(), rewards), expected)
+
+
+# verl 0.9.0: compute_remax_outcome_advantage of the rewards 1, 0.25 and baselines 0.5, 0.75.
+def test_remax_is_that_of_verl():
+    rewards = replace(table([[1.0], [0.25]]), greedy=torch.tensor([0.5, 0.75]).double())
+    found = Objective(ReMax()).token_advantages(
+        rewards, torch.tensor([[True, True], [True, False]])
+    )
+
+    torch.testing.assert_close(found, torch.tensor(VERL_REMAX))
+
+
+@pytest.mark.parametrize("wrapped", [ReMax(), GFPO(advantages=ReMax()), Whitened(ReMax())])
+def test_estimators_of_a_greedy_baseline_say_that_they_need_it(wrapped):
+    assert wrapped.needs_greedy
+    assert not Normalized().needs_greedy
 
 
 def test_relative_to_the_mean():

@@ -37,6 +37,7 @@ OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac",
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
 OF_EPISODES |= {"policy/observation_nll"}
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
+OF_EPISODES |= {"reward/greedy_mean"}  # of ReMax; see tests/training/test_grpo.py
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
 
 pytestmark = pytest.mark.filterwarnings(

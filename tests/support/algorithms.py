@@ -1,6 +1,6 @@
 """The published algorithms as objectives, by the names of their files in `configs`."""
 
-from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, PassAtK, Whitened
+from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, PassAtK, ReMax, Whitened
 from litgrpo.algorithms.losses import (
     CISPO,
     DPPO,
@@ -96,4 +96,5 @@ PUBLISHED = {
     "clip_cov": Objective(surrogate=ClipCov()),
     "kl_cov": Objective(surrogate=KLCov()),
     "m2po": Objective(old_policy="sampler", surrogate=M2PO()),
+    "remax": Objective(ReMax(), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"),
 }

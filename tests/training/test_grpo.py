@@ -2,13 +2,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective
+from litgrpo.algorithms.advantages import ReMax
+from litgrpo.algorithms.losses import ImportanceCorrection, Objective, PolicyGradient
 from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.reference import BaseModelReference, FrozenReference
+from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
@@ -453,6 +455,48 @@ def test_a_subclass_that_overrides_the_rewards_trains_on_them():
     trainer.fit(grpo, loader(prompt_batch("a", "b"), 2))
     assert trainer.callback_metrics["reward/mean"] == 7
     assert 0 <= trainer.callback_metrics["reward/letters"] < 7
+
+
+class Outputs(Callback):
+    """Keeps what the last iteration returned."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+        self.seen = outputs
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_remax_compares_each_completion_with_the_greedy_one(group_size, staleness):
+    batch = prompt_batch("a", "hello there", "xyz")
+    remax = Objective(ReMax(), surrogate=PolicyGradient())
+    settings = dict(objective=remax, group_size=group_size)
+    grpo, outputs = module(**settings, update=UpdateConfig(staleness=staleness)), Outputs()
+    greedy = sample_rollout(grpo, batch, "val", group_size=1, sampling=Sampling(temperature=0.0))
+    baseline = torch.tensor(letters([], greedy.completions)).double()
+
+    runner = train(grpo, loader(batch), callbacks=[outputs])
+
+    rewards = outputs.seen["rewards"]
+    torch.testing.assert_close(rewards.greedy, baseline)
+    expected = (rewards.total - baseline[:, None]).float()
+    torch.testing.assert_close(outputs.seen["advantages"].float(), expected)
+    assert expected.any()
+    assert runner.callback_metrics["reward/greedy_mean"] == pytest.approx(float(baseline.mean()))
+    generated = greedy.lengths.sum() + outputs.seen["rollout"].lengths.sum()
+    assert runner.callback_metrics["perf/generated_tokens"] == generated
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(dynamic_sampling_attempts=2), "dynamic_sampling_attempts"),
+        (dict(rewards={"letters": Reward(letters, normalize="group")}), "letters.normalize is"),
+    ],
+)
+def test_a_greedy_baseline_needs_rewards_that_can_be_compared(settings, message):
+    given = {"rewards": {"letters": Reward(letters)}} | settings
+    with pytest.raises(ValueError, match=message):
+        GRPO("", **given, objective=Objective(ReMax()))
 
 
 def test_what_a_reward_logs_is_logged_and_budgets_are_in_the_checkpoint():

@@ -99,6 +99,11 @@ class Advantages(ABC):
         """True if a prompt needs at least two completions."""
         return True
 
+    @property
+    def needs_greedy(self) -> bool:
+        """True if each prompt needs a greedy completion as well, see `RewardTable.greedy`."""
+        return False
+
     def __call__(self, table: RewardTable, lengths: Tensor, comm: Comm) -> Tensor:
         """[B, G] float64 advantages, 0 for rows without a valid reward.
 
@@ -191,6 +196,43 @@ def _divide(centered: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 @check_field_types
+class ReMax(Advantages):
+    """ReMax: the reward minus that of the prompt's greedy completion.
+
+    Each iteration generates one more completion per prompt, at temperature 0, which is not trained
+    on. A group may be a single completion. Source: arXiv:2310.10505; verl: `remax`.
+
+    Example:
+        >>> from litgrpo.distributed.collectives import SingleProcess
+        >>> rewards, valid = torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool()
+        >>> table = RewardTable(
+        ...     {"r": rewards}, {"r": 1.0}, rewards, valid, greedy=torch.tensor([0.8])
+        ... )
+        >>> ReMax()(table, torch.tensor([[3, 5]]), SingleProcess())
+        tensor([[-0.8000,  0.2000]], dtype=torch.float64)
+    """
+
+    @property
+    def needs_group(self) -> bool:
+        """The baseline is that of the greedy completion."""
+        return False
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Always."""
+        return True
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] r - r of the greedy completion; NaN without a valid reward of that."""
+        greedy = groups.table.greedy
+        # The start-up checks generate no greedy completions: their baseline is 0.
+        return (
+            groups.values if greedy is None else groups.values - greedy[:, None].to(groups.values)
+        )
+
+
+@dataclass(frozen=True)
+@check_field_types
 class GDPO(Advantages):
     """GDPO: each reward function normalized in its group, weighted, summed, scaled by the batch.
 
@@ -233,6 +275,11 @@ class GFPO(Advantages):
     rank_by: Literal["reward", "shortest", "reward_per_token"] = "reward"
     normalize_kept_only: bool = False
     advantages: Advantages = field(default_factory=Normalized)
+
+    @property
+    def needs_greedy(self) -> bool:
+        """True if the estimator needs greedy completions."""
+        return self.advantages.needs_greedy
 
     def __post_init__(self) -> None:
         """Check the fraction."""
@@ -297,6 +344,11 @@ class Whitened(Advantages):
     def needs_group(self) -> bool:
         """True if the estimator needs a group."""
         return self.advantages.needs_group
+
+    @property
+    def needs_greedy(self) -> bool:
+        """True if the estimator needs greedy completions."""
+        return self.advantages.needs_greedy
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] advantages, whose mean over all tokens of all ranks is 0."""

@@ -377,6 +377,11 @@ class SimpleTIR(TurnAdvantages):
     answer_pattern: str = r"\S"
     advantages: Advantages = field(default_factory=Normalized)
 
+    @property
+    def needs_greedy(self) -> bool:
+        """True if the estimator needs greedy completions."""
+        return self.advantages.needs_greedy
+
     def __post_init__(self) -> None:
         """Check the expression."""
         try:

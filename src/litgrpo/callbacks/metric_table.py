@@ -72,6 +72,11 @@ METRICS: dict[str, Metric] = {
         healthy="below 0.5, unless all are correct",
         trl="frac_reward_zero_std",
     ),
+    "reward/greedy_mean": Metric(
+        "Mean total reward of the greedy completions of the batch's prompts, if they are the "
+        "baseline (ReMax).",
+        unit="reward",
+    ),
     "reward/failed_frac": Metric(
         "Fraction of completions without a reward: a function failed or all returned None.",
         unit="fraction",

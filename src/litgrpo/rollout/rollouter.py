@@ -107,6 +107,20 @@ class Rollouter:
             self.generated_tokens += int(rollout.lengths.sum())
         return replace(rollout, completions=self._decode(rollout), policy_version=version)
 
+    def generate_greedy(self, prompts: PromptBatch, iteration: int) -> Rollout:
+        """Generate one greedy completion per prompt with the current weights, in training.
+
+        Args:
+            prompts: B prompts.
+            iteration: number of finished iterations.
+        """
+        # The purpose is not `train`: no rollout is generated ahead with these, and greedy
+        # completions need no random numbers.
+        greedy = Sampling(temperature=0.0)
+        rollout = self.generate(prompts, "val", iteration, group_size=1, sampling=greedy)
+        self.generated_tokens += int(rollout.lengths.sum())
+        return rollout
+
     def build_request(
         self,
         prompts: PromptBatch,

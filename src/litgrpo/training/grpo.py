@@ -90,7 +90,7 @@ from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.steppers import TrainerComm, TrainerStepper, is_attached
 from litgrpo.training.turn_end import add_turn_end
 from litgrpo.training.update_config import UpdateConfig
-from litgrpo.types import PromptBatch, Stats, StepReport, TrainingBatch
+from litgrpo.types import PromptBatch, RewardTable, Stats, StepReport, TrainingBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -197,6 +197,7 @@ class GRPO(LightningModule):
         settings_checks.check_async(update, dynamic_sampling_attempts, environment)
         settings_checks.check_observation_nll(objective, environment, sampling)
         rewards = name_rewards(rewards)
+        settings_checks.check_greedy(objective, rewards, dynamic_sampling_attempts)
         self.pretrained = save_in_memory_model(pretrained)
         self.reference_path = reference
         self.group_size, self.max_completion_length = group_size, max_completion_length
@@ -498,6 +499,8 @@ class GRPO(LightningModule):
             logprobs = self.learner.old_and_reference_logprobs(rollout)
             with self.clock.phase("time/reward_s"):
                 rewards = pending.wait()
+            if self.learner.objective.advantages.needs_greedy:
+                rewards = self._with_greedy_rewards(prompts, rewards)
             stats = rewards.stats() | rollout.stats()
         else:
             # Which groups stay depends on their rewards: log-probabilities have to wait.
@@ -522,6 +525,13 @@ class GRPO(LightningModule):
             "reports": reports,
             "advantages": group_advantages(batch, rewards),
         }
+
+    def _with_greedy_rewards(self, prompts: PromptBatch, rewards: RewardTable) -> RewardTable:
+        """Return the rewards with those of one greedy completion per prompt (ReMax)."""
+        greedy = self.rollouter.generate_greedy(prompts, self.iteration)
+        with self.clock.phase("time/reward_s"):
+            found = self.scorer.start(greedy, self.iteration).wait()
+        return replace(rewards, greedy=found.total.where(found.valid, torch.nan).squeeze(1))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip gradients, which are complete only here: with fp16, Lightning has unscaled them."""

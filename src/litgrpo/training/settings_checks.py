@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +122,32 @@ def check_observation_nll(
             f"{given}, but model.sampling has top_k, top_p or min_p: log-probabilities are then "
             "over the tokens that could be sampled, and observations were not sampled. Remove the "
             "filters, or set it to 0."
+        )
+
+
+def check_greedy(
+    objective: Objective, rewards: Mapping[str, Reward], dynamic_sampling_attempts: int
+) -> None:
+    """Check that rewards of greedy and sampled completions can be compared.
+
+    Raises:
+        ValueError: advantages with a greedy baseline and dynamic sampling, which looks for groups
+            whose rewards differ; or a reward that is normalized among completions.
+    """
+    if not objective.advantages.needs_greedy:
+        return
+    name = type(objective.advantages).__name__
+    if dynamic_sampling_attempts:
+        raise ValueError(
+            f"model.objective.advantages is {name}, whose baseline is a greedy completion: groups "
+            "of equal rewards have an advantage. Set model.dynamic_sampling_attempts to 0."
+        )
+    normalized = [key for key, reward in rewards.items() if reward.normalize != "none"]
+    if normalized:
+        raise ValueError(
+            f"model.objective.advantages is {name}, whose baseline is the reward of a single "
+            f"greedy completion, but model.rewards.{normalized[0]}.normalize is "
+            f"{rewards[normalized[0]].normalize}. Set it to none."
         )
 
 
