@@ -162,6 +162,15 @@ FEATURES: dict[str, Config] = {
         "overlong_buffer_frac": 0.5,
         "objective": {"surrogate": of_class("Clipped", clip_high=0.28)},
     },
+    "kl_cov": {
+        "objective": {
+            "surrogate": of_class("KLCov", frac=0.2),
+            "positive_nll": {"coef": 0.1, "min_reward": 0.3},
+            "kl_in_reward": {"coef": 0.1},
+        },
+        "update": {"epochs_per_rollout": 2},
+    },
+    "remax": {"objective": {"advantages": of_class("ReMax")}},
     "staleness": {"update": {"staleness": 1}},
     "tools": {
         "model": "builtin:tiny-calculator",

@@ -103,7 +103,7 @@ PROBES = [
     Probe(
         "kl_in_reward of 0",
         f"{QUICK} --model.objective.kl_in_reward.coef 0",
-        ("coef is 0",),
+        ("kl_in_reward.coef is 0",),
     ),
     Probe(
         "50 mini-batches of 2 groups",

@@ -798,9 +798,10 @@ class PositiveNLL:
     def __post_init__(self) -> None:
         """Check the values."""
         if not 0 < self.coef < math.inf:
-            raise ValueError(f"coef is {self.coef}; it must be above 0, or positive_nll null")
+            given = f"positive_nll.coef is {self.coef}"
+            raise ValueError(f"{given}; it must be above 0, or positive_nll null")
         if not math.isfinite(self.min_reward):
-            raise ValueError(f"min_reward is {self.min_reward}; it must be finite")
+            raise ValueError(f"positive_nll.min_reward is {self.min_reward}; it must be finite")
 
     def find_correct(self, rewards: RewardTable) -> Tensor:
         """[N] True for completions with a valid reward of at least `min_reward`."""
@@ -828,10 +829,12 @@ class KLInReward:
     def __post_init__(self) -> None:
         """Check the values."""
         if not 0 < self.coef < math.inf:
-            raise ValueError(f"coef is {self.coef}; it must be above 0, or kl_in_reward null")
+            given = f"kl_in_reward.coef is {self.coef}"
+            raise ValueError(f"{given}; it must be above 0, or kl_in_reward null")
         if self.estimator not in KL_ESTIMATORS:
             allowed = ", ".join(KL_ESTIMATORS)
-            raise ValueError(f"estimator is {self.estimator!r}; it must be one of {allowed}")
+            given = f"kl_in_reward.estimator is {self.estimator!r}"
+            raise ValueError(f"{given}; it must be one of {allowed}")
 
     def token_kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
         """[N, C] KL estimate of each token, 0 off `mask`.
