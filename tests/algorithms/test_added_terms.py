@@ -147,25 +147,6 @@ def test_without_the_option_the_rewards_are_the_same():
     assert Objective().subtract_kl(table, LOGPROBS, None, KIND == 1) is table
 
 
-# verl 0.9.0, core_algos.kl_penalty of the tokens (log p, log p_ref) (-1, -1.5), (-3, -2), (-1, -3).
-VERL = {
-    "k1": [0.5, -1.0, 2.0],
-    "abs": [0.5, 1.0, 2.0],
-    "k2": [0.125, 0.5, 2.0],
-    "k3": [0.10653067, 0.71828175, 1.1353352],
-}
-
-
-@pytest.mark.parametrize("estimator", VERL)
-def test_the_kl_of_a_token_is_that_of_verl(estimator):
-    logprobs, ref = torch.tensor([[-1.0, -3.0, -1.0, 5.0]]), torch.tensor([[-1.5, -2.0, -3.0, 9.0]])
-    mask = torch.tensor([[True, True, True, False]])
-
-    found = KLInReward(estimator=estimator).token_kl(logprobs, ref, mask)
-
-    torch.testing.assert_close(found, torch.tensor([[*VERL[estimator], 0.0]]))
-
-
 def test_an_unknown_sampler_log_probability_counts_as_no_kl():
     logprobs = torch.tensor([[math.nan, -3.0]])
     found = KLInReward().token_kl(logprobs, torch.zeros(1, 2), torch.ones(1, 2).bool())

@@ -28,7 +28,6 @@ from tests.support.raises import raises_for
 NAN, INF = float("nan"), float("inf")
 HALF = math.sqrt(0.5)
 EPS = torch.finfo(torch.float64).eps
-VERL_REMAX = [[0.5, 0.5], [-0.5, 0.0]]
 
 
 def table(rewards, valid=None, precision=EPS, **parts):
@@ -68,16 +67,6 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
     # Without a valid greedy reward there is no baseline, and no advantage.
     expected = torch.tensor([[0.0, -1.0], [0.0, 0.0], [1.0, 0.0]]).double()
     torch.testing.assert_close(advantages(ReMax(), rewards), expected)
-
-
-# verl 0.9.0: compute_remax_outcome_advantage of the rewards 1, 0.25 and baselines 0.5, 0.75.
-def test_remax_is_that_of_verl():
-    rewards = replace(table([[1.0], [0.25]]), greedy=torch.tensor([0.5, 0.75]).double())
-    found = Objective(ReMax()).token_advantages(
-        rewards, torch.tensor([[True, True], [True, False]])
-    )
-
-    torch.testing.assert_close(found, torch.tensor(VERL_REMAX))
 
 
 @pytest.mark.parametrize("wrapped", [ReMax(), GFPO(advantages=ReMax()), Whitened(ReMax())])
