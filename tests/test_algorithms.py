@@ -20,7 +20,7 @@ from litgrpo.algorithms import advantages, losses, turn_credit
 from litgrpo.algorithms.losses import Objective, PolicyGradient
 from litgrpo.cli.main import main
 from litgrpo.types import TokenLogprobs, TrainingBatch
-from tests.support.algorithms import PUBLISHED
+from tests.support.algorithms import DISTILLING, PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
@@ -120,6 +120,14 @@ def test_an_overlay_states_all_that_makes_an_algorithm(name):
     for part in parts(chosen):
         arguments = {field.name for field in fields(CHOICES[part["class_path"]])}
         assert part.get("init_args", {}).keys() == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"), [("on_policy", "on_policy"), ("gkd", "gkd"), ("self", "gkd")]
+)
+def test_a_config_of_distillation_turns_the_quickstart_into_it(name, objective, shown):
+    config = ROOT / "configs" / "distillation" / f"{name}.yaml"
+    assert shown(QUICKSTART, config) == DISTILLING[objective]
 
 
 # --- the table of docs/algorithm.md ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,6 +81,24 @@ def predicting(hidden: Tensor, target_mask: Tensor) -> Tensor:
     return hidden[:, :-1][target_mask[:, 1:]]
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Another model whose distributions are compared with the policy's, for `token_logprobs`.
+
+    Args:
+        hidden: [K, E] its hidden states that predict the same targets; E may differ.
+        head: its hidden [k, E] -> logits [k, V], over the same tokens.
+        divergence: logits [k, V] of policy and other model -> [k] (nats).
+
+    Example:
+        `Compared(teacher_hidden, teacher.head, ReverseKL())`
+    """
+
+    hidden: Tensor
+    head: Head
+    divergence: Callable[[Tensor, Tensor], Tensor]
+
+
 def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
@@ -89,8 +108,9 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_grad: bool = False,
+    compared: Compared | None = None,
     context_fn: Contexts = noop_context_fn,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Log-probability of each target and entropy of its distribution, without keeping the logits.
 
     The logits of one chunk of tokens exist at a time, in the forward pass and again in the
@@ -105,29 +125,41 @@ def token_logprobs(
         temperature: divides the logits, as it did at sampling.
         chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.
+        compared: another model, whose distributions are compared with these.
         context_fn: contexts of the first and second computation; see torch's checkpoint.
 
     Returns:
-        [K] float32 log-probabilities (nats) and [K] float32 entropies (nats).
+        [K] float32 log-probabilities (nats), [K] float32 entropies (nats), and with `compared` [K]
+        float32 divergences (nats).
     """
 
     def chunk_logprobs(
-        hidden: Tensor, targets: Tensor, candidate_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        hidden: Tensor, targets: Tensor, candidate_ids: Tensor | None, other: Tensor | None
+    ) -> tuple[Tensor, ...]:
         logits = widen(head(hidden))
         logits = logits if temperature == 1 else logits / temperature
-        return _of_logits(logits, targets, candidate_ids, entropy_grad)
+        found = _of_logits(logits, targets, candidate_ids, entropy_grad)
+        if compared is None or other is None:
+            return found
+        with torch.no_grad():
+            other = widen(compared.head(other)) / temperature
+        if candidate_ids is None:  # models of one family may pad the vocabulary differently
+            common = min(logits.shape[-1], other.shape[-1])
+            return *found, compared.divergence(logits[:, :common], other[:, :common])
+        logits, other = (_of_candidates(each, candidate_ids) for each in (logits, other))
+        return *found, compared.divergence(logits, other)
 
-    def chunks() -> Iterator[tuple[Tensor, Tensor]]:
-        tensors = (hidden, targets) if candidate_ids is None else (hidden, targets, candidate_ids)
-        for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
+    def chunks() -> Iterator[tuple[Tensor, ...]]:
+        tensors = (hidden, targets, candidate_ids, None if compared is None else compared.hidden)
+        for start in range(0, max(1, len(hidden)), chunk_size):
+            rows = slice(start, start + chunk_size)
+            part: list[Any] = [None if whole is None else whole[rows] for whole in tensors]
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
                 yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=context_fn)
             else:
                 yield chunk_logprobs(*part)
 
-    logprobs, entropies = zip(*chunks(), strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return tuple(torch.cat(parts) for parts in zip(*chunks(), strict=True))
 
 
 def _of_logits(
@@ -142,15 +174,19 @@ def _of_logits(
     if candidate_ids is not None:
         # Places without a candidate have p = 0. Their logit in p * z is 0: 0 * -inf is NaN, and the
         # gradient of p * -1e38 overflows if that of the entropy is above 1 (fp16 scales the loss).
-        absent = candidate_ids < 0
-        candidates = logits.gather(-1, candidate_ids.long().clamp(min=0))
-        logits = candidates.masked_fill(absent, torch.finfo(logits.dtype).min)
-        factor = candidates.masked_fill(absent, 0.0)
+        logits = _of_candidates(logits, candidate_ids)
+        factor = logits.masked_fill(candidate_ids < 0, 0.0)
     log_z = logits.logsumexp(-1)
     # H = log Z - sum_v p_v z_v
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = log_z - (torch.exp(logits - log_z[:, None]) * factor).sum(-1)
     return chosen - log_z, entropy
+
+
+def _of_candidates(logits: Tensor, candidate_ids: Tensor) -> Tensor:
+    """Logits [k, S] of the candidates; the lowest number where there is none."""
+    candidates = logits.gather(-1, candidate_ids.long().clamp(min=0))
+    return candidates.masked_fill(candidate_ids < 0, torch.finfo(logits.dtype).min)
 
 
 def head_chunk(num_tokens: int, vocab_size: int, few_logits: int = FEW_LOGITS) -> int:

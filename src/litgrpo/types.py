@@ -26,6 +26,9 @@ from torch import Tensor
 # are added up over micro-batches and ranks before they are divided.
 Stats = dict[str, Tensor]
 
+# Column of the token ids of a prompt as the reference reads it (`data.reference_template`).
+REFERENCE_PROMPT = "reference_prompt_ids"
+
 
 def _check_shape(name: str, value: Tensor, *shape: int) -> None:
     if tuple(value.shape) != shape:
@@ -369,6 +372,19 @@ class Rollout:
             loss_mask=None if self.turns is None else self.loss_mask,
         )
 
+    @property
+    def reference_tokens(self) -> TokenRows:
+        """The rows as input of the reference, which may read other prompts than the policy."""
+        rows, given = self.tokens, self.prompts.columns.get(REFERENCE_PROMPT)
+        if given is None:
+            return rows
+        width, device = max(map(len, given)), rows.prompt_ids.device
+        lengths = torch.tensor([len(ids) for ids in given])
+        mask = torch.arange(width) >= width - lengths[:, None]
+        ids = torch.zeros(mask.shape, dtype=torch.long)
+        ids[mask] = torch.tensor([token for prompt in given for token in prompt])
+        return replace(rows, prompt_ids=ids.to(device), prompt_mask=mask.to(device))
+
     def token_lists(self) -> list[list[int]]:
         """N lists of token ids without padding, with one transfer to the host."""
         rows = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist(), strict=True)
@@ -561,6 +577,8 @@ class RolloutLogprobs:
             step per rollout, so the current policy is the old one (ratio 1). A stale or inexact
             sampler is handled by `Objective.importance_correction`.
         ref: [N, C] under the reference; None without a reference.
+        ref_hidden: [N, C, E] hidden states of the reference, if the KL term is exact over the
+            vocabulary (`Objective.divergence`).
 
     Example:
         One completion of two tokens that the reference finds less likely::
@@ -570,6 +588,7 @@ class RolloutLogprobs:
 
     old: Tensor | None = None
     ref: Tensor | None = None
+    ref_hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -596,6 +615,7 @@ class TrainingBatch:
             step; None before `Objective.select_tokens`, or if the surrogate selects none.
         nll_weights: [M, C] weight of -log p of each token in the loss of its optimizer step, which
             adds a cross-entropy loss; None without one.
+        ref_hidden: [M, C, E] hidden states of the reference; see `RolloutLogprobs`.
 
     Example:
         Two completions of one prompt, of 2 and 1 tokens, aggregated by `token_mean`::
@@ -624,6 +644,7 @@ class TrainingBatch:
     loss_weights: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    ref_hidden: Tensor | None = None
     candidate_ids: Tensor | None = None
     selected: Tensor | None = None
     nll_weights: Tensor | None = None
@@ -675,6 +696,7 @@ class TrainingBatch:
             ref_logprobs=self.ref_logprobs,
             selected=self.selected,
             nll_weights=self.nll_weights,
+            ref_hidden=self.ref_hidden,
         )
 
     def select(self, rows: Tensor) -> TrainingBatch:
@@ -693,6 +715,10 @@ class TokenLogprobs:
     Args:
         logprobs: [M, C] float32 log-probability of each completion token; 0 on padding.
         entropy: [M, C] float32 entropy of the distribution it was drawn from; 0 on padding.
+        divergence: [M, C] float32 divergence of that distribution from the reference's; None
+            without a `Divergence`.
+        hidden: [M, C, E] hidden states that the logits are computed from, of a reference for a
+            `Divergence`; else None.
 
     Example:
         One completion of two tokens in three columns::
@@ -704,6 +730,17 @@ class TokenLogprobs:
 
     logprobs: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def row_fields(self) -> dict[str, Tensor]:
+        """Return {name: [M, C, ...]} of the given fields."""
+        return _without_none(
+            logprobs=self.logprobs,
+            entropy=self.entropy,
+            divergence=self.divergence,
+            hidden=self.hidden,
+        )
 
 
 @dataclass(frozen=True)

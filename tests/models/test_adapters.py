@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from litgrpo.models.export import export, export_adapter
 from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy, load_reference
-from litgrpo.models.reference import InitialAdapterReference
+from litgrpo.models.reference import AdapterReference
 from tests.support.adapters import perturb
 from tests.support.causal import tokens
 from tests.support.invariants import KL, fit, module
@@ -73,7 +73,7 @@ def test_an_adapter_folder_is_the_initial_policy_and_the_reference(base, tmp_pat
     policy = load_policy(base, lora=lora)
     assert torch.equal(logits(policy.model), logits(first.model))
     reference = load_reference(policy, None, base, Precision(), lora)
-    assert isinstance(reference, InitialAdapterReference)
+    assert isinstance(reference, AdapterReference)
     rows = tokens(policy)
     start = policy.logprobs(rows).logprobs.detach()
     perturb(policy)
@@ -96,7 +96,7 @@ def test_the_invariants_hold_if_training_starts_from_an_adapter(base, tmp_path):
     grpo = module(objective=KL, lora=lora)
     grpo.pretrained, grpo.policy, grpo.reference = base, None, None
     fit(grpo)  # the invariants ask that the KL to the start is 0
-    assert isinstance(grpo.reference, InitialAdapterReference)
+    assert isinstance(grpo.reference, AdapterReference)
 
 
 def test_adapters_of_an_encoder_decoder_model_load_in_plain_peft(tmp_path):
@@ -162,7 +162,7 @@ def test_the_adapter_of_training_stays_active_next_to_the_initial_one(base, adap
     policy = load_policy(base, lora=LoRA(rank=4, adapter_path=str(adapter)))
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     rows = tokens(policy)
-    InitialAdapterReference(policy, str(adapter))
+    AdapterReference(policy, str(adapter))
     assert {name for name, p in policy.named_parameters() if p.requires_grad} == trained
     policy.logprobs(rows).logprobs.sum().backward()
     assert all(p.grad is not None for name, p in policy.named_parameters() if name in trained)

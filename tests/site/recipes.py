@@ -22,6 +22,11 @@ FOLDERS = {
         "Corrections of samplers",
         "Config overrides, for engines whose log-probs differ from the trainer's.",
     ),
+    "distillation": (
+        "Distillation",
+        "Config overrides: the policy learns from a [teacher](/distillation.md), on its own "
+        "samples.",
+    ),
     "loggers": ("Loggers", "Config overrides. TensorBoard and `metrics.csv` are written anyway."),
 }
 

@@ -1,6 +1,7 @@
 """The published algorithms as objectives, by the names of their files in `configs`."""
 
 from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, PassAtK, ReMax, Whitened
+from litgrpo.algorithms.divergences import JSD
 from litgrpo.algorithms.losses import (
     CISPO,
     DPPO,
@@ -97,4 +98,12 @@ PUBLISHED = {
     "kl_cov": Objective(surrogate=KLCov()),
     "m2po": Objective(old_policy="sampler", surrogate=M2PO()),
     "remax": Objective(ReMax(), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"),
+}
+
+# Those of `configs/distillation`: the reference is the teacher.
+DISTILLING = {
+    "on_policy": Objective(reward_coef=0.0, kl_coef=1.0),
+    "gkd": Objective(reward_coef=0.0, kl_coef=1.0, kl_estimator="reverse_kl"),
+    "forward": Objective(kl_coef=0.5, kl_estimator="forward_kl"),
+    "jsd": Objective(kl_coef=0.5, kl_estimator=JSD(0.1)),
 }

@@ -7,7 +7,7 @@ import torch
 from lightning import Trainer
 
 from litgrpo.training.grpo import GRPO
-from tests.support.algorithms import PUBLISHED
+from tests.support.algorithms import DISTILLING, PUBLISHED
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
 
@@ -38,10 +38,11 @@ class Gradients(GRPO):
     def training_step(self, prompts, batch_idx):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
         rewards = self.scorer.start(rollout, self.iteration).wait()
+        self.coefficients.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         self.policy.train()
         self.found = {}
-        for name, objective in PUBLISHED.items():
+        for name, objective in (PUBLISHED | DISTILLING).items():
             if name == "bnpo":
                 continue  # defined by the split
             self.coefficients.objective = objective

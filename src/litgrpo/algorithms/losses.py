@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
+from litgrpo.algorithms.divergences import DIVERGENCES, Divergence, DivergenceName
 from litgrpo.algorithms.token_selection import (
     covariance,
     largest_second_moments,
@@ -887,15 +888,20 @@ class Objective:
         old_policy: the ratio is taken to the policy `before_update`, or to the `sampler`, whose
             weights may be older (staleness) and whose arithmetic may differ (verl: bypass mode).
         surrogate: loss of one token.
+        reward_coef: coefficient of the surrogate loss; 0: rewards are measured but not maximized,
+            for distillation by the KL term alone (verl: use_task_rewards).
         loss_aggregation: token_mean (DAPO), sequence_mean (the GRPO paper), constant_length (Dr.
             GRPO), sequence_sum (LUSPO, RLOO), micro_batch_token_mean (BNPO), or a LossAggregation.
         log_ratio_coef: coefficient of a penalty s^2, the squared log-ratio of the policy to the old
             one, on every token (Kimi K2.5; DRO: beta / 2; prime-rl: kl_tau).
         kl_coef: KL penalty coefficient (TRL: beta); 0: no reference model.
-        kl_estimator: k1, k2, k3, abs, or a function of (ref_logprobs - logprobs).
+        kl_estimator: of the sampled token: k1, k2, k3, abs, or a function of (ref_logprobs -
+            logprobs); or exact over the vocabulary: reverse_kl, forward_kl, jsd, or a Divergence.
+            With a teacher as reference these are distillation (docs/distillation.md).
         kl_bias_correction: multiply the KL penalty by the importance ratio (TRL:
             use_bias_correction_kl), which makes the gradient of k1 and k3 unbiased; see below.
-            Switch it off with k2 and for the GRPO paper's loss.
+            Switch it off with k2 and for the GRPO paper's loss. Without effect on divergences,
+            which do not depend on the token that was sampled.
         entropy_coef: coefficient of a bonus for the mean entropy of the tokens in the loss.
         advantage_clip: advantages are limited to [-advantage_clip, advantage_clip]; null: no limit
             (NeMo-RL: advantage_clip_low, advantage_clip_high).
@@ -940,10 +946,11 @@ class Objective:
     importance_sampling_level: ImportanceSamplingLevel = "token"
     old_policy: Literal["before_update", "sampler"] = "before_update"
     surrogate: Surrogate = field(default_factory=Clipped)
+    reward_coef: float = 1.0
     loss_aggregation: LossAggregationName | LossAggregation = "token_mean"
     log_ratio_coef: float = 0.0
     kl_coef: float = 0.0
-    kl_estimator: KLName | Callable = "k3"  # type: ignore[type-arg]
+    kl_estimator: KLName | DivergenceName | Divergence | Callable = "k3"  # type: ignore[type-arg]
     kl_bias_correction: bool = True
     entropy_coef: float = 0.0
     advantage_clip: float | None = None
@@ -961,7 +968,8 @@ class Objective:
     def __post_init__(self) -> None:
         """Check the options."""
         self._check_combinations()
-        for name in ("kl_coef", "log_ratio_coef", "observation_nll_coef"):
+        self._check_names()
+        for name in ("reward_coef", "kl_coef", "log_ratio_coef", "observation_nll_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
@@ -973,15 +981,24 @@ class Objective:
         for name in ("gamma", "top_entropy_quantile"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
-        # A checked name here is an early error; a Python caller has no parser to check it.
-        for name, known in (("loss_aggregation", LossAggregationName), ("kl_estimator", KLName)):
+
+    def _check_names(self) -> None:
+        """Reject unknown names; a Python caller has no parser to check them."""
+        kl_names = (*get_args(KLName), *get_args(DivergenceName))
+        aggregations = get_args(LossAggregationName)
+        for name, known in (("loss_aggregation", aggregations), ("kl_estimator", kl_names)):
             chosen = getattr(self, name)
-            if not callable(chosen) and chosen not in get_args(known):
-                allowed = ", ".join(get_args(known))
+            if not callable(chosen) and chosen not in known:
+                allowed = ", ".join(known)
                 raise ValueError(f"{name} is {chosen!r}; it must be one of {allowed}, or callable")
 
     def _check_combinations(self) -> None:
-        """Reject options that exclude each other."""
+        """Reject options that exclude each other, or leave nothing to learn."""
+        if not (self.reward_coef or self.kl_coef):
+            raise ValueError(
+                "reward_coef and kl_coef are 0, so there is nothing to learn. Set reward_coef to "
+                "learn from rewards, or kl_coef and a reference to learn from a teacher"
+            )
         if self.old_policy == "sampler" and self.importance_correction is not None:
             raise ValueError(
                 "old_policy is sampler, so the ratio already corrects for the sampler; set "
@@ -1016,6 +1033,13 @@ class Objective:
     def adds_nll(self) -> bool:
         """True if the loss has a cross-entropy term, see `nll_weights`."""
         return self.positive_nll is not None or self.observation_nll_coef > 0
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """Divergence over the vocabulary that is the KL term; None: an estimate, or no KL term."""
+        given = self.kl_estimator
+        found = DIVERGENCES.get(given) if isinstance(given, str) else given
+        return found if self.kl_coef > 0 and isinstance(found, Divergence) else None
 
     @property
     def needs_all_rows(self) -> bool:
@@ -1190,7 +1214,7 @@ class Objective:
             kept = kept & ((inputs.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
         if self.kl_mask_threshold is not None:
             kept = kept & (inputs.log_ratio.detach().square() / 2 <= self.kl_mask_threshold)
-        token_loss = torch.where(kept, self.surrogate(inputs), 0.0)
+        token_loss = self.reward_coef * torch.where(kept, self.surrogate(inputs), 0.0)
         stats = {"policy/entropy_trained": entropy, "policy/log_ratio": inputs.log_ratio}
         low, high = self.surrogate.find_clipped(inputs)
         stats["policy/clip_low_frac"], stats["policy/clip_high_frac"] = low, high
@@ -1203,9 +1227,9 @@ class Objective:
         if self.log_ratio_coef > 0:
             token_loss = token_loss + self.log_ratio_coef * inputs.log_ratio.square()
         if self.kl_coef > 0:
-            penalty = self._kl_penalty(inputs, batch)
+            penalty = self._kl_penalty(inputs, batch, new.divergence)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        # loss = sum_t u_t (token loss_t + log_ratio_coef s_t^2 + kl_coef KL_t)
+        # loss = sum_t u_t (reward_coef surrogate_t + log_ratio_coef s_t^2 + kl_coef KL_t)
         #        - entropy_coef * mean entropy.
         # The loss weights u contain the denominators of the whole optimizer step, so micro-batches
         # add up.
@@ -1235,14 +1259,19 @@ class Objective:
             pairs[f"policy/{name}_nll"] = torch.stack([total, counted.sum()])
         return (weights * nll).sum(), pairs
 
-    def _kl_penalty(self, inputs: SurrogateInputs, batch: TrainingBatch) -> Tensor:
-        """[M, C] KL estimate of each token, with gradient."""
+    def _kl_penalty(
+        self, inputs: SurrogateInputs, batch: TrainingBatch, divergence: Tensor | None
+    ) -> Tensor:
+        """[M, C] divergence at each token, or KL estimate, with gradient."""
+        if divergence is not None:
+            return torch.where(inputs.mask, divergence, 0.0)
         assert batch.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
         # d = l_ref - l; k3 = e^d - d - 1 >= 0 (DeepSeekMath, eq. 4). Its gradient on-policy is
         # that of KL(reference || policy); times the ratio w, of KL(policy || reference).
         d = torch.where(inputs.mask, batch.ref_logprobs, 0.0) - inputs.logprobs
-        estimator = self.kl_estimator
-        penalty = KL_ESTIMATORS[estimator](d) if isinstance(estimator, str) else estimator(d)
+        given = self.kl_estimator
+        estimator: KLEstimator = KL_ESTIMATORS[given] if isinstance(given, str) else given
+        penalty = estimator(d)
         return penalty * inputs.ratio if self.kl_bias_correction else penalty
 
     def _surrogate_inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> SurrogateInputs:

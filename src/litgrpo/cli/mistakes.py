@@ -259,11 +259,13 @@ def mistake_in_value(option: Option, value: Any) -> str:
 
 
 def unknown_class(option: Option, name: str, classes: Sequence[type]) -> str:
-    """Return that there is no such class and which there are; "" if it exists."""
+    """Return that there is no such name or class and which there are; "" if it exists."""
     try:
         find_class(name, classes)
     except ValueError as error:
-        return f"{option.key}: {error}"
+        names = [each for hint in members(option.hint) for each in get_args(hint)]
+        known = ", ".join(each for each in names if isinstance(each, str))
+        return f"{option.key}: {error}" + (known and f"; or a name: {known}")
     return ""
 
 

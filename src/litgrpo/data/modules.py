@@ -119,6 +119,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         require(not twice, "val and val_fraction are both set; leave out one of them")
         template = prompt_format.template
         names = {"prompt", "messages", *reader.columns.values(), *template.variables}
+        if prompt_format.reference is not None:
+            names |= prompt_format.reference.variables
         settled = {
             name: settle_source(source, names, is_train=name == "train")
             for name, source in sources.items()
@@ -288,6 +290,10 @@ class PromptData(SourceData[PromptBatch]):
         extract: regular expression with one group per column, to keep that group only:
             `{answer: '####\s*(.+)'}`.
         template: Jinja text with the row's columns as variables, such as `Question: {{ prompt }}`.
+        reference_template: Jinja text of the prompt that the reference of the KL term reads instead
+            of the policy's, with the row's columns as variables; with messages `prompt` is the last
+            user message, which the text replaces. Such as `{{ prompt }} The answer is {{ answer
+            }}.` for a teacher that sees the answer; see docs/distillation.md.
         chat: `true` renders the prompt with the chat template of the tokenizer as a user message;
             `{system: text}` adds a system message.
         batch_size: prompts per iteration, all processes together.
@@ -331,6 +337,7 @@ class PromptData(SourceData[PromptBatch]):
         columns: dict[str, str] | None = None,
         extract: dict[str, str] | None = None,
         template: str | None = None,
+        reference_template: str | None = None,
         chat: bool | Chat = False,
         batch_size: int = 8,
         eval_batch_size: int | None = None,
@@ -352,7 +359,7 @@ class PromptData(SourceData[PromptBatch]):
         super().__init__(
             {"train": train, "val": val, "test": test, "predict": predict},
             RowReader(columns or {}, extract or {}, val_fraction, train_val_overlap, split_by),
-            build_prompt_format(template, chat, split_special_tokens),
+            build_prompt_format(template, chat, split_special_tokens, reference_template),
             LengthLimit("max_prompt_length", max_prompt_length, long_prompts),
             tokenizer=tokenizer,
             num_workers=num_workers,
@@ -377,7 +384,10 @@ class PromptData(SourceData[PromptBatch]):
             name: tokenize_prompts(
                 part,
                 name,
-                prompt_format=prompt_format,
+                # Only training compares with the reference.
+                prompt_format=prompt_format
+                if name == "train"
+                else replace(prompt_format, reference=None),
                 limit=self.limit,
                 tokenizer=tokenizer,
                 pad_to_multiple_of=self.pad_to_multiple_of,

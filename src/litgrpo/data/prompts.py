@@ -22,7 +22,7 @@ from litgrpo.data.tokenization import (
     report_unknown_tokens,
 )
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.types import PromptBatch
+from litgrpo.types import REFERENCE_PROMPT, PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -154,12 +154,20 @@ def tokenize_prompts(
     split = prompt_format.split_special_tokens
     report_special_tokens(role, map(prompt_format.texts_of_data, rows), tokenizer, split=split)
     report_unknown_tokens(role, encoded, tokenizer)
+    reference = prompt_format.encode_for_reference(rows, tokenizer)
+    if reference:  # one limit for both prompts of a row
+        lengths = [max(n, len(ids)) for n, ids in zip(lengths, reference, strict=True)]
     kept = limit.select(lengths, rows, role)
     rows = [rows[number] for number in kept]
+    columns = columns_of(rows) | prompt_format.reward_columns(rows)
+    if reference:
+        columns[REFERENCE_PROMPT] = [
+            keep_end(reference[number], limit.tokens, tokenizer) for number in kept
+        ]
     return PromptSet(
         ids=[keep_end(encoded[number], limit.tokens, tokenizer) for number in kept],
         texts=[texts[number] for number in kept],
-        columns=columns_of(rows) | prompt_format.reward_columns(rows),
+        columns=columns,
         index=[row.index for row in rows],
         rows=rows,
         pad_id=tokenizer.pad_token_id,
@@ -335,6 +343,8 @@ class StreamedPrompts(Dataset[PromptBatch]):
                 tokenizer=self.tokenizer,
             )
             require(bool(ids), f"{row.place}: the prompt has no tokens")
+            for of_reference in self.prompt_format.encode_for_reference([row], self.tokenizer):
+                length = max(length, len(of_reference))
             if self.limit.admits(length, row):
                 ids = keep_end(ids, self.limit.tokens, self.tokenizer)
                 return replace(row, index=number), text, ids
@@ -349,6 +359,11 @@ class StreamedPrompts(Dataset[PromptBatch]):
         rows = [row for row, _, _ in found]
         # Columns that only the previewed rows have are None here, so all batches have the same.
         columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in self.columns}
+        if self.prompt_format.reference is not None:
+            columns[REFERENCE_PROMPT] = [
+                keep_end(ids, self.limit.tokens, self.tokenizer)
+                for ids in self.prompt_format.encode_for_reference(rows, self.tokenizer)
+            ]
         batch = PromptSet(
             ids=[ids for *_, ids in found],
             texts=[text for _, text, _ in found],

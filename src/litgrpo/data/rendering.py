@@ -148,11 +148,13 @@ class PromptFormat:
         split_special_tokens: encode special tokens that the data write as plain text.
         encoder_decoder: prompts are for an encoder, which reads the end token that the tokenizer
             appends; otherwise it is removed, because a policy continues its prompt.
+        reference: makes the text that a reference reads as prompt; None: the policy's.
     """
 
     template: TextTemplate
     split_special_tokens: bool = False
     encoder_decoder: bool = False
+    reference: TextTemplate | None = None
 
     def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield the prompts without any chat format, to train a tokenizer on."""
@@ -194,6 +196,27 @@ class PromptFormat:
             closing = len(closing_ids(tokenizer))
             ids = [row[: len(row) - closing] for row in ids]
         return self._remove_second_begin(ids, tokenizer)
+
+    def encode_for_reference(
+        self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[int]]:
+        """Return token ids of each prompt as the reference reads it; [] if it reads the policy's.
+
+        Args:
+            rows: the rows.
+            tokenizer: tokenizer of the model.
+        """
+        if self.reference is None:
+            return []
+        field = self.template.field
+        rows = [replace(row, values=row.values | {field: self._for_reference(row)}) for row in rows]
+        rendered = replace(self, template=TextTemplate(field))
+        return rendered.encode(rendered.texts(rows, tokenizer), tokenizer, rows)
+
+    def _for_reference(self, row: SourceRow) -> str | Messages:
+        """Return a text instead of the row's prompt."""
+        assert self.reference is not None
+        return self.reference.render(row)
 
     def encode_opening(
         self,
@@ -312,6 +335,18 @@ class ChatPromptFormat(PromptFormat):
                 raise ValueError(f"{row.place}: {error}") from error
         return found
 
+    def _for_reference(self, row: SourceRow) -> str | Messages:
+        """Return the row's messages with another text as last user message."""
+        messages = self.messages(row)
+        users = [n for n, each in enumerate(messages) if each["role"] == "user"]
+        require(bool(users), f"{row.place}: reference_template needs a user message")
+        prompt = row.values.get(self.template.field)
+        if not isinstance(prompt, str) or looks_like_messages(prompt):
+            prompt = messages[users[-1]]["content"]
+        text = super()._for_reference(replace(row, values=row.values | {"prompt": prompt}))
+        messages[users[-1]] = messages[users[-1]] | {"content": text}
+        return messages
+
     def _render(self, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> str:
         """Render a prompt up to where the policy's answer begins, or is continued."""
         continued = self.chat.continue_final_message and ends_with_assistant(messages)
@@ -400,18 +435,26 @@ class ChatPromptFormat(PromptFormat):
 
 
 def build_prompt_format(
-    template: str | None, chat: bool | Chat, split_special_tokens: bool = False
+    template: str | None,
+    chat: bool | Chat,
+    split_special_tokens: bool = False,
+    reference_template: str | None = None,
 ) -> PromptFormat:
     """Return the format for `chat: true`, `chat: false` or `chat: {...}`.
 
     Raises:
-        ValueError: the template is not Jinja.
+        ValueError: a template is not Jinja.
     """
-    text_template = TextTemplate("prompt", template)
+    reference = None
+    if reference_template is not None:
+        reference = TextTemplate("reference prompt", reference_template)
+    format_of_text = PromptFormat(
+        TextTemplate("prompt", template), split_special_tokens, reference=reference
+    )
     if chat is False:
-        return PromptFormat(text_template, split_special_tokens)
+        return format_of_text
     settings = Chat() if chat is True else chat
-    return ChatPromptFormat(text_template, split_special_tokens, chat=settings)
+    return ChatPromptFormat(**vars(format_of_text), chat=settings)
 
 
 def _warn_of_unseen_tools(tools: Messages, why: str) -> None:

@@ -266,13 +266,18 @@ def save_adapter(adapted: Any, folder: str | Path) -> None:
     )
 
 
+def is_adapter(folder: Path) -> bool:
+    """Return True for a folder with an adapter in PEFT's format instead of a model."""
+    return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+
+
 def check_not_adapter(folder: Path) -> None:
     """Raise if a folder given as `pretrained` contains an adapter instead of a model.
 
     Raises:
         ValueError: the folder has an adapter config and no model config.
     """
-    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
+    if is_adapter(folder):
         raise ValueError(
             f"pretrained: {str(folder)!r} is an adapter in PEFT's format, not a model. Set "
             "pretrained to the model that it was trained on (base_model_name_or_path in its "

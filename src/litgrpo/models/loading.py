@@ -18,6 +18,7 @@ from litgrpo.models.adapters import (
     Quantization,
     add_adapters,
     check_not_adapter,
+    is_adapter,
     keep_4bit_layout,
     quantization_arguments,
 )
@@ -26,9 +27,9 @@ from litgrpo.models.gguf import GGUF_SUFFIX, PACKAGE_PREFIX, convert_gguf, find_
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import (
+    AdapterReference,
     BaseModelReference,
     FrozenReference,
-    InitialAdapterReference,
     Reference,
 )
 from litgrpo.models.sharded_weights import PolicySharding, adapters_in_memory
@@ -395,8 +396,12 @@ def load_reference(
     """
     if path is None and policy.has_adapter:
         if lora is not None and lora.adapter_path:
-            return InitialAdapterReference(policy, lora.adapter_path)
+            return AdapterReference(policy, lora.adapter_path)
         return BaseModelReference(policy)
+    if path is not None and policy.has_adapter and is_adapter(Path(path).expanduser()):
+        return AdapterReference(policy, path)
+    if path is not None:
+        check_same_tokens(policy.tokenizer, path)
     reference = load_policy(
         path or pretrained,
         tokenizer=policy.tokenizer,
@@ -405,13 +410,35 @@ def load_reference(
         sharding=sharding,
     )
     found, expected = (each.bare_model.config.vocab_size for each in (reference, policy))
-    if found != expected:
+    if found < expected:  # families pad the vocabularies of their larger models further
         raise ValueError(
             f"reference: {path!r} has a vocabulary of {found} tokens, the policy one of "
             f"{expected}, so their log-probabilities cannot be compared. Set reference to a model "
             "of the same family, or to null for the initial policy."
         )
     return FrozenReference(reference)
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Check that the reference reads the policy's token ids as the same tokens.
+
+    One of the two may have further tokens. A model without a tokenizer is not checked.
+
+    Raises:
+        ValueError: a token that both have has another id, or each lacks tokens of the other.
+    """
+    try:
+        other = load_tokenizer(path)
+    except ValueError:
+        return
+    fewer, more = sorted((tokenizer.get_vocab(), other.get_vocab()), key=len)
+    different = [token for token, number in fewer.items() if more.get(token) != number]
+    if different:
+        raise ValueError(
+            f"reference: {path!r} has another tokenizer than the policy ({len(different)} tokens "
+            f"differ, such as {different[0]!r}), so their log-probabilities cannot be compared. "
+            "Set reference to a model of the same family, or to null for the initial policy."
+        )
 
 
 def collect_end_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from litgrpo.models.packing import pack_left
 from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
-from litgrpo.tensors import FEW_LOGITS, head_chunk, token_logprobs
+from litgrpo.tensors import FEW_LOGITS, Compared, head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows, to_device
 
 
@@ -266,7 +267,13 @@ class Policy(nn.Module, ABC):
         return self.hidden(TokenRows(*prompts, prompt_of, *completions))
 
     def logprobs(
-        self, rows: TokenRows, *, temperature: float = 1.0, entropy_grad: bool = False
+        self,
+        rows: TokenRows,
+        *,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        compared: Compared | None = None,
+        keep_hidden: bool = False,
     ) -> TokenLogprobs:
         """Compute log-probabilities of given completions, with gradient.
 
@@ -275,13 +282,18 @@ class Policy(nn.Module, ABC):
                 computed.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.
+            compared: another model whose distributions are compared with the policy's; its hidden
+                states are [M, C, E].
+            keep_hidden: return the hidden states as well.
 
         Returns:
-            [M, C] log-probabilities and entropies; 0 on padding.
+            [M, C] log-probabilities and entropies, and divergences with `compared`; 0 on padding.
         """
         settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
         if self.static_shapes:
-            return self.static_decoder.logprobs(rows, **settings)
+            return self.static_decoder.logprobs(
+                rows, compared=compared, keep_hidden=keep_hidden, **settings
+            )
         masks, candidates = rows.on_host, rows.candidate_ids
         hidden = self.hidden(rows)
         indices = [masks.generated.flatten().nonzero().squeeze(1)]
@@ -291,6 +303,11 @@ class Policy(nn.Module, ABC):
         places, *among_hidden = to_device(indices, hidden.device)
         for each in among_hidden:
             hidden = hidden.index_select(0, each)
+        chunk_size = self.chunk_size(len(hidden))
+        if compared is not None:  # the logits of two models exist at once
+            chunk_size = self.chunk_size(2 * len(hidden))
+            at_places = compared.hidden.flatten(0, 1).index_select(0, places)
+            compared = replace(compared, hidden=at_places)
         found = token_logprobs(
             hidden,
             rows.completion_ids.flatten().index_select(0, places),
@@ -298,12 +315,17 @@ class Policy(nn.Module, ABC):
             candidate_ids=None
             if candidates is None
             else candidates.flatten(0, 1).index_select(0, places),
-            chunk_size=self.chunk_size(len(hidden)),
+            chunk_size=chunk_size,
+            compared=compared,
             **settings,
         )
         shape = rows.completion_ids.shape
         padded = found[0].new_zeros(shape.numel())
-        return TokenLogprobs(*(padded.index_copy(0, places, each).view(shape) for each in found))
+        grids = [padded.index_copy(0, places, each).view(shape) for each in found]
+        states = hidden.new_zeros(shape.numel(), hidden.shape[-1]) if keep_hidden else None
+        if states is not None:
+            states = states.index_copy(0, places, hidden).view(*shape, -1)
+        return replace(TokenLogprobs(*grids), hidden=states)
 
     def chunk_size(self, num_tokens: int) -> int:
         """Return the number of tokens whose logits exist at once."""

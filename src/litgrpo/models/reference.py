@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from litgrpo.distributed.fsdp.units import gathered_root
 from litgrpo.models.adapters import INITIAL, TRAINED, read_adapter, use_initial_adapter
 from litgrpo.models.policy import Policy
 from litgrpo.types import TokenLogprobs, TokenRows
@@ -28,8 +29,18 @@ class Reference(nn.Module, ABC):
         return False
 
     @abstractmethod
-    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
+    def logprobs(
+        self, rows: TokenRows, *, temperature: float = 1.0, keep_hidden: bool = False
+    ) -> TokenLogprobs:
         """Compute log-probabilities of completions, without gradient; see `Policy.logprobs`."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """Compute logits [k, V] of its hidden states [k, E]; within `head_in_memory`."""
+
+    def head_in_memory(self) -> AbstractContextManager[None]:
+        """Return the context in which `head` may be called: sharded weights are gathered once."""
+        return nullcontext()
 
     def check_can_mix(self, policy: Policy) -> None:
         """Check that the policy's weights can be mixed into the reference (`mix_in`).
@@ -64,9 +75,20 @@ class FrozenReference(Reference):
         return super().train(False)
 
     @torch.no_grad()
-    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
+    def logprobs(
+        self, rows: TokenRows, *, temperature: float = 1.0, keep_hidden: bool = False
+    ) -> TokenLogprobs:
         """See `Reference.logprobs`."""
-        return self.policy.logprobs(rows, temperature=temperature)
+        return self.policy.logprobs(rows, temperature=temperature, keep_hidden=keep_hidden)
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `Reference.head`."""
+        return self.policy.head(hidden)
+
+    def head_in_memory(self) -> AbstractContextManager[None]:
+        """See `Reference.head_in_memory`."""
+        return gathered_root(self.policy)
 
     def check_can_mix(self, policy: Policy) -> None:
         """Compare names and shapes of all weights."""
@@ -108,23 +130,35 @@ class BaseModelReference(Reference):
         return self._policy[0].computes_prompts_once
 
     @torch.no_grad()
-    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
+    def logprobs(
+        self, rows: TokenRows, *, temperature: float = 1.0, keep_hidden: bool = False
+    ) -> TokenLogprobs:
         """See `Reference.logprobs`."""
         (policy,) = self._policy
         with self._without_training(policy.model):
-            return policy.logprobs(rows, temperature=temperature)
+            return policy.logprobs(rows, temperature=temperature, keep_hidden=keep_hidden)
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `Reference.head`; the policy's weights are gathered while it computes."""
+        (policy,) = self._policy
+        if not hasattr(policy.bare_model.get_output_embeddings(), "base_layer"):
+            return policy.head(hidden)  # no adapter on the head: nothing to switch
+        with self._without_training(policy.model):
+            return policy.head(hidden)
 
     def _without_training(self, model: Any) -> AbstractContextManager[None]:
         """Return PEFT's context that disables the adapters."""
         return model.disable_adapter()
 
 
-class InitialAdapterReference(BaseModelReference):
-    """The policy with the adapter that training started from, kept as a second adapter.
+class AdapterReference(BaseModelReference):
+    """The policy's base model with another adapter, which is kept beside the trained one.
 
     Args:
         policy: the policy with adapters.
-        folder: of the initial adapter (`lora.adapter_path`).
+        folder: of the adapter: that which training started from (`lora.adapter_path`), or one that
+            was trained elsewhere on the same base model.
     """
 
     def __init__(self, policy: Policy, folder: str) -> None:
@@ -133,5 +167,5 @@ class InitialAdapterReference(BaseModelReference):
         policy.model.set_adapter(TRAINED)
 
     def _without_training(self, model: Any) -> AbstractContextManager[None]:
-        """Return the context that switches to the initial adapter."""
+        """Return the context that switches to the other adapter."""
         return use_initial_adapter(model)

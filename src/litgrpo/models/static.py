@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from litgrpo.models.architectures import (
 )
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import (
+    Compared,
     Head,
     apply_softcap,
     positions,
@@ -420,20 +422,32 @@ class StaticDecoder(ABC):
     def hidden(self, rows: TokenRows) -> Tensor:
         """Compute hidden states [M, C, E] that predict every completion token, padding included."""
 
-    def logprobs(self, rows: TokenRows, **settings: Any) -> TokenLogprobs:
+    def logprobs(
+        self,
+        rows: TokenRows,
+        *,
+        compared: Compared | None = None,
+        keep_hidden: bool = False,
+        **settings: Any,
+    ) -> TokenLogprobs:
         """Compute `Policy.logprobs` for all positions and mask padding afterwards."""
         mask, candidates = rows.completion_mask, rows.candidate_ids
         recomputed = RecomputedHead(self.policy.head)
+        hidden = self.hidden(rows)
+        if compared is not None:
+            compared = replace(compared, hidden=compared.hidden.flatten(0, 1))
         found = token_logprobs(
-            self.hidden(rows).flatten(0, 1),
+            hidden.flatten(0, 1),
             rows.completion_ids.flatten(),
             recomputed.head,
             candidate_ids=None if candidates is None else candidates.flatten(0, 1),
             chunk_size=self.policy.chunk_size(mask.numel()),
             context_fn=recomputed.contexts,
+            compared=compared,
             **settings,
         )
-        return TokenLogprobs(*(torch.where(mask, each.view_as(mask), 0.0) for each in found))
+        grids = [torch.where(mask, each.view_as(mask), 0.0) for each in found]
+        return replace(TokenLogprobs(*grids), hidden=hidden if keep_hidden else None)
 
 
 class CausalStaticDecoder(StaticDecoder):

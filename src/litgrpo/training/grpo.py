@@ -129,8 +129,10 @@ class GRPO(LightningModule):
             by groups of other prompts (DAPO's dynamic sampling); 0: off.
         overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
             loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
-        reference: reference model of the KL term; None: the initial policy (with LoRA: the model
-            without adapters). Nothing is loaded if the KL coefficient is 0.
+        reference: reference model of the KL term: Hub id or folder; with LoRA also the folder of
+            other adapters; None: the initial policy (with LoRA: the model without adapters).
+            Nothing is loaded if the KL coefficient is 0. A better model as reference is a teacher:
+            docs/distillation.md.
         controllers: adaptive coefficients of entropy and KL, and a moving reference.
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of all weights.
@@ -258,6 +260,9 @@ class GRPO(LightningModule):
         device = self.trainer.strategy.root_device
         if stage == "fit":
             settings_checks.check_temperature(self.sampling, self.group_size)
+            settings_checks.check_reference_prompts(
+                self, self.coefficients.objective, self.environment
+            )
             settings_checks.check_batch(
                 self, self.group_size, self.max_completion_length, self.update.num_mini_batches
             )
@@ -421,7 +426,9 @@ class GRPO(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return start-up checks, metrics and a progress bar that counts iterations."""
-        callbacks: list[Callback] = [IterationMetrics(), NoLearningSignal(), MonitorChecks()]
+        callbacks: list[Callback] = [IterationMetrics(), MonitorChecks()]
+        if self.coefficients.objective.reward_coef:
+            callbacks.append(NoLearningSignal())
         if self.check_invariants:
             callbacks.insert(0, InvariantChecks())
         return callbacks + replace_stock_bar(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -27,7 +28,7 @@ from litgrpo.distributed.memory import (
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.tensors import full_tensor
+from litgrpo.tensors import Compared, full_tensor
 from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.iteration_metrics import StepSums, completion_advantages
 from litgrpo.training.micro_batches import (
@@ -134,10 +135,15 @@ class Learner:
         """
 
         def compute(max_rows: int | None) -> RolloutLogprobs:
-            return RolloutLogprobs(
-                self._old_logprobs(rollout, max_rows),
-                self._reference_logprobs(rollout.tokens, max_rows),
+            old = self._old_logprobs(rollout, max_rows)
+            if self.reference is None:
+                return RolloutLogprobs(old)
+            temperature = self.sampling.policy_temperature
+            exact = self.objective.divergence is not None
+            found = self._under(
+                self.reference, rollout.reference_tokens, temperature, max_rows, keep_hidden=exact
             )
+            return RolloutLogprobs(old, found.logprobs, found.hidden)
 
         return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
 
@@ -148,12 +154,6 @@ class Learner:
             return rollout.sampler_logprobs
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
         return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs
-
-    def _reference_logprobs(self, tokens: TokenRows, max_rows: int | None) -> Tensor | None:
-        if self.reference is None:
-            return None
-        temperature = self.sampling.policy_temperature
-        return self._logprobs_under(self.reference, temperature, tokens, max_rows)
 
     def logprobs_under(self, reference: Reference, tokens: TokenRows, temperature: float) -> Tensor:
         """Return [N, C] log-probabilities under a frozen model, computed in micro-batches.
@@ -174,12 +174,23 @@ class Learner:
     def _logprobs_under(
         self, reference: Reference, temperature: float, tokens: TokenRows, max_rows: int | None
     ) -> Tensor:
+        return self._under(reference, tokens, temperature, max_rows).logprobs
+
+    def _under(
+        self,
+        reference: Reference,
+        tokens: TokenRows,
+        temperature: float,
+        max_rows: int | None,
+        *,
+        keep_hidden: bool = False,
+    ) -> TokenLogprobs:
         def compute(rows: TokenRows) -> TokenLogprobs:
             with self.policy.autocast():
-                return reference.logprobs(rows, temperature=temperature)
+                return reference.logprobs(rows, temperature=temperature, keep_hidden=keep_hidden)
 
         limits = self._limits(max_rows, reference.computes_prompts_once)
-        return self.micro_batching.compute_logprobs(tokens, compute, limits).logprobs
+        return self.micro_batching.compute_logprobs(tokens, compute, limits)
 
     @time_phase("time/learn_s")
     def build_batch(
@@ -244,6 +255,7 @@ class Learner:
             old_logprobs=logprobs.old,
             ref_logprobs=logprobs.ref,
             nll_weights=nll_weights,
+            ref_hidden=logprobs.ref_hidden,
         )
 
     def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
@@ -321,12 +333,19 @@ class Learner:
         stepper.zero_grad()
         sums = self.micro_batching.sums()
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
-        for output, micro in self.losses(batch, limits):
-            # Gradients are averaged over ranks, while the weights count the rows of all ranks.
-            stepper.backward(output.loss * self.comm.world_size, last=micro.is_last)
-            if not micro.is_filler:
-                sums.add(output)
+        with self._reference_head():
+            for output, micro in self.losses(batch, limits):
+                # Gradients are averaged over ranks, while the weights count the rows of all ranks.
+                stepper.backward(output.loss * self.comm.world_size, last=micro.is_last)
+                if not micro.is_filler:
+                    sums.add(output)
         return sums
+
+    def _reference_head(self) -> AbstractContextManager[None]:
+        """Return the context in which divergences can be computed, backward passes included."""
+        if self.reference is None or self.objective.divergence is None:
+            return nullcontext()
+        return self.reference.head_in_memory()
 
     def losses(
         self, batch: TrainingBatch, limits: BatchLimits
@@ -341,7 +360,7 @@ class Learner:
         # Without a KL or entropy term, rows with zero advantage have no gradient: skip their pass.
         rows = None if self.objective.needs_all_rows else rows_with_gradient(batch)
         for micro in self.micro_batching.split(batch, rows, limits):
-            new = self.logprobs(micro.rows.tokens)
+            new = self.logprobs(micro.rows.tokens, micro.rows.ref_hidden)
             output = self.objective.loss(new, micro.rows, totals)
             output.stats[MISMATCH] = _sampler_mismatch(new, micro.rows)
             yield output, micro
@@ -384,13 +403,23 @@ class Learner:
         batch = self.objective.select_tokens(batch, before, self.comm)
         return batch, self.micro_batching.on_device(totals)
 
-    def logprobs(self, tokens: TokenRows) -> TokenLogprobs:
-        """Compute log-probabilities and entropies under the policy, with gradient."""
+    def logprobs(self, tokens: TokenRows, ref_hidden: Tensor | None = None) -> TokenLogprobs:
+        """Compute log-probabilities and entropies under the policy, with gradient.
+
+        Args:
+            tokens: M rows.
+            ref_hidden: [M, C, E] hidden states of the reference, to compute divergences as well.
+        """
+        compared, divergence = None, self.objective.divergence
+        if ref_hidden is not None and divergence is not None:
+            assert self.reference is not None
+            compared = Compared(ref_hidden, self.reference.head, divergence)
         with self.policy.autocast():
             return self.policy.logprobs(
                 tokens,
                 temperature=self.sampling.policy_temperature,
                 entropy_grad=self.objective.entropy_coef != 0,
+                compared=compared,
             )
 
     def _find_non_finite(self, batch: TrainingBatch) -> dict[int, str]:
@@ -400,11 +429,12 @@ class Learner:
         """
         found: dict[int, str] = {}
         batch, totals = self.prepare_step(batch)
-        with gathered(self.policy):  # ranks have unequal numbers of rows
+        # Ranks have unequal numbers of rows.
+        with gathered(self.policy), self._reference_head():
             trained = [p for p in self.policy.parameters() if p.requires_grad]
             for row in (batch.loss_weights != 0).any(1).nonzero():
                 micro = next(self.micro_batching.split(batch, row, self.limits)).rows
-                new = self.logprobs(micro.tokens)
+                new = self.logprobs(micro.tokens, micro.ref_hidden)
                 loss = self.objective.loss(new, micro, totals).loss
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 numbers = {

@@ -147,14 +147,17 @@ class RaggedBatches(MicroBatching):
     ) -> TokenLogprobs:
         """Compute micro-batches, and write each to its rows."""
         shape, device = tokens.completion_ids.shape, tokens.completion_ids.device
-        found = TokenLogprobs(*torch.zeros(2, *shape, device=device).unbind())
+        found: dict[str, Tensor] = {}
         for rows in self.buckets(tokens, limits):
-            part = logprobs_of(tokens.select(rows))
-            used = part.logprobs.shape[1]
+            part = logprobs_of(tokens.select(rows)).row_fields()
             (chosen,) = to_device([rows], device)
-            found.logprobs[chosen, :used] = part.logprobs.to(found.logprobs.dtype)
-            found.entropy[chosen, :used] = part.entropy.to(found.entropy.dtype)
-        return found
+            for name, values in part.items():
+                if name not in found:
+                    dtype = values.dtype if name == "hidden" else torch.float32
+                    size = (*shape, *values.shape[2:])
+                    found[name] = torch.zeros(size, dtype=dtype, device=device)
+                found[name][chosen, : values.shape[1]] = values.to(found[name].dtype)
+        return TokenLogprobs(**found)
 
 
 class EvenBatches(RaggedBatches):

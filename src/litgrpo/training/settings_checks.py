@@ -43,7 +43,7 @@ def check_sizes(
     at_least("group_size", group_size, 1)
     at_least("max_completion_length", max_completion_length, 1)
     at_least("max_iterations", max_iterations, 1)
-    if group_size == 1 and objective.advantages.needs_group:
+    if group_size == 1 and objective.reward_coef and objective.advantages.needs_group:
         raise ValueError(
             "group_size is 1, but this objective compares completions of the same prompt. Set "
             "group_size to 2 or more, or model.objective.advantages.baseline and .scale to batch "
@@ -162,6 +162,30 @@ def check_async_sharding(policy: Policy, engine: RolloutEngine) -> None:
             "model.update.staleness is 1, but this engine generates with weights that "
             "trainer.strategy shards. Set staleness to 0, or use trainer.strategy ddp or a "
             "ServerEngine."
+        )
+
+
+def check_reference_prompts(
+    module: LightningModule, objective: Objective, environment: object | None
+) -> None:
+    """Check that a reference reads the prompts that the data have for it.
+
+    Raises:
+        ValueError: there is no KL term, or an environment adds to the policy's prompts.
+    """
+    trainer: Any = module.trainer
+    data = trainer.datamodule
+    if not isinstance(data, SourceData) or data.prompt_format.reference is None:
+        return
+    if not objective.needs_reference:
+        raise ValueError(
+            "data.reference_template is set, but there is no KL term that compares with a "
+            "reference. Set model.objective.kl_coef, or leave out reference_template."
+        )
+    if environment is not None:
+        raise ValueError(
+            "data.reference_template replaces the prompts, but model.environment adds its first "
+            "observation to them. Leave out one of the two."
         )
 
 

@@ -258,7 +258,7 @@ class SFT(LightningModule):
         hidden = policy.target_hidden_states(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
         chunk_size = policy.chunk_size(len(hidden))
-        logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
+        logprobs, *_ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
         return logprobs, torch.cat(predictions) == targets
 
     def training_step(self, batch: PairBatch, batch_idx: int) -> dict[str, Any]:

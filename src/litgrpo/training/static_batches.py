@@ -125,16 +125,17 @@ class StaticBatches(MicroBatching):
     ) -> TokenLogprobs:
         """Compute log-probabilities and entropies, and copy them to the host with one wait."""
         parts: list[Tensor] = []
+        names: list[str] = []
         with torch.no_grad():
             for micro in self.split(tokens, None, limits):
-                found = logprobs_of(micro.rows)
-                parts += [found.logprobs, found.entropy]
+                found = logprobs_of(micro.rows).row_fields()
+                names = list(found)
+                parts += found.values()
                 self.device.flush()
         parts = to_host(parts)
         num_rows = len(tokens)  # without the filler rows at the end
-        return TokenLogprobs(
-            logprobs=torch.cat(parts[0::2])[:num_rows], entropy=torch.cat(parts[1::2])[:num_rows]
-        )
+        columns = (torch.cat(parts[n :: len(names)])[:num_rows] for n in range(len(names)))
+        return TokenLogprobs(**dict(zip(names, columns, strict=True)))
 
     def sums(self) -> StepSums:
         """Return sums that are read at the end of a step."""

@@ -9,7 +9,7 @@ from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.loading import load_policy
 from tests.distributed.fsdp import training
 from tests.distributed.fsdp.training import VARIANTS
-from tests.support.algorithms import PUBLISHED
+from tests.support.algorithms import DISTILLING, PUBLISHED
 from tests.support.gloo import run_by
 from tests.support.vllm_stand_in import StandIn
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def distances(folder, kind, processes=2):
     """{algorithm: norm of the difference of gradients over their norm}"""
     one, more = (torch.load(folder / f"{kind} gradients {n}.pt") for n in (1, processes))
-    assert one.keys() == PUBLISHED.keys()
+    assert one.keys() == PUBLISHED.keys() | DISTILLING.keys()
     return {
         name: float((more[name] - g).norm() / g.norm()) for name, g in one.items() if g.norm() > 0
     }
@@ -44,12 +44,12 @@ def test_gradients_of_all_algorithms_are_those_of_one_process(folder):
     for kind in ("even", "uneven"):
         found = distances(folder, kind)
         # The best completions of each group are equal, which pass@k gives no advantage.
-        assert found.keys() == PUBLISHED.keys() - {"pass_at_k"}
+        assert found.keys() == (PUBLISHED | DISTILLING).keys() - {"pass_at_k"}
         assert max(found.values()) < 1e-5, found
         print(kind, *(f"{name} {error:.1e}" for name, error in found.items()))
 
 
-SHORT = ("plain", "uneven", "lora", "served lora")
+SHORT = ("plain", "uneven", "lora", "distilled", "distilled lora", "served lora")
 REST = tuple(name for name in (*VARIANTS, "sft") if name not in SHORT)
 
 

@@ -23,7 +23,7 @@ from litgrpo.tensors import full_tensor
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 from litgrpo.training.update_config import UpdateConfig
-from tests.support.algorithms import PUBLISHED
+from tests.support.algorithms import DISTILLING, PUBLISHED
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.playing import Echo
 
@@ -89,6 +89,11 @@ VARIANTS = {
     "untied": {"kind": "qwen2", "precision": Precision(gradient_checkpointing=True)},
     "uneven": {"reward": letters_of_one, "update": UpdateConfig(micro_batch_size=1)},
     "kl": {"objective": Objective(kl_coef=0.1), "check_invariants": True},
+    "distilled": {
+        "objective": DISTILLING["gkd"],
+        "update": UpdateConfig(micro_batch_size=2, epochs_per_rollout=2),
+    },
+    "distilled lora": {"objective": DISTILLING["jsd"], "lora": LoRA(rank=4)},
     "lora": {
         "objective": Objective(kl_coef=0.1),
         "lora": LoRA(rank=4),
@@ -117,6 +122,8 @@ def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft"), url=None):
         val = TEXTS[4:7] if "served" in name else None
         data = PromptData(TEXTS[:4], val=val, batch_size=4)
         module = grpo(folder, **VARIANTS.get(name, {}), **asked if "served" in name else {})
+        if name == "distilled":
+            module.reference_path = str(folder / "qwen2")
         if name == "sft":
             data = PairData(PAIRS, val=PAIRS[:3], batch_size=4)
             optimizer = partial(torch.optim.SGD, lr=0.5)
@@ -140,10 +147,11 @@ class Gradients(GRPO):
     def training_step(self, prompts, batch_idx):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
         rewards = self.scorer.start(rollout, self.iteration).wait()
+        self.coefficients.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         self.policy.train()
         self.found = {}
-        for name, objective in PUBLISHED.items():
+        for name, objective in (PUBLISHED | DISTILLING).items():
             self.coefficients.objective = objective
             training_batch = self.learner.build_batch(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
@@ -173,6 +181,7 @@ def take_gradients(processes, folder, replicas=1):
             reward=reward,
             max_iterations=1,
             objective=Objective(kl_coef=0.1),
+            reference=str(folder / "qwen2"),
             update=UpdateConfig(micro_batch_size=2, max_grad_norm=None),
             optimizer=partial(torch.optim.SGD, lr=0.0),
         )

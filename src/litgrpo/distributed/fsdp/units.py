@@ -104,6 +104,22 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 @contextmanager
+def gathered_root(module: nn.Module) -> Iterator[None]:
+    """Gather the weights outside of a sharded module's layers: its embeddings and head.
+
+    All ranks must enter and exit together. Other modules are unchanged.
+    """
+    root = None if is_gathered(module) else _sharded[module].units[-1]
+    if root is not None:
+        root.unshard()
+    try:
+        yield
+    finally:
+        if root is not None:
+            root.reshard()
+
+
+@contextmanager
 def gathered(*modules: nn.Module | None) -> Iterator[None]:
     """Gather the weights of all sharded modules among these and their submodules.
 

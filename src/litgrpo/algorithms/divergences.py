@@ -1,0 +1,132 @@
+"""Divergences between two distributions over the whole vocabulary, exact, with their gradients.
+
+They replace a KL estimate of the sampled token in the KL term (`Objective.kl_estimator`): with a
+reference that is another model, the teacher, training is distillation on the policy's own samples.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from litgrpo.argument_types import check_field_types
+
+
+class Divergence(ABC):
+    """Divergence of the policy p from the reference q, distributions over V tokens."""
+
+    def __call__(self, logits: Tensor, reference: Tensor) -> Tensor:
+        """[k] divergence (nats) at each position, with gradient by the policy's logits.
+
+        Args:
+            logits: [k, V] of the policy, float32, with gradient.
+            reference: [k, V] of the reference, float32.
+        """
+        apply: Any = _OfLogits.apply
+        found: Tensor = apply(logits, reference, self)
+        return found
+
+    @abstractmethod
+    def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the divergence D and its derivative by the logarithm of each probability.
+
+        Args:
+            log_p: [k, V] log-probabilities of the policy.
+            log_q: [k, V] log-probabilities of the reference.
+
+        Returns:
+            [k] D, and [k, V] p_v * dD/dp_v.
+        """
+
+
+@dataclass(frozen=True)
+class ReverseKL(Divergence):
+    """KL(p || q) = sum_v p_v (log p_v - log q_v): the policy avoids what the reference avoids.
+
+    Source: on-policy distillation, arXiv:2306.13649 (GKD), section 3; verl: `reverse_kl`.
+    """
+
+    def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence.value_and_slope`."""
+        slope = log_p.exp() * (log_p - log_q)
+        return slope.sum(-1), slope
+
+
+@dataclass(frozen=True)
+class ForwardKL(Divergence):
+    """KL(q || p) = sum_v q_v (log q_v - log p_v): the policy covers what the reference does.
+
+    Source: knowledge distillation; on the policy's samples: arXiv:2306.13649 (GKD), section 3.
+    """
+
+    def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence.value_and_slope`."""
+        q = log_q.exp()
+        return (q * (log_q - log_p)).sum(-1), -q
+
+
+@dataclass(frozen=True)
+@check_field_types
+class JSD(Divergence):
+    """Generalized Jensen-Shannon divergence, beta KL(q || m) + (1 - beta) KL(p || m).
+
+    m = beta q + (1 - beta) p. It is never above log 2, unlike the KLs. Divided by beta it tends to
+    the forward KL for beta -> 0, and divided by 1 - beta to the reverse KL for beta -> 1.
+    Source: arXiv:2306.13649 (GKD), section 3; TRL: `beta` of GKDConfig.
+
+    Args:
+        beta: weight of the reference in the mixture, between 0 and 1.
+
+    Example:
+        >>> p = torch.tensor([[0.0, 0.0]])  # two tokens, equally likely
+        >>> JSD()(p, p)
+        tensor([0.])
+    """
+
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta is {self.beta}; it must be between 0 and 1. The limits are kl_estimator: "
+                "forward_kl (0) and reverse_kl (1)"
+            )
+
+    def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence.value_and_slope`."""
+        p, q = log_p.exp(), log_q.exp()
+        log_m = (self.beta * q + (1 - self.beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
+        # 0 log 0 = 0. The derivatives of m cancel: only the one of p log p is left.
+        slope = (1 - self.beta) * torch.where(p > 0, p * (log_p - log_m), 0.0)
+        forward = torch.where(q > 0, q * (log_q - log_m), 0.0)
+        return slope.sum(-1) + self.beta * forward.sum(-1), slope
+
+
+DivergenceName: TypeAlias = Literal["reverse_kl", "forward_kl", "jsd"]
+DIVERGENCES: dict[str, Divergence] = {
+    "reverse_kl": ReverseKL(),
+    "forward_kl": ForwardKL(),
+    "jsd": JSD(),
+}
+
+
+class _OfLogits(torch.autograd.Function):
+    """Divergence of softmax distributions; keeps one [k, V] tensor for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, reference: Tensor, divergence: Divergence) -> Tensor:
+        log_p, log_q = logits.log_softmax(-1), reference.log_softmax(-1)
+        value, slope = divergence.value_and_slope(log_p, log_q)
+        # p_v = softmax(z)_v, so dD/dz_v = p_v (dD/dp_v - sum_w p_w dD/dp_w).
+        ctx.save_for_backward(slope - log_p.exp_() * slope.sum(-1, keepdim=True))
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (of_logits,) = ctx.saved_tensors
+        return of_logits * grad[:, None], None, None
