@@ -583,6 +583,27 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
         assert torch.equal(again.sums[key], value), key
 
 
+def test_all_ranks_count_in_selections_and_cross_entropies():
+    imitation = PositiveNLL(0.5, min_reward=-1.0)
+    learner = learner_of(tiny_policy("qwen2"), Objective(positive_nll=imitation))
+    rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")
+    rewards, num_tokens = rewards_of(rollout), int(rollout.loss_mask.sum())
+    # 1.5 of the tokens of a rank: one token; of two equal ranks three, which are two of each.
+    selecting = Objective(surrogate=KLCov(frac=1.5 / num_tokens), positive_nll=imitation)
+    learner = replace(learner, coefficients=FixedCoefficients(selecting))
+
+    counts, weights = [], []
+    for comm in (SingleProcess(), Twins()):
+        each = replace(learner, comm=comm)
+        rows = each.build_batch(rollout, rewards, RolloutLogprobs())
+        weights.append(rows.nll_weights)
+        counts.append(int(each.prepare_step(rows)[0].selected.sum()))
+
+    assert counts == [1, 2]
+    torch.testing.assert_close(weights[1], weights[0] / 2)
+    torch.testing.assert_close(weights[0].sum(), torch.tensor(0.5))
+
+
 def test_observations_have_the_gradient_of_their_cross_entropy():
     objective = Objective(observation_nll_coef=0.3, positive_nll=PositiveNLL(0.2, min_reward=0.3))
     config = UpdateConfig(micro_batch_size=5, max_grad_norm=None)

@@ -11,6 +11,7 @@ from litgrpo.models.kernels import linear as linears
 from litgrpo.training.micro_batches import (
     BatchLimits,
     RaggedBatches,
+    _without_weight,
     mini_batches,
     rows_with_gradient,
 )
@@ -159,6 +160,21 @@ def test_a_large_model_takes_the_least_and_a_given_number_stays():
     assert UpdateConfig(micro_batch_tokens=None).resolve_auto(1).max_tokens is None
     with pytest.raises(ValueError, match=r"update.micro_batch_tokens is 0; it must be at least"):
         UpdateConfig(micro_batch_tokens=0)
+
+
+def test_rows_with_a_selected_token_or_a_cross_entropy_have_a_gradient():
+    rows = training_batch([0.0, 1.0, 0.0, 0.0])
+    third, fourth = (rows.loss_mask & (torch.arange(4) == n)[:, None] for n in (2, 3))
+
+    assert rows_with_gradient(replace(rows, selected=third)).tolist() == [1, 2]
+    assert rows_with_gradient(replace(rows, nll_weights=fourth.float())).tolist() == [1, 3]
+
+
+def test_a_filler_has_no_weight_in_any_term():
+    rows = training_batch([1.0, 1.0, 1.0, 1.0])
+    filler = _without_weight(replace(rows, nll_weights=rows.loss_weights))
+
+    assert not any(x.any() for x in (filler.loss_weights, filler.advantages, filler.nll_weights))
 
 
 def test_rows_without_advantage_or_weight_are_left_out_but_never_all():
