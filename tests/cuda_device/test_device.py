@@ -60,6 +60,9 @@ def test_training_operators_run_on_the_device():
         query, query[:, :2], query[:, :2], enable_gqa=True
     )
     assert attended.is_cuda
+    half = x.half()
+    for softmax in (torch.softmax, torch.log_softmax):
+        assert torch.equal(softmax(half, -1, dtype=torch.float32), softmax(half.float(), -1))
     values, inverse = torch.unique(torch.tensor([3, 1, 3], device="cuda"), return_inverse=True)
     assert (values.tolist(), inverse.tolist()) == ([1, 3], [1, 0, 1])
     assert torch.view_as_complex(torch.stack([x, x], -1)).is_cuda

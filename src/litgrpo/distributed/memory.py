@@ -63,6 +63,12 @@ class RowLimit:
     max_rows: int | None = None
 
 
+class NotEnoughMemory(RuntimeError):
+    """Not even the smallest size fits into memory; the message names options that change that."""
+
+    exit_code = 2  # of the program: the user can fix it
+
+
 class OutOfMemoryElsewhere(MemoryError):
     """Another rank ran out of memory; this rank has to repeat the pass with it."""
 
@@ -81,7 +87,7 @@ def retry_with_fewer_rows(
         least: rows that cannot be split.
 
     Raises:
-        RuntimeError: not even `least` rows fit.
+        NotEnoughMemory: not even `least` rows fit.
     """
     while True:
         try:
@@ -91,7 +97,7 @@ def retry_with_fewer_rows(
                 raise
             rows = rows_in_use()
             if rows <= least:
-                raise RuntimeError(
+                raise NotEnoughMemory(
                     f"Out of memory with {rows} row(s) at once ({limit.setting}): {limit.remedy}."
                 ) from error
         # The retry is outside of the handler: there the error would keep the frames of the failed
@@ -148,7 +154,7 @@ def repeat_on_all_ranks(
                 if not is_out_of_memory(error):
                     raise
                 if not repeatable:
-                    raise RuntimeError(
+                    raise NotEnoughMemory(
                         "Out of memory on one rank, in a pass of sharded weights that ranks "
                         f"cannot repeat: lower {limit.setting}, or set "
                         "model.precision.gradient_checkpointing."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
-from litgrpo.distributed.memory import free_memory, is_out_of_memory
+from litgrpo.distributed.memory import NotEnoughMemory, free_memory, is_out_of_memory
 from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.evaluation.evaluator import Evaluator, InitialLogprobs
 from litgrpo.models.loading import Precision, load_reference
@@ -104,8 +104,7 @@ def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
             evaluator.measure_initial_distance(partial(_logprobs_under, module, initial))
         del initial
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        # The error of `retry_with_fewer_rows` is caused by that of the last attempt.
-        out_of_memory = is_out_of_memory(error) or is_out_of_memory(error.__cause__ or error)
+        out_of_memory = is_out_of_memory(error) or isinstance(error, NotEnoughMemory)
         if isinstance(error, RuntimeError) and not out_of_memory:
             raise
         failure = "out of memory" if out_of_memory else str(error).splitlines()[0]

@@ -20,6 +20,7 @@ from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import (
     Attempt,
+    NotEnoughMemory,
     RowLimit,
     is_out_of_memory,
     repeat_on_all_ranks,
@@ -322,7 +323,7 @@ class Learner:
             if not is_out_of_memory(error):
                 raise
             # Not repeatable: a part of the weights may have been updated.
-            raise RuntimeError(STATE_DOES_NOT_FIT) from error
+            raise NotEnoughMemory(STATE_DOES_NOT_FIT) from error
         if stats is None:
             return StepReport(lr, skipped=self._find_non_finite(batch))
         return StepReport(lr, stats)

@@ -230,9 +230,19 @@ void keep_written(Graph& graph, const c10::FunctionSchema& schema,
   }
 }
 
+// Kernels of a CPU do not convert float16 to float32 within a softmax, which those of CUDA do.
+void convert_before_softmax(const c10::OperatorHandle& op, torch::jit::Stack& arguments) {
+  const std::string& name = op.schema().operator_name().name;
+  if (name != "aten::_softmax" && name != "aten::_log_softmax") return;
+  if (!arguments[2].toBool()) return;  // half_to_float
+  arguments[0] = arguments[0].toTensor().to(at::kFloat);
+  arguments[2] = false;
+}
+
 void compute(const c10::OperatorHandle& op, const std::vector<IValue>& inputs, at::Device device,
              torch::jit::Stack* stack) {
   Lowered lowered(op.schema(), inputs, device);
+  convert_before_softmax(op, lowered.stack);
   {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(
         c10::DispatchKeySet(c10::DispatchKey::AutocastCPU));
