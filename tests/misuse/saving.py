@@ -73,6 +73,7 @@ print("exit code", process.wait())
 HANGUP = """
 import pathlib, signal, subprocess, sys, time
 words = [sys.executable, {cli!r}, *{words!r}, "--model.max_iterations", "1000"]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and stays ignored
 process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
 while process.poll() is None and not pathlib.Path("run/metrics.csv").exists():
     time.sleep(0.05)
