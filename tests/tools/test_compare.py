@@ -91,6 +91,7 @@ def test_an_unknown_algorithm_raises_before_any_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # built-in overrides are found from any folder
     assert find_override("plain") == []
     assert [path.name for path in find_override("dapo")] == ["dapo.yaml"]
+    assert [path.name for path in find_override("distillation/gkd")] == ["gkd.yaml"]
     with pytest.raises(ValueError, match=r"'dappo'.*plain, bnpo, .*dapo"):
         compare("configs/quickstart.yaml", ["plain", "dappo"], run_dir=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()

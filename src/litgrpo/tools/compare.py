@@ -96,8 +96,9 @@ def compare(
 
     Args:
         recipe: the recipe to train; it must have validation prompts.
-        algorithms: config overrides, by path or by name as in configs/algorithms; `plain` is the
-            recipe without one. The first algorithm is the baseline.
+        algorithms: config overrides, by path or by name: `dapo` of configs/algorithms, others such
+            as `distillation/gkd`; `plain` is the recipe without one. The first algorithm is the
+            baseline.
         tokens: tokens that each run generates in training; the last iteration is completed.
         seeds: at least 2; use 5 or more for useful intervals.
         samples: completions per validation prompt (k), for pass@1, pass@k and the mean reward.
@@ -158,6 +159,8 @@ def find_override(name: str) -> list[Path]:
     algorithms = [Path(word).name for word in built_in_recipes() if word.startswith(ALGORITHMS)]
     if name in algorithms:
         return [recipe_file(ALGORITHMS + name)]
+    if name in built_in_recipes():
+        return [recipe_file(name)]
     path = Path(name)
     require(
         path.is_file(),
