@@ -314,11 +314,12 @@ class SFT(LightningModule):
     def _split(self, batch: PairBatch, max_rows: int | None) -> Iterator[tuple[PairBatch, bool]]:
         """Yield parts of a batch, then fillers (True) that ranks with sharded weights need."""
         parts = batch.split(self._rows_at_once(batch, max_rows))
-        yield from ((part, False) for part in parts)
-        if not self._has_all_weights:
+        num_fillers = 0
+        if not self._has_all_weights:  # before the first pass, which is a collective itself
             own = torch.tensor(float(len(parts)), device=self.device)
-            for _ in range(int(TrainerComm(self).max(own)) - len(parts)):
-                yield parts[0], True
+            num_fillers = int(TrainerComm(self).max(own)) - len(parts)
+        yield from ((part, False) for part in parts)
+        yield from ((parts[0], True) for _ in range(num_fillers))
 
     def _rows_at_once(self, batch: PairBatch, max_rows: int | None) -> int:
         limits = (len(batch), self.micro_batch_size, max_rows)
