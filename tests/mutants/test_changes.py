@@ -3,6 +3,7 @@
 import pytest
 
 from tests.mutants import changes
+from tests.mutants.__main__ import LISTED
 from tests.mutants.changes import automatic
 
 SOURCE = '''"""A text with 1 < 2."""
@@ -46,3 +47,20 @@ def test_conditions_operators_constants_and_statements_are_changed(lines):
         (result, "return (max(rows) + 1) % 3"),
     }
     assert sorted(lines) == sorted(f"{old} -> {new}" for old, new in expected)
+
+
+@pytest.mark.parametrize("kind", ["picked", "equivalent"])
+def test_what_the_list_changes_is_in_the_source(kind):
+    sources = {file: (changes.SOURCE / file).read_text(encoding="utf-8") for file in LISTED[kind]}
+    stale = [
+        (file, before)
+        for file, rows in LISTED[kind].items()
+        for before, *_ in rows
+        if before not in sources[file]
+    ]
+    assert not stale
+    assert kind == "equivalent" or all(
+        sources[file].count(before) == 1
+        for file, rows in LISTED[kind].items()
+        for before, *_ in rows
+    )
