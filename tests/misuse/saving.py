@@ -85,6 +85,16 @@ print(pathlib.Path("run/checkpoints/last.ckpt").resolve(strict=True), "last.ckpt
 """
 
 
+READ_ONLY = """
+import ctypes, os, pathlib, subprocess, sys
+for capability in (1, 2):  # without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, root may not, either
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+pathlib.Path("closed").mkdir(mode=0o555)
+os.chdir("closed")
+raise SystemExit(subprocess.run([sys.executable, {cli!r}, *{words!r}]).returncode)
+"""
+
+
 FULL_DISK = """
 import errno, io, sys
 from pathlib import Path
@@ -243,6 +253,12 @@ PROBES = [
         ("first line: ", "exit code 0"),
         code=0,
         script=in_script(CLOSED_STDOUT),
+    ),
+    Probe(
+        "a folder without permission to write",
+        "",
+        ("run", "permission"),
+        script=in_script(READ_ONLY),
     ),
     Probe("the terminal closes", "", ("exit code 129", "last.ckpt"), 0, script=in_script(HANGUP)),
 ]

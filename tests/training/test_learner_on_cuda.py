@@ -34,3 +34,28 @@ def test_the_host_waits_at_most_once_for_a_micro_batch(share_prompts):
     # transformers looks once per pass for several sequences in a row.
     assert waits[1] - waits[0] <= 2 * (8 - 2)
     assert waits[0] <= 16
+
+
+@on_cuda()
+@pytest.mark.parametrize("given", [{}, {"foreach": True}, {"fused": False}])
+def test_adam_updates_all_weights_by_one_kernel_unless_the_config_decides(given):
+    from litgrpo.training.optim import DefaultAdamW
+    from litgrpo.training.run_setup import use_fused_kernel
+    from tests.cuda_device.device import count_work
+
+    weights = [torch.nn.Parameter(torch.ones(8, 8, device="cuda")) for _ in range(3)]
+    plain = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    optimizers = [torch.optim.AdamW(each, 0.1, **given) for each in (weights, plain)]
+    assert type(DefaultAdamW(weights).param_groups[0]["fused"]) is type(None)
+    use_fused_kernel(optimizers[0])
+    assert bool(optimizers[0].param_groups[0]["fused"]) == (not given)
+    for _ in range(3):
+        for optimizer, each in zip(optimizers, (weights, plain), strict=True):
+            for number, weight in enumerate(each):
+                weight.grad = torch.full_like(weight, float(number + 1))
+            with count_work() as work:
+                optimizer.step()
+            if optimizer is optimizers[0] and not given:
+                assert work.launches["aten::_fused_adamw_"] == 1
+    for one, other in zip(weights, plain, strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu())

@@ -162,6 +162,7 @@ class OptimizerOptions(Callback):
                 params = group[PARAMS]
                 group.clear()
                 group.update(ours, **{PARAMS: params})
+                move_step_counts(optimizer, group)
         for config in trainer.lr_scheduler_configs:
             advance(config.scheduler, trainer.global_step)
         for optimizer, state in zip(trainer.optimizers, stored, strict=False):
@@ -178,6 +179,19 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
     """Options of each parameter group, without its parameters."""
     groups = optimizer.param_groups
     return [{name: value for name, value in g.items() if name != PARAMS} for g in groups]
+
+
+def move_step_counts(optimizer: Any, group: dict[str, Any]) -> None:
+    """Move the step counts of Adam to where a fused kernel needs them.
+
+    Optimizers that are not fused keep them on the CPU, and a checkpoint may be of one.
+    """
+    if not group.get("fused"):
+        return
+    for parameter in group[PARAMS]:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(parameter.device)
 
 
 def advance(scheduler: Any, steps: int) -> None:

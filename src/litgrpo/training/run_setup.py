@@ -13,7 +13,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Timer
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.distributed.device import backend
@@ -89,6 +89,8 @@ def build_optimizer(module: Any, default_rates: DefaultRates, steps_per_iteratio
     _set_and_log_learning_rate(optimizer, *default_rates.select(module))
     _check_eps(optimizer)
     _warn_of_lost_updates(optimizer)
+    if str(module.trainer.precision) != "16-mixed":  # there the scaler must unscale before clipping
+        use_fused_kernel(optimizer)
     if module.lr_scheduler is None:
         try_steps(module.optimizer, None, optimizer, steps)
         return optimizer
@@ -100,6 +102,20 @@ def build_optimizer(module: Any, default_rates: DefaultRates, steps_per_iteratio
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": schedule, "interval": "step"},
     }
+
+
+def use_fused_kernel(optimizer: Optimizer) -> None:
+    """Let Adam and AdamW update all weights by one kernel on CUDA, unless the config decides.
+
+    Torch's default there makes temporary copies as large as all weights.
+    """
+    if type(optimizer) not in (Adam, AdamW, DefaultAdamW):
+        return
+    for group in optimizer.param_groups:
+        decided = any(group[name] for name in ("fused", "foreach", "differentiable"))
+        decided = decided or False in (group["fused"], group["foreach"])
+        if not decided and all(p.is_cuda and p.is_floating_point() for p in group["params"]):
+            group["fused"] = True
 
 
 def _construct(option: str, constructor: Callable[[Any], Any], argument: Any) -> Any:
