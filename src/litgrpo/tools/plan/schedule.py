@@ -28,7 +28,8 @@ class Schedule:
         steps: optimizer steps per iteration.
         scores_old: old log-probabilities are computed before the update.
         scores_reference: reference log-probabilities are computed.
-        replays_graph: decoding replays a recorded or compiled program.
+        replays_graph: decoding replays a recorded or compiled program on every device.
+        records_on_cuda: decoding replays a CUDA graph if the model has a fused decoder.
         is_sft: supervised training, without rollouts.
 
     Example:
@@ -49,6 +50,7 @@ class Schedule:
     scores_old: bool = False
     scores_reference: bool = False
     replays_graph: bool = False
+    records_on_cuda: bool = False
     is_sft: bool = False
 
     @property
@@ -100,4 +102,5 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
         scores_old=not exact,
         scores_reference=bool(model.objective.kl_coef or model.objective.get("kl_in_reward")),
         replays_graph=name != "LocalEngine",
+        records_on_cuda=name == "LocalEngine" and model.environment is None,
     )

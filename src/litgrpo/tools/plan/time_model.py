@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from litgrpo.models.architectures import ARCHITECTURES, Architecture
 from litgrpo.tools.plan.devices import ZERO, Assumptions, Bounds, Device
 from litgrpo.tools.plan.memory import MetaModel
 from litgrpo.tools.plan.sharding import FSDPSharding, XLASharding, total_bytes
@@ -164,6 +165,12 @@ class TimeEstimate:
         """Bytes per second between devices."""
         return self.assumptions.links * self.device.link
 
+    def _records_decoding(self) -> bool:
+        schedule, kind = self.recipe.schedule, self.recipe.config.model_type
+        is_fused = ARCHITECTURES.get(kind, Architecture()).fused is not None
+        on_cuda = self.device.kind == "cuda" and schedule.records_on_cuda
+        return schedule.replays_graph or (on_cuda and is_fused)
+
     def _launches(self, passes: float, mode: str = "eager") -> Bounds:
         """Return the seconds to launch the kernels of passes through all layers."""
         per_layer = self.assumptions.calls_us[self.device.kind][mode]
@@ -206,7 +213,7 @@ class TimeEstimate:
         cache_bytes = self.model.cache_numbers * work.cache_bytes
         context = work.prompt_len + mean.high / 2
         operations = FORWARD * (self.linear + self.head) + self._attention(1, context)
-        mode = "recorded" if self.recipe.schedule.replays_graph else "eager"
+        mode = "recorded" if self._records_decoding() else "eager"
         decoding = {
             READING: steps.times(read),
             CACHE: (steps.times(cached) * cache_bytes).per(self.bandwidth),
