@@ -316,8 +316,11 @@ class Following(Reference):
         self.policy = (policy,)
 
     @torch.no_grad()
-    def logprobs(self, rows, *, temperature=1.0):
-        return self.policy[0].logprobs(rows, temperature=temperature)
+    def logprobs(self, rows, **settings):
+        return self.policy[0].logprobs(rows, **settings)
+
+    def head(self, hidden):
+        return self.policy[0].head(hidden)
 
 
 def reference_is_the_policy(patch):
@@ -780,11 +783,11 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
 def test_checks_compute_fewer_rows_at_once_after_out_of_memory_errors(fitting, report, monkeypatch):
     whole, sizes = Learner.logprobs, []
 
-    def tight(learner, tokens):
+    def tight(learner, tokens, *of_reference):
         if len(tokens) > fitting:
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append(len(tokens))
-        return whole(learner, tokens)
+        return whole(learner, tokens, *of_reference)
 
     monkeypatch.setattr(Learner, "logprobs", tight)
     grpo = module(max_iterations=1, objective=KL)
