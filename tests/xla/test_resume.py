@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.faults.cases import stop_and_resume
@@ -31,6 +32,7 @@ POINTS = {
 }
 
 
+@pytest.mark.timeout(2400)  # processes that compile one after another, on a busy machine
 @own_process()
 def test_a_run_killed_at_five_points_resumes_to_bitwise_equal_weights(tmp_path: str):
     import torch_xla  # noqa: F401 (once for all forks; each opens the device itself)
