@@ -84,6 +84,32 @@ class HostMasks(NamedTuple):
         return HostMasks(masks[0], masks[1], masks[2], masks[-1])
 
 
+def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad rows of token ids of unequal length on the left.
+
+    Args:
+        rows: M lists of token ids.
+        pad_id: id of the pad token.
+        length: smallest length of the result.
+
+    Returns:
+        [M, T] ids and [M, T] bool mask.
+
+    Example:
+        >>> pad_left([[5, 6], [7]], pad_id=0)[0]
+        tensor([[5, 6],
+                [0, 7]])
+    """
+    width = max([length, *map(len, rows)])
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for row, tokens in enumerate(rows):
+        if tokens:
+            ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
+            mask[row, -len(tokens) :] = True
+    return ids, mask
+
+
 def to_device(indices: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy int64 tensors from the host to a device in one transfer, without a wait for it."""
     if device.type == "cpu":
@@ -378,12 +404,8 @@ class Rollout:
         rows, given = self.tokens, self.prompts.columns.get(REFERENCE_PROMPT)
         if given is None:
             return rows
-        width, device = max(map(len, given)), rows.prompt_ids.device
-        lengths = torch.tensor([len(ids) for ids in given])
-        mask = torch.arange(width) >= width - lengths[:, None]
-        ids = torch.zeros(mask.shape, dtype=torch.long)
-        ids[mask] = torch.tensor([token for prompt in given for token in prompt])
-        return replace(rows, prompt_ids=ids.to(device), prompt_mask=mask.to(device))
+        ids, mask = (each.to(rows.prompt_ids.device) for each in pad_left(given, pad_id=0))
+        return replace(rows, prompt_ids=ids, prompt_mask=mask)
 
     def token_lists(self) -> list[list[int]]:
         """N lists of token ids without padding, with one transfer to the host."""

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from litgrpo.data.prompts import pad_left
-from litgrpo.types import TokenRows
+from litgrpo.types import TokenRows, pad_left
 from tests.cuda_device.features import (
     ARCHITECTURES,
     FEATURES,

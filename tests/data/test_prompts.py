@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from litgrpo.data.prompts import pad_left, tokenize_prompts
+from litgrpo.data.prompts import tokenize_prompts
 from litgrpo.data.rendering import Chat, LengthLimit, build_prompt_format
 from litgrpo.data.sources import read_rows
+from litgrpo.types import pad_left
 from tests.support.models import byte_tokenizer
 
 

@@ -40,12 +40,15 @@ def seen(data):
     return [(batch.prompts, batch.columns, batch.index.tolist()) for batch in batches_of(data)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"seed": 5}, {"limit": 11}])
+HINT = {"reference_template": "{{ prompt }} {{ answer }}", "max_prompt_length": 16}
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"seed": 5}, {"limit": 11}, HINT])
 def test_batches_are_those_of_the_same_rows_in_memory(file, settings):
     lazy = set_up(stream_data(file, **settings))
     limit = settings.pop("limit", None)
     held = Source(str(file), limit=limit)
-    eager = set_up(PromptData(held, batch_size=4, max_prompt_length=16, **settings))
+    eager = set_up(PromptData(held, **{"batch_size": 4, "max_prompt_length": 16} | settings))
     assert seen(lazy) == seen(eager)
     assert lazy.train_dataloader().identity["num_prompts"] == len(eager.sets["train"])
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from litgrpo.data.prompts import pad_left
 from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy
 from litgrpo.models.reference import BaseModelReference
@@ -15,6 +14,7 @@ from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.types import pad_left
 from tests.support.causal import dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.raises import raises_for

@@ -10,10 +10,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import build_policy
 from litgrpo.models.policy import Policy
-from litgrpo.types import PromptBatch
+from litgrpo.types import PromptBatch, pad_left
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 

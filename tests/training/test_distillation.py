@@ -273,6 +273,14 @@ def test_a_policy_learns_what_it_would_answer_with_the_hint():
     )
 
 
+def test_the_start_up_checks_hold_for_a_policy_that_is_its_own_teacher():
+    """Without a hint both are equal, and the gradient of the distillation is only rounding."""
+    grpo = module(objective=distilling())
+    grpo.reference = FrozenReference(tiny_policy("qwen2"))
+    runner = train(grpo, batches("a", "bc"))
+    assert abs(float(runner.callback_metrics["policy/kl"])) < 1e-6
+
+
 def test_adapters_learn_from_their_base_model_with_the_hint(base):
     policy = load_policy(base, lora=LoRA(rank=2))
     grpo = module(objective=distilling(), check_invariants=False)

@@ -7,7 +7,6 @@ import subprocess
 import pytest
 import torch
 
-from litgrpo.data.prompts import pad_left
 from litgrpo.models.export import export
 from litgrpo.models.loading import load_policy
 from litgrpo.rewards.reward import Reward
@@ -19,7 +18,7 @@ from litgrpo.rollout.engines.weight_transfer import FolderSender
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.grpo import GRPO
-from litgrpo.types import PromptBatch
+from litgrpo.types import PromptBatch, pad_left
 from tests.support.gloo import run_by
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for

@@ -358,9 +358,6 @@ class StepSurrogate(Surrogate):
 
                 def select(self, inputs, keys, comm):
                     return smallest(inputs.logprobs.where(inputs.mask, torch.nan), 10, keys, comm)
-
-                def __call__(self, inputs):
-                    return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
     """
 
     surrogate: Surrogate
@@ -383,6 +380,11 @@ class StepSurrogate(Surrogate):
             keys: [M, C] pseudorandom numbers, see `token_selection.token_keys`.
             comm: of the ranks that share the step.
         """
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss of the inner surrogate; 0 for selected tokens."""
+        assert inputs.selected is not None
+        return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
 
     def find_clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
         """[M, C] tokens that the inner surrogate clips."""
@@ -432,11 +434,6 @@ class ClipCov(StepSurrogate):
         eligible = inputs.mask & (cov > self.min_cov) & (cov < self.max_cov) & ~(low | high)
         number = max(1, int(self.frac * comm.sum(inputs.mask.sum())))
         return smallest(keys.where(eligible, torch.nan), number, keys, comm)
-
-    def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss of the inner surrogate; 0 for selected tokens."""
-        assert inputs.selected is not None
-        return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
 
 
 @dataclass(frozen=True)
@@ -509,11 +506,6 @@ class M2PO(StepSurrogate):
         """[M, C] the tokens to drop."""
         affected = inputs.mask & (inputs.log_ratio * inputs.advantages > 0)
         return largest_second_moments(inputs.log_ratio, affected, self.max_second_moment, comm)
-
-    def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss of the inner surrogate; 0 for selected tokens."""
-        assert inputs.selected is not None
-        return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
 
 
 def _check_frac(frac: float) -> None:

@@ -80,12 +80,17 @@ def smallest(values: Tensor, number: int, keys: Tensor, comm: Comm) -> Tensor:
 
 def _nth_smallest(values: Tensor, number: int, comm: Comm) -> Tensor:
     """[] the `number`-th smallest value of all ranks that is not NaN; NaN if there is none."""
-    known = comm.gather(values.flatten())
-    known = known[~known.isnan()].sort().values
+    known = _gather_sorted(values, comm)
     limit: Tensor = (
         known[min(number, len(known)) - 1] if len(known) else values.new_tensor(torch.nan)
     )
     return limit
+
+
+def _gather_sorted(values: Tensor, comm: Comm) -> Tensor:
+    """[K] the values of all ranks that are not NaN, in ascending order."""
+    known = comm.gather(values.flatten())
+    return known[~known.isnan()].sort().values
 
 
 def largest_second_moments(log_ratio: Tensor, chosen: Tensor, limit: float, comm: Comm) -> Tensor:
@@ -101,8 +106,7 @@ def largest_second_moments(log_ratio: Tensor, chosen: Tensor, limit: float, comm
         comm: of the ranks that share the step.
     """
     moments = log_ratio.detach().square().where(chosen, torch.nan)
-    known = comm.gather(moments.flatten())
-    known = known[~known.isnan()].sort().values
+    known = _gather_sorted(moments, comm)
     # The mean of the n smallest rises with n, so the means up to the limit are the first ones.
     count = torch.arange(1, len(known) + 1, device=known.device)
     num_kept = int((known.double().cumsum(0) / count <= limit).sum())

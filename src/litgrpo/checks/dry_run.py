@@ -19,7 +19,7 @@ from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner
-from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
+from litgrpo.types import REFERENCE_PROMPT, PromptBatch, RewardTable, Rollout, TrainingBatch
 
 # A few short rows, independent of the size of the run.
 PROMPTS, GROUP, PROMPT_LEN, COMPLETION_LEN = 3, 4, 256, 16
@@ -54,7 +54,10 @@ class DryRun:
             "max_completion_length": min(learner.max_completion_length, COMPLETION_LEN),
         }
         # Adaptive coefficients follow the rollouts: a copy keeps those of the run unchanged.
-        learner = replace(learner, coefficients=copy(learner.coefficients), **sizes)
+        coefficients = copy(learner.coefficients)
+        if not learner.objective.reward_coef:  # a policy that is its own teacher has no gradient
+            coefficients.objective = replace(learner.objective, reward_coef=1.0)
+        learner = replace(learner, coefficients=coefficients, **sizes)
         if rollouter.episodes is not None:
             rollouter = replace(rollouter, episodes=small_episodes(policy))
         return DryRun(replace(rollouter, **sizes), learner, RecordingReward())
@@ -98,10 +101,11 @@ class RecordingReward:
 
 
 def select_few_prompts(prompts: PromptBatch) -> PromptBatch:
-    """Select the first prompts of a batch, cut to a short length."""
+    """Select the first prompts of a batch, cut to a short length; the reference reads them, too."""
     batch = prompts.select(range(min(PROMPTS, len(prompts))))
     ids, mask = batch.prompt_ids[:, -PROMPT_LEN:], batch.prompt_mask[:, -PROMPT_LEN:]
-    return replace(batch, prompt_ids=ids, prompt_mask=mask)
+    columns = {name: each for name, each in batch.columns.items() if name != REFERENCE_PROMPT}
+    return replace(batch, prompt_ids=ids, prompt_mask=mask, columns=columns)
 
 
 def pad_prompts(prompts: PromptBatch) -> PromptBatch:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.losses import MicroBatchTokenMean
-from litgrpo.data.prompts import pad_left
 from litgrpo.environments.base import EpisodeStart, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.response_log import find_deviations
@@ -27,7 +26,14 @@ from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.learner import Learner
-from litgrpo.types import PromptBatch, RewardTable, Rollout, RolloutLogprobs, TrainingBatch
+from litgrpo.types import (
+    PromptBatch,
+    RewardTable,
+    Rollout,
+    RolloutLogprobs,
+    TrainingBatch,
+    pad_left,
+)
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -540,13 +539,12 @@ def reference_errors(
         conditions: of the run.
     """
     errors: dict[Invariant, float] = {}
+    before, mask = batch.ref_logprobs, batch.loss_mask
+    assert before is not None
     assert learner.reference is not None
-    mask, temperature = batch.loss_mask, learner.sampling.policy_temperature
-    compute = partial(learner.logprobs_under, learner.reference, batch.tokens, temperature)
-    # Not `batch.ref_logprobs`, which may be of other prompts (`data.reference_template`).
-    before = compute()
     with moved_policy(learner):
-        after = compute()
+        temperature = learner.sampling.policy_temperature
+        after = learner.logprobs_under(learner.reference, batch.tokens, temperature)
     movement = float(row_gaps(after - before, mask).max())
     trained = any(p.requires_grad for p in learner.reference.parameters())
     errors[Invariant.FROZEN_REFERENCE] = math.inf if trained else movement

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
@@ -22,7 +21,7 @@ from litgrpo.data.tokenization import (
     report_unknown_tokens,
 )
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.types import REFERENCE_PROMPT, PromptBatch
+from litgrpo.types import REFERENCE_PROMPT, PromptBatch, pad_left
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -213,32 +212,6 @@ def encode_prompts(
     return [encoded[n] for n in range(len(texts))], [lengths[n] for n in range(len(texts))]
 
 
-def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids of unequal length on the left.
-
-    Args:
-        rows: M lists of token ids.
-        pad_id: id of the pad token.
-        length: smallest length of the result.
-
-    Returns:
-        [M, T] ids and [M, T] bool mask.
-
-    Example:
-        >>> pad_left([[5, 6], [7]], pad_id=0)[0]
-        tensor([[5, 6],
-                [0, 7]])
-    """
-    width = max([length, *map(len, rows)])
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for row, tokens in enumerate(rows):
-        if tokens:
-            ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
-            mask[row, -len(tokens) :] = True
-    return ids, mask
-
-
 class StreamedPrompts(Dataset[PromptBatch]):
     """Prompts that are read, renamed and tokenized with their batch, for data larger than memory.
 
@@ -317,8 +290,10 @@ class StreamedPrompts(Dataset[PromptBatch]):
         values, place = self.source_rows[number]
         return self.reader.rename(SourceRow(values, place, number), self.required)
 
-    def find_usable(self, number: int) -> tuple[SourceRow, str, list[int]]:
+    def find_usable(self, number: int) -> tuple[SourceRow, str, list[int], list[list[int]]]:
         """Return the first usable row from this number on, with its text and token ids.
+
+        The last entry has the token ids for the reference; it is empty if that reads the same ones.
 
         Raises:
             ValueError: a row is an error, or too many rows are left out one after the other.
@@ -343,11 +318,12 @@ class StreamedPrompts(Dataset[PromptBatch]):
                 tokenizer=self.tokenizer,
             )
             require(bool(ids), f"{row.place}: the prompt has no tokens")
-            for of_reference in self.prompt_format.encode_for_reference([row], self.tokenizer):
-                length = max(length, len(of_reference))
-            if self.limit.admits(length, row):
-                ids = keep_end(ids, self.limit.tokens, self.tokenizer)
-                return replace(row, index=number), text, ids
+            reference = self.prompt_format.encode_for_reference([row], self.tokenizer)
+            if self.limit.admits(max([length, *map(len, reference)]), row):
+                ids, *reference = (
+                    keep_end(each, self.limit.tokens, self.tokenizer) for each in (ids, *reference)
+                )
+                return replace(row, index=number), text, ids, reference
         raise ValueError(
             f"{self.row(number).place}: from here on {MAX_SKIPPED} rows were left out, as too long "
             f"({self.limit.name} {self.limit.tokens}) or in the validation set"
@@ -356,17 +332,14 @@ class StreamedPrompts(Dataset[PromptBatch]):
     def __getitem__(self, numbers: Sequence[int]) -> PromptBatch:
         """Read the batch of these rows, padded to the longest of them."""
         found = [self.find_usable(number) for number in numbers]
-        rows = [row for row, _, _ in found]
+        rows = [row for row, *_ in found]
         # Columns that only the previewed rows have are None here, so all batches have the same.
         columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in self.columns}
         if self.prompt_format.reference is not None:
-            columns[REFERENCE_PROMPT] = [
-                keep_end(ids, self.limit.tokens, self.tokenizer)
-                for ids in self.prompt_format.encode_for_reference(rows, self.tokenizer)
-            ]
+            columns[REFERENCE_PROMPT] = [ids for *_, (ids,) in found]
         batch = PromptSet(
-            ids=[ids for *_, ids in found],
-            texts=[text for _, text, _ in found],
+            ids=[ids for _, _, ids, _ in found],
+            texts=[text for _, text, _, _ in found],
             columns=columns | columns_of(rows) | self.prompt_format.reward_columns(rows),
             index=[row.index for row in rows],
             rows=rows,

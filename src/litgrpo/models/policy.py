@@ -303,9 +303,7 @@ class Policy(nn.Module, ABC):
         places, *among_hidden = to_device(indices, hidden.device)
         for each in among_hidden:
             hidden = hidden.index_select(0, each)
-        chunk_size = self.chunk_size(len(hidden))
-        if compared is not None:  # the logits of two models exist at once
-            chunk_size = self.chunk_size(2 * len(hidden))
+        if compared is not None:
             at_places = compared.hidden.flatten(0, 1).index_select(0, places)
             compared = replace(compared, hidden=at_places)
         found = token_logprobs(
@@ -315,7 +313,7 @@ class Policy(nn.Module, ABC):
             candidate_ids=None
             if candidates is None
             else candidates.flatten(0, 1).index_select(0, places),
-            chunk_size=chunk_size,
+            chunk_size=self.chunk_size(len(hidden), 1 if compared is None else 2),
             compared=compared,
             **settings,
         )
@@ -327,6 +325,7 @@ class Policy(nn.Module, ABC):
             states = states.index_copy(0, places, hidden).view(*shape, -1)
         return replace(TokenLogprobs(*grids), hidden=states)
 
-    def chunk_size(self, num_tokens: int) -> int:
-        """Return the number of tokens whose logits exist at once."""
-        return self.head_chunk or head_chunk(num_tokens, self.vocab_size, self.few_logits)
+    def chunk_size(self, num_tokens: int, num_models: int = 1) -> int:
+        """Return the number of tokens whose logits exist at once, those of `num_models` models."""
+        num_logits = num_models * self.vocab_size
+        return self.head_chunk or head_chunk(num_tokens, num_logits, self.few_logits)

@@ -441,7 +441,7 @@ class StaticDecoder(ABC):
             rows.completion_ids.flatten(),
             recomputed.head,
             candidate_ids=None if candidates is None else candidates.flatten(0, 1),
-            chunk_size=self.policy.chunk_size(mask.numel()),
+            chunk_size=self.policy.chunk_size(mask.numel(), 1 if compared is None else 2),
             context_fn=recomputed.contexts,
             compared=compared,
             **settings,

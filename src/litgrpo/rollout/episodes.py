@@ -14,13 +14,12 @@ import torch
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of, require
-from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import PromptDropped
 from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
 from litgrpo.rollout.turn_format import TurnFormat
-from litgrpo.types import PromptBatch, Rollout, Stats
+from litgrpo.types import PromptBatch, Rollout, Stats, pad_left
 
 TurnFormatName = Literal["template", "inline"]
 OnTimeout = Literal["fail", "reply"]

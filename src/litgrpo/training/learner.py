@@ -141,7 +141,7 @@ class Learner:
                 return RolloutLogprobs(old)
             temperature = self.sampling.policy_temperature
             exact = self.objective.divergence is not None
-            found = self._under(
+            found = self._compute_under(
                 self.reference, rollout.reference_tokens, temperature, max_rows, keep_hidden=exact
             )
             return RolloutLogprobs(old, found.logprobs, found.hidden)
@@ -167,17 +167,13 @@ class Learner:
             tokens: N rows.
             temperature: of the log-probabilities.
         """
-        compute = partial(self._logprobs_under, reference, temperature, tokens)
+        compute = partial(self._compute_under, reference, tokens, temperature)
         if not self.micro_batching.computes_alone:
-            return compute(self.row_limit.max_rows)
-        return retry_with_fewer_rows(compute, self.row_limit, self._largest_micro_batch(tokens))
+            return compute(self.row_limit.max_rows).logprobs
+        in_use = self._largest_micro_batch(tokens)
+        return retry_with_fewer_rows(compute, self.row_limit, in_use).logprobs
 
-    def _logprobs_under(
-        self, reference: Reference, temperature: float, tokens: TokenRows, max_rows: int | None
-    ) -> Tensor:
-        return self._under(reference, tokens, temperature, max_rows).logprobs
-
-    def _under(
+    def _compute_under(
         self,
         reference: Reference,
         tokens: TokenRows,

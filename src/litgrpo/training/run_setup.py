@@ -112,9 +112,9 @@ def use_fused_kernel(optimizer: Optimizer) -> None:
     if type(optimizer) not in (Adam, AdamW, DefaultAdamW):
         return
     for group in optimizer.param_groups:
-        decided = any(group[name] for name in ("fused", "foreach", "differentiable"))
-        decided = decided or False in (group["fused"], group["foreach"])
-        if not decided and all(p.is_cuda and p.is_floating_point() for p in group["params"]):
+        undecided = group["fused"] is None and group["foreach"] is None
+        on_cuda = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+        if undecided and on_cuda and not group["differentiable"]:
             group["fused"] = True
 
 

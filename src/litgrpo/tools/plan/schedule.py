@@ -66,6 +66,11 @@ class Schedule:
         return -(-self.iterations // (self.save_every or self.iterations))
 
 
+def needs_reference(model: Namespace) -> bool:
+    """Return True if the objective of a recipe's GRPO needs a reference."""
+    return bool(model.objective.kl_coef or model.objective.get("kl_in_reward"))
+
+
 def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
     """Read the schedule of a recipe.
 
@@ -100,7 +105,7 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
         epochs_per_rollout=update.epochs_per_rollout,
         steps=update.epochs_per_rollout * update.num_mini_batches,
         scores_old=not exact,
-        scores_reference=bool(model.objective.kl_coef or model.objective.get("kl_in_reward")),
+        scores_reference=needs_reference(model),
         replays_graph=name != "LocalEngine",
         records_on_cuda=name == "LocalEngine" and model.environment is None,
     )

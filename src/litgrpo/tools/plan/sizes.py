@@ -31,7 +31,7 @@ from litgrpo.tools.plan.memory import (
     count_memory,
     step_optimizer,
 )
-from litgrpo.tools.plan.schedule import Schedule, read_schedule
+from litgrpo.tools.plan.schedule import Schedule, needs_reference, read_schedule
 from litgrpo.tools.plan.sharding import (
     DDPSharding,
     FSDPSharding,
@@ -302,7 +302,7 @@ def read_reference(model: Namespace, config: Any, model_config: str | None) -> A
         config: config of the policy.
         model_config: see `read_model_config`; if given, also used for the reference.
     """
-    if not (model.objective.kl_coef or model.objective.get("kl_in_reward")):
+    if not needs_reference(model):
         return None
     if model.reference is not None and model_config is None:
         return load_config(model.reference)
