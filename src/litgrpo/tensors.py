@@ -82,7 +82,7 @@ def predicting(hidden: Tensor, target_mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedModel:
     """Another model whose distributions are compared with the policy's, for `token_logprobs`.
 
     Args:
@@ -91,7 +91,7 @@ class Compared:
         divergence: logits [k, V] of policy and other model -> [k] (nats).
 
     Example:
-        `Compared(teacher_hidden, teacher.head, ReverseKL())`
+        `ComparedModel(teacher_hidden, teacher.head, ReverseKL())`
     """
 
     hidden: Tensor
@@ -108,7 +108,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_grad: bool = False,
-    compared: Compared | None = None,
+    compared: ComparedModel | None = None,
     context_fn: Contexts = noop_context_fn,
 ) -> tuple[Tensor, ...]:
     """Log-probability of each target and entropy of its distribution, without keeping the logits.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from litgrpo.algorithms.divergences import DIVERGENCES, JSD, ForwardKL, ReverseKL
 from litgrpo.algorithms.losses import Objective
-from litgrpo.tensors import Compared, token_logprobs
+from litgrpo.tensors import ComparedModel, token_logprobs
 
 ALL = [*DIVERGENCES.values(), JSD(0.1), JSD(0.9)]
 
@@ -82,7 +82,7 @@ def test_chunks_temperature_and_candidates_are_those_of_the_policy(chunk_size):
         candidate_ids=candidates,
         temperature=0.5,
         chunk_size=chunk_size,
-        compared=Compared(other, lambda h: h @ other_head, ReverseKL()),
+        compared=ComparedModel(other, lambda h: h @ other_head, ReverseKL()),
     )[2]
     for row in range(5):
         ids = candidates[row][candidates[row] >= 0]
@@ -93,7 +93,7 @@ def test_chunks_temperature_and_candidates_are_those_of_the_policy(chunk_size):
 def test_a_reference_with_more_padding_of_its_vocabulary_is_compared_on_common_tokens():
     hidden, head = logits(0, 5, 4), logits(2, 4, 9)
     wider = torch.cat([head, logits(5, 4, 3)], 1)
-    compared = Compared(hidden, lambda h: h @ wider, ReverseKL())
+    compared = ComparedModel(hidden, lambda h: h @ wider, ReverseKL())
     targets = torch.zeros(5, dtype=torch.long)
     found = token_logprobs(hidden, targets, lambda h: h @ head, compared=compared)[2]
     torch.testing.assert_close(found, torch.zeros_like(found))

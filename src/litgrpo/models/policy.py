@@ -19,7 +19,7 @@ from litgrpo.models.packing import pack_left
 from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
-from litgrpo.tensors import FEW_LOGITS, Compared, head_chunk, token_logprobs
+from litgrpo.tensors import FEW_LOGITS, ComparedModel, head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows, to_device
 
 
@@ -272,7 +272,7 @@ class Policy(nn.Module, ABC):
         *,
         temperature: float = 1.0,
         entropy_grad: bool = False,
-        compared: Compared | None = None,
+        compared: ComparedModel | None = None,
         keep_hidden: bool = False,
     ) -> TokenLogprobs:
         """Compute log-probabilities of given completions, with gradient.

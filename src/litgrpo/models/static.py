@@ -33,7 +33,7 @@ from litgrpo.models.architectures import (
 )
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import (
-    Compared,
+    ComparedModel,
     Head,
     apply_softcap,
     positions,
@@ -426,7 +426,7 @@ class StaticDecoder(ABC):
         self,
         rows: TokenRows,
         *,
-        compared: Compared | None = None,
+        compared: ComparedModel | None = None,
         keep_hidden: bool = False,
         **settings: Any,
     ) -> TokenLogprobs:

@@ -29,7 +29,7 @@ from litgrpo.distributed.memory import (
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.tensors import Compared, full_tensor
+from litgrpo.tensors import ComparedModel, full_tensor
 from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.iteration_metrics import StepSums, completion_advantages
 from litgrpo.training.micro_batches import (
@@ -410,7 +410,7 @@ class Learner:
         compared, divergence = None, self.objective.divergence
         if ref_hidden is not None and divergence is not None:
             assert self.reference is not None
-            compared = Compared(ref_hidden, self.reference.head, divergence)
+            compared = ComparedModel(ref_hidden, self.reference.head, divergence)
         with self.policy.autocast():
             return self.policy.logprobs(
                 tokens,
