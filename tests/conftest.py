@@ -5,7 +5,7 @@ import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Tests run side by side (`pytest -n 3`); threads of each on top of that would wait for each other.
+# Tests run side by side; threads of each on top of that would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -31,6 +31,16 @@ hypothesis.settings.load_profile("suite")
 
 # Under nohup hangups are ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config):
+    """Run the whole suite side by side, and chosen files in this process.
+
+    Three processes are fastest on two cores: many tests wait for processes that they start.
+    """
+    whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return min(len(os.sched_getaffinity(0)) + 1, 9) if whole_suite else 0
 
 
 @pytest.fixture(autouse=True)

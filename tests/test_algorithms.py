@@ -1,4 +1,4 @@
-"""Every published algorithm is one config and one line of docs/algorithm.md, and all three agree.
+"""Every published algorithm is a config and a row of docs/explanation/algorithm.md; all agree.
 
 A config override is merged into a recipe key by key. Arguments that it does not set keep the value
 of the recipe, even if it names another class that has an argument of the same name.
@@ -123,14 +123,15 @@ def test_an_overlay_states_all_that_makes_an_algorithm(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "objective"), [("on_policy", "on_policy"), ("gkd", "gkd"), ("self", "gkd")]
+    ("name", "objective"),
+    [("on_policy", "on_policy"), ("server", "on_policy"), ("gkd", "gkd"), ("self", "gkd")],
 )
 def test_a_config_of_distillation_turns_the_quickstart_into_it(name, objective, shown):
     config = ROOT / "configs" / "distillation" / f"{name}.yaml"
     assert shown(QUICKSTART, config) == DISTILLING[objective]
 
 
-# --- the table of docs/algorithm.md ---
+# --- the table of docs/explanation/algorithm.md ---
 
 
 def describe(part: Any) -> str:
@@ -161,18 +162,30 @@ def cells(name: str) -> list[str]:
         f"{level}, `{describe(row.surrogate)}`",
         f"`{row.loss_aggregation}`{mask}",
         ", ".join(penalties) or "none",
-        f"[{name}.yaml](../configs/algorithms/{name}.yaml)",
+        f"[{name}.yaml](../../configs/algorithms/{name}.yaml)",
     ]
 
 
 def test_the_table_of_the_page_says_what_the_code_does():
-    page = (ROOT / "docs" / "algorithm.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "algorithm.md").read_text()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page.splitlines()
-        if re.search(r"\(\.\./configs/algorithms/\w+\.yaml\) \|$", line)
+        if re.search(r"\(\.\./\.\./configs/algorithms/\w+\.yaml\) \|$", line)
     ]
     assert [row[2:] for row in rows] == [cells(name) for name in PUBLISHED]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_choice_of_an_algorithm_has_one_formula(name):
+    page = (ROOT / "docs" / "explanation" / "algorithm.md").read_text()
+    formulas = [line for line in page.splitlines() if line.startswith("| `") and "$" in line]
+    row = PUBLISHED[name]
+    choices = {*re.findall(r"[A-Z]\w+", f"{describe(row.advantages)} {describe(row.surrogate)}")}
+    choices = {choice for choice in choices if choice in CHOICES}
+    assert choices
+    for choice in (*choices, row.importance_sampling_level, row.loss_aggregation):
+        assert len([line for line in formulas if re.match(rf"\| `{choice}\b", line)]) == 1, choice
 
 
 # --- what that page says about them ---

@@ -16,9 +16,9 @@ from tests.support.recipes import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "A": ROOT / "docs" / "coming_from_gemma2_tpu_trainer.md",
-    "B": ROOT / "docs" / "coming_from_grpo_trainer.md",
-    "C": ROOT / "docs" / "coming_from_lapdog.md",
+    "A": ROOT / "docs" / "dev" / "coming_from_gemma2_tpu_trainer.md",
+    "B": ROOT / "docs" / "dev" / "coming_from_grpo_trainer.md",
+    "C": ROOT / "docs" / "dev" / "coming_from_lapdog.md",
 }
 # Every name that users of the three look for.
 NAMES = {
@@ -35,7 +35,7 @@ NAMES = {
         eval_data per_gpu_batch_size""",
 }
 # Every field of TRL 1.16's GRPOConfig that is not one of TrainingArguments.
-TRL_PAGE = ROOT / "docs" / "coming_from_trl.md"
+TRL_PAGE = ROOT / "docs" / "howto" / "coming_from_trl.md"
 TRL_NAMES = """
     model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
     cast_lm_head_to_fp32 num_generations num_generations_eval max_completion_length

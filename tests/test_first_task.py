@@ -1,4 +1,4 @@
-"""Run the files and commands of docs/first_task.md, with fewer iterations."""
+"""Run the files and commands of docs/tutorials/from_scratch.md, with fewer iterations."""
 
 import doctest
 import json
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-TEXT = (Path(__file__).parents[1] / "docs" / "first_task.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[1] / "docs" / "tutorials" / "from_scratch.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 FILES = re.findall(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)```", TEXT, flags=re.DOTALL)
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]

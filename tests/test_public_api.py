@@ -18,11 +18,11 @@ import litgrpo
 from tests.house.source import files_of
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "api.md"
+PAGE = ROOT / "docs" / "reference" / "api.md"
 # What notebooks and pages may import from: of the others, only what `__all__` names.
 PUBLIC_PACKAGES = {"", ".rewards", ".environments", ".environments.examples", ".data"}
 PUBLIC_PACKAGES |= {".evaluation", ".text"}
-# Adding or removing a name is a decision: change this list and docs/api.md with it.
+# Adding or removing a name is a decision: change this list and docs/reference/api.md with it.
 NAMES = [
     "Chat",
     "Clipped",
@@ -133,14 +133,14 @@ def python_of_notebooks() -> dict[str, str]:
 
 def python_of_pages() -> dict[str, str]:
     """Return {name: code} of the Python blocks of README and the pages."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     blocks = {}
     for page in pages:
         text = page.read_text(encoding="utf-8")
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
             is_session = block.startswith(">>>")
             code = doctest.script_from_examples(block) if is_session else block
-            blocks[f"{page.name}-{number}"] = code
+            blocks[f"{page.relative_to(ROOT)}-{number}"] = code
     return blocks
 
 

@@ -70,6 +70,8 @@ def test_a_recipe_runs_an_iteration(
     recipe, override, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
     if "litgrpo.rewards.cheerful" in (CONFIGS / name).read_text():
         pytest.importorskip("vaderSentiment", reason="not installed; .ci/real runs it")
+    if "agent_examples" in (CONFIGS / name).read_text():
+        pytest.importorskip("openai", reason="openai is not installed")
     rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
     rows = dialogues if name.startswith("convai2") else rows
     rows = problems if name.startswith("smollm2_wordproblems") else rows

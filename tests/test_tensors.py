@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.tensors import (
     apply_softcap,
@@ -157,6 +158,40 @@ def test_half_precision_logits_give_float32_log_probabilities():
     logprobs, entropy = token_logprobs(hidden, torch.zeros(4).long(), lambda hidden: hidden)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(logprobs, hidden.float().log_softmax(-1)[:, 0])
+
+
+@pytest.mark.parametrize("chunk_size", [3, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_lower_precision_get_the_gradient_of_the_wide_ones_rounded(dtype, chunk_size):
+    torch.manual_seed(0)
+    start, targets, up = torch.randn(10, 13), torch.randint(0, 13, (10,)), torch.randn(10)
+    results = []
+    for head in (torch.clone, lambda x: x.float()):  # converted within, or before
+        hidden = start.to(dtype).requires_grad_()
+        logprobs, entropy = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
+        (logprobs * up).sum().backward()
+        assert hidden.grad.dtype == dtype
+        results.append([logprobs, entropy, hidden.grad])
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_in_the_backward_pass_no_entropy_is_computed():
+    class Products(TorchDispatchMode):
+        """Counts the products of an entropy."""
+
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.bmm.default
+            return func(*args, **(kwargs or {}))
+
+    hidden, targets = torch.randn(10, 13, requires_grad=True), torch.zeros(10).long()
+    with Products() as forward:
+        logprobs, _ = token_logprobs(hidden, targets, torch.clone, chunk_size=4)
+    with Products() as backward:
+        logprobs.sum().backward()
+    assert (forward.count, backward.count) == (3, 0)
 
 
 LENGTHS = torch.tensor([3, 9, 1, 9, 4, 4, 30, 0, 2])
@@ -347,3 +382,32 @@ def test_a_soft_cap_bounds_scores_and_none_leaves_them_alone():
         plain = query @ keys.T * 0.5
         expected = plain if cap is None else cap * torch.tanh(plain / cap)
         torch.testing.assert_close(scores, expected)
+
+
+@pytest.mark.parametrize("with_candidates", [False, True])
+def test_score_norms_are_those_of_the_gradient_by_the_logits(with_candidates):
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 8, generator=random, dtype=torch.float64)
+    weight = torch.randn(8, 11, generator=random, dtype=torch.float64)
+    targets = torch.tensor([0, 3, 10, 3, 7])
+    candidates = None
+    if with_candidates:
+        others = torch.tensor([[1, 2], [4, -1], [9, 8], [5, -1], [-1, -1]])
+        candidates = torch.cat([targets[:, None], others], 1)
+    expected = []
+    for row, target in enumerate(targets):
+        logits = (hidden[row] @ weight / 0.7).requires_grad_()
+        kept = logits if candidates is None else logits[candidates[row][candidates[row] >= 0]]
+        (logits[target] - kept.logsumexp(0)).backward()
+        expected.append(logits.grad.square().sum())
+    for chunk_size in (2, 5):
+        found = token_logprobs(
+            hidden,
+            targets,
+            lambda x: x @ weight,
+            candidate_ids=candidates,
+            temperature=0.7,
+            chunk_size=chunk_size,
+            score_norms=True,
+        )
+        torch.testing.assert_close(found[2], torch.stack(expected))

@@ -1,4 +1,4 @@
-"""GRPO for language models as a LightningModule, on CPU, CUDA and TPU.
+"""GRPO for language models as a LightningModule.
 
 The names below are the public API. They are imported when they are first used, so that `import
 litgrpo`, and worker processes of reward functions, do not wait for torch.

@@ -47,6 +47,17 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     require(value in known, f"{name} is {value!r}; it must be one of: {listed}.")
 
 
+def without_repeats(items: Iterable[Any]) -> list[Any]:
+    """Return the items in their order, each once; they need not be hashable.
+
+    Example:
+        >>> without_repeats([{"a": 1}, {"b": 2}, {"a": 1}])
+        [{'a': 1}, {'b': 2}]
+    """
+    listed = list(items)
+    return [each for number, each in enumerate(listed) if each not in listed[:number]]
+
+
 def type_with_article(value: object) -> str:
     """Return the name of a value's type with its article.
 
@@ -95,7 +106,7 @@ def find_page(page: str) -> str:
         page: path in the repository, possibly with a section.
 
     Example:
-        >>> find_page("docs/doctor.md#loops").endswith("docs/doctor.md#loops")
+        >>> find_page("docs/reference/doctor.md#loops").endswith("docs/reference/doctor.md#loops")
         True
     """
     if os.path.isfile(page.partition("#")[0]):

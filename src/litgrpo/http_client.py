@@ -11,6 +11,7 @@ import asyncio
 import functools
 import json
 import os
+import socket
 import ssl
 import threading
 from collections.abc import Coroutine
@@ -24,6 +25,8 @@ from litgrpo.text.visible import excerpt
 MIB = 2**20
 Result = TypeVar("Result")
 MAX_CONNECT_S = 10.0  # an address without a machine does not answer at all
+# Seconds between probes of an idle connection, and how many may be lost: 75 s without a response.
+PROBE_S, MAX_PROBES = 15, 4
 
 
 class ConnectionLost(ConnectionError):
@@ -155,11 +158,51 @@ def _is_tls_mistake(error: BaseException | None) -> bool:
     return error is not None and not isinstance(error, closed)
 
 
-def make_client(**options: Any) -> httpx.AsyncClient:
-    """Return a client for `send`: without a limit on the time of reads and on connections."""
+def make_client(*, base_url: str = "", direct: bool = False) -> httpx.AsyncClient:
+    """Return a client for `send`: without a limit on the time of reads and on connections.
+
+    Args:
+        base_url: prefix of the URLs.
+        direct: ignore the proxies and certificates that environment variables name, and probe idle
+            connections: a machine that loses its power or its network closes none of them.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    timeout = httpx.Timeout(None, connect=MAX_CONNECT_S)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False, **options)
+    # With a transport, httpx ignores the proxies of the environment.
+    transport = (
+        httpx.AsyncHTTPTransport(trust_env=False, limits=limits, socket_options=_probes())
+        if direct
+        else None
+    )
+    return httpx.AsyncClient(
+        base_url=base_url,
+        timeout=httpx.Timeout(None, connect=MAX_CONNECT_S),
+        limits=limits,
+        follow_redirects=False,
+        trust_env=not direct,
+        transport=transport,
+    )
+
+
+def _probes() -> list[tuple[int, int, int]]:
+    """Socket options that end a connection to a machine that does not respond.
+
+    Without them a request waits for its whole time limit. A machine that has restarted answers the
+    first probe with a reset.
+    """
+    values = {
+        "TCP_KEEPIDLE": PROBE_S,
+        "TCP_KEEPALIVE": PROBE_S,  # its name on macOS
+        "TCP_KEEPINTVL": PROBE_S,
+        "TCP_KEEPCNT": MAX_PROBES,
+        # Probes wait while data is not acknowledged; this limit, in milliseconds, holds then.
+        "TCP_USER_TIMEOUT": 1000 * PROBE_S * (MAX_PROBES + 1),
+    }
+    found = [
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in values.items()
+        if hasattr(socket, name)
+    ]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *found]
 
 
 # `functools.cache` alone would let two threads make a loop each, and connections belong to one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,7 @@ def token_logprobs(
     chunk_size: int = 1024,
     entropy_grad: bool = False,
     compared: ComparedModel | None = None,
+    score_norms: bool = False,
     context_fn: Contexts = noop_context_fn,
 ) -> tuple[Tensor, ...]:
     """Log-probability of each target and entropy of its distribution, without keeping the logits.
@@ -126,28 +127,56 @@ def token_logprobs(
         chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.
         compared: another model, whose distributions are compared with these.
+        score_norms: also return |d l / d z|^2 = 1 - 2 p + sum_v p_v^2, the squared norm of the
+            gradient of a log-probability l = log p by the logits z, without gradient.
         context_fn: contexts of the first and second computation; see torch's checkpoint.
 
     Returns:
-        [K] float32 log-probabilities (nats), [K] float32 entropies (nats), and with `compared` [K]
-        float32 divergences (nats).
+        [K] float32 log-probabilities (nats), [K] float32 entropies (nats), with `compared` [K]
+        float32 divergences (nats), and with `score_norms` [K] float32 squared norms.
     """
 
     def chunk_logprobs(
         hidden: Tensor, targets: Tensor, candidate_ids: Tensor | None, other: Tensor | None
     ) -> tuple[Tensor, ...]:
-        logits = widen(head(hidden))
-        logits = logits if temperature == 1 else logits / temperature
-        found = _of_logits(logits, targets, candidate_ids, entropy_grad)
-        if compared is None or other is None:
+        logits = head(hidden)
+        logits = logits if temperature == 1 else widen(logits) / temperature
+        found: tuple[Tensor, ...] = _of_logits(
+            logits, targets, candidate_ids, entropy_grad, is_repeated
+        )
+        if compared is None and not score_norms:
             return found
-        with torch.no_grad():
-            other = widen(compared.head(other)) / temperature
-        if candidate_ids is None:  # models of one family may pad the vocabulary differently
+        logits = widen(logits)
+        if candidate_ids is not None:
+            logits = _of_candidates(logits, candidate_ids)
+        if compared is not None and other is not None:
+            with torch.no_grad():
+                other = widen(compared.head(other)) / temperature
+            if candidate_ids is not None:
+                other = _of_candidates(other, candidate_ids)
+            # Models of one family may pad the vocabulary differently.
             common = min(logits.shape[-1], other.shape[-1])
-            return *found, compared.divergence(logits[:, :common], other[:, :common])
-        logits, other = (_of_candidates(each, candidate_ids) for each in (logits, other))
-        return *found, compared.divergence(logits, other)
+            found = *found, compared.divergence(logits[:, :common], other[:, :common])
+        if score_norms:
+            squares = logits.detach().softmax(-1).square().sum(-1)
+            found = *found, (1 - 2 * found[0].detach().exp() + squares).clamp(min=0)
+        return found
+
+    is_repeated = False
+
+    @contextmanager
+    def repeat(context: AbstractContextManager[Any]) -> Iterator[None]:
+        nonlocal is_repeated
+        is_repeated = True
+        try:
+            with context:
+                yield
+        finally:
+            is_repeated = False
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, second = context_fn()
+        return first, repeat(second)
 
     def chunks() -> Iterator[tuple[Tensor, ...]]:
         tensors = (hidden, targets, candidate_ids, None if compared is None else compared.hidden)
@@ -155,7 +184,7 @@ def token_logprobs(
             rows = slice(start, start + chunk_size)
             part: list[Any] = [None if whole is None else whole[rows] for whole in tensors]
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
-                yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=context_fn)
+                yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=contexts)
             else:
                 yield chunk_logprobs(*part)
 
@@ -163,12 +192,20 @@ def token_logprobs(
 
 
 def _of_logits(
-    logits: Tensor, targets: Tensor, candidate_ids: Tensor | None, entropy_grad: bool
+    logits: Tensor,
+    targets: Tensor,
+    candidate_ids: Tensor | None,
+    entropy_grad: bool,
+    is_repeated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of targets [k] and entropies [k] from logits [k, V]."""
+    """Log-probabilities of targets [k] and entropies [k] from logits [k, V].
+
+    `is_repeated` is True in the backward pass, where only what the gradient needs is computed.
+    """
     if candidate_ids is None and not entropy_grad:
         apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
-        return apply(logits, targets)
+        return apply(logits, targets, is_repeated)
+    logits = widen(logits)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     factor = logits
     if candidate_ids is not None:
@@ -199,30 +236,45 @@ def head_chunk(num_tokens: int, vocab_size: int, few_logits: int = FEW_LOGITS) -
 class _Chosen(torch.autograd.Function):
     """Log-probability of each target under softmax, and the entropy, which has no gradient here.
 
-    The same as logsumexp and gather, with one [k, V] tensor kept instead of three.
+    The same as logsumexp and gather, with one [k, V] tensor kept instead of three. Logits of lower
+    precision are converted here, so that their gradient is written in it at once.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        probs = logits.softmax(-1)
-        largest, place = logits.max(-1)
-        # log Z = z - log p of any token; the likeliest is the most exact.
-        log_z = largest - probs.gather(-1, place[:, None]).squeeze(-1).log()
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
-        with torch.autocast(logits.device.type, enabled=False):  # it would round both
-            entropy = log_z - (probs[:, None] @ logits[:, :, None]).flatten()  # sum_v p_v z_v
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, is_repeated: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide = widen(logits)
+        probs = wide.softmax(-1)
         ctx.save_for_backward(probs, targets)
+        ctx.dtype = logits.dtype
+        if is_repeated:  # only what is saved is used
+            logprobs, entropy = (wide.new_empty(len(targets)) for _ in range(2))
+        else:
+            largest, place = logits.max(-1)
+            # log Z = z - log p of any token; the likeliest is the most exact.
+            log_z = widen(largest) - probs.gather(-1, place[:, None]).squeeze(-1).log()
+            logprobs = wide.gather(-1, targets[:, None]).squeeze(-1) - log_z
+            with torch.autocast(logits.device.type, enabled=False):  # it would round both
+                # sum_v p_v z_v
+                entropy = log_z - (probs[:, None] @ wide[:, :, None]).flatten()
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         probs, targets = ctx.saved_tensors
         # d l / d z_v = [v is the target] - p_v
-        of_logits = probs * -grad[:, None]
-        of_logits.scatter_add_(-1, targets[:, None], grad[:, None])
-        return of_logits, None
+        factor, places = -grad[:, None], targets[:, None]
+        of_target = probs.gather(-1, places) * factor + grad[:, None]
+        if probs.device.type in ("cpu", "cuda"):  # others cannot write another precision
+            of_logits = probs.new_empty(probs.shape, dtype=ctx.dtype)
+            torch.mul(probs, factor, out=of_logits)
+        else:
+            of_logits = (probs * factor).to(ctx.dtype)
+        of_logits.scatter_(-1, places, of_target.to(ctx.dtype))
+        return of_logits, None, None
 
 
 def length_buckets(

@@ -13,7 +13,7 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 # Metrics to log, by name: a number [], or a sum and the count to divide it by [2]. Sums and counts
 # are added up over micro-batches and ranks before they are divided.
@@ -28,6 +29,8 @@ Stats = dict[str, Tensor]
 
 # Column of the token ids of a prompt as the reference reads it (`data.reference_template`).
 REFERENCE_PROMPT = "reference_prompt_ids"
+# Column of the name of a row's task.
+TASK = "task"
 
 
 def _check_shape(name: str, value: Tensor, *shape: int) -> None:
@@ -156,6 +159,13 @@ def _without_none(**values: Tensor | None) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _take(values: Tensor, places: Tensor) -> Tensor:
+    """Return [m, c, ...] the entries of [M, C, ...] at positions [m, c] in [M * C]; 0 at -1."""
+    found = values.flatten(0, 1)[places.clamp(min=0)]
+    outside = (places < 0).view(*places.shape, *[1] * (values.ndim - 2))
+    return found.masked_fill(outside, 0)
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Input of a model: M completions and the prompts that they continue.
@@ -171,6 +181,8 @@ class TokenRows:
             every token.
         loss_mask: [M, C] True marks a token whose log-probability is computed: those that the
             policy sampled, and others with a cross-entropy loss; None: all real tokens.
+        segments: [M, C] int16 number of the segment of each token, see `Rollout.segments`; None:
+            every row is one segment.
 
     Example:
         >>> rows = TokenRows(
@@ -193,6 +205,7 @@ class TokenRows:
     completion_mask: Tensor
     candidate_ids: Tensor | None = None
     loss_mask: Tensor | None = None
+    segments: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
@@ -219,12 +232,79 @@ class TokenRows:
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
             loss_mask=self.loss_mask,
+            segments=self.segments,
         )
 
     @cached_property
     def on_host(self) -> HostMasks:
         """The masks on the host; rows that are selected from these need no further copy."""
         return HostMasks.of(self)
+
+    def split_segments(self) -> tuple[TokenRows, Tensor]:
+        """Make every segment a separate row.
+
+        Segment 0 continues the prompt of its row. The prompt of every other segment is its own
+        tokens up to the first one that the policy sampled.
+
+        Returns:
+            m rows without segments, and [m, c] the position in [M * C] of each of their tokens, -1
+            on padding.
+
+        Example:
+            >>> one = torch.tensor([[True, True, True, True]])
+            >>> rows = TokenRows(
+            ...     torch.tensor([[5]]), torch.tensor([[True]]), torch.tensor([0]),
+            ...     completion_ids=torch.tensor([[7, 8, 3, 9]]),
+            ...     completion_mask=one,
+            ...     loss_mask=torch.tensor([[True, True, False, True]]),
+            ...     segments=torch.tensor([[0, 0, 1, 1]]),
+            ... )
+            >>> split, _ = rows.split_segments()
+            >>> split.prompt_ids[split.prompt_of].tolist(), split.completion_ids.tolist()
+            ([[5], [3]], [[7, 8], [9, 0]])
+        """
+        assert self.segments is not None
+        masks, device, width = (
+            self.on_host,
+            self.completion_ids.device,
+            self.completion_ids.shape[1],
+        )
+        numbers, first_new = self.segments.cpu(), len(masks.prompt_mask)
+        prompt_of: list[int] = []
+        prompts: list[Tensor] = []  # positions in [M * C] of the prompts of new segments
+        rows: list[Tensor] = []
+        for row, (mask, generated) in enumerate(
+            zip(masks.completion_mask, masks.generated, strict=True)
+        ):
+            # A row without tokens is one empty segment: it must not disappear.
+            for number in sorted({*numbers[row][mask].tolist()}) or [0]:
+                columns = ((numbers[row] == number) & mask).nonzero().flatten()
+                start = int(generated[columns].int().argmax()) if number else 0
+                if number:
+                    prompts.append(row * width + columns[:start])
+                rows.append(row * width + columns[start:])
+                prompt_of.append(
+                    first_new + len(prompts) - 1 if number else int(masks.prompt_of[row])
+                )
+        places = pad_sequence(rows, batch_first=True, padding_value=-1)
+        if not places.shape[1]:  # models cannot read tensors of size 0
+            places = places.new_full((len(rows), 1), -1)
+        before = [ids[mask] for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+        flat = self.completion_ids.flatten()
+        both = [*before, *(flat[each.to(device)] for each in prompts)]
+        prompt_ids, prompt_mask = pad_left([each.tolist() for each in both], 0)
+        moved = to_device([places, torch.tensor(prompt_of), prompt_ids, prompt_mask.long()], device)
+        taken = {
+            name: _take(value, moved[0])
+            for name, value in self.row_fields().items()
+            if name != "segments"
+        }
+        if self.candidate_ids is not None:
+            taken["candidate_ids"] = taken["candidate_ids"].masked_fill(
+                (moved[0] < 0)[..., None], -1
+            )
+        split = TokenRows(moved[2], moved[3].bool(), moved[1], **taken)
+        return split.select(torch.arange(len(rows))), moved[0]  # without prompts of no row
 
     def select(self, rows: Tensor) -> TokenRows:
         """Select completions and their prompts, trimming columns that are all padding.
@@ -245,8 +325,8 @@ class PromptBatch:
         prompts: B rendered prompt texts.
         columns: the other columns of the data set, a list of length B each; passed to rewards.
         index: [B] position of each prompt in its data set; names its completions' random streams.
-        set_name: name of the validation set of these prompts if there are several (`val: {easy:
-            ..., hard: ...}`); else "".
+        set_name: name of the set of these prompts if there are several (`val: {easy: ..., hard:
+            ...}`) and all of them are from one; else "".
 
     Example:
         >>> batch = PromptBatch(
@@ -324,12 +404,19 @@ class Rollout:
         loss_mask: [N, C] True marks a token that the policy sampled. Only these contribute to the
             loss, lengths, denominators, entropy and KL. Attention sees `completion_mask`, which
             includes tool output; None: the two are equal.
-        policy_version: number of finished iterations of the weights that generated the rollout.
+        policy_version: number of finished iterations of the weights with which the rollout began.
+        token_versions: [N, C] int32 number of finished iterations of the weights that sampled each
+            token, if they may differ from `policy_version`; None: they do not.
         turns: [N, C] int16 turn in which the policy generated a token, -1 elsewhere; None: every
             completion is a single turn.
         turn_rewards: [N, K] float64 reward of each turn from the environment; NaN if there is no
             such turn or it has no reward.
         turn_states: N lists of the state after each turn (`StepResult.state`).
+        segments: [N, C] int16 number of the segment of each token; None: every row is one segment.
+            A row with several is an episode whose conversations do not extend each other, such as
+            those of an agent and its sub-agent. No token of a segment sees another segment.
+            Segment 0 continues the row's prompt; the others begin with their own prompt.
+            Advantages, loss weights and lengths are those of the whole row.
         episodes: N of `litgrpo.rollout.episodes.Episode`; empty if every completion is one turn.
 
     Example:
@@ -358,10 +445,12 @@ class Rollout:
     candidate_ids: Tensor | None = None
     loss_mask: Tensor = None  # type: ignore[assignment]  # `__post_init__` sets the default
     policy_version: int = 0
+    token_versions: Tensor | None = None
     turns: Tensor | None = None
     turn_rewards: Tensor | None = None
     turn_states: list[list[Hashable]] = field(default_factory=list)
     episodes: list[Any] = field(default_factory=list)
+    segments: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that there are B * G rows of one length."""
@@ -376,8 +465,9 @@ class Rollout:
         if self.candidate_ids is not None:
             size = self.candidate_ids.shape[-1]
             _check_shape("candidate_ids", self.candidate_ids, rows, length, size)
-        if self.turns is not None:
-            _check_shape("turns", self.turns, rows, length)
+        for name in ("turns", "token_versions", "segments"):
+            if getattr(self, name) is not None:
+                _check_shape(name, getattr(self, name), rows, length)
 
     @property
     def lengths(self) -> Tensor:
@@ -396,6 +486,7 @@ class Rollout:
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
             loss_mask=None if self.turns is None else self.loss_mask,
+            segments=self.segments,
         )
 
     @property
@@ -470,6 +561,7 @@ class RewardTable:
         extras: {column: {row: value}}, shown next to the samples.
         greedy: [B] total reward of each prompt's greedy completion, NaN if it is not valid; None
             unless the advantages need it.
+        tasks: B names of the prompts' tasks, "" for prompts without one; empty if none is known.
 
     Example:
         >>> rewards = RewardTable(
@@ -494,6 +586,7 @@ class RewardTable:
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
     greedy: Tensor | None = None
+    tasks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Check shapes and keys."""
@@ -510,6 +603,19 @@ class RewardTable:
         _check_shape("valid", self.valid, *self.total.shape)
         if self.greedy is not None:
             _check_shape("greedy", self.greedy, len(self.total))
+
+    def find_correct(self, deciding: Mapping[str, str], threshold: float) -> Tensor:
+        """[B, G] True where the reward that decides reaches a threshold.
+
+        Args:
+            deciding: {task: name of the reward that decides there}, "" for all other tasks.
+            threshold: least reward of a correct completion.
+        """
+        values = self.components[deciding[""]].clone()
+        for row, task in enumerate(self.tasks):
+            if task in deciding:
+                values[row] = self.components[deciding[task]][row]
+        return (values >= threshold) & self.valid
 
     def stats(self) -> Stats:
         """Scalars under `reward/`."""
@@ -601,6 +707,8 @@ class RolloutLogprobs:
         ref: [N, C] under the reference; None without a reference.
         ref_hidden: [N, C, E] hidden states of the reference, if the KL term is exact over the
             vocabulary (`Objective.divergence`).
+        score_norms: [N, C] see `TokenLogprobs`, under the policy before the first optimizer step;
+            None unless the advantages need them.
 
     Example:
         One completion of two tokens that the reference finds less likely::
@@ -611,6 +719,7 @@ class RolloutLogprobs:
     old: Tensor | None = None
     ref: Tensor | None = None
     ref_hidden: Tensor | None = None
+    score_norms: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -638,6 +747,7 @@ class TrainingBatch:
         nll_weights: [M, C] weight of -log p of each token in the loss of its optimizer step, which
             adds a cross-entropy loss; None without one.
         ref_hidden: [M, C, E] hidden states of the reference; see `RolloutLogprobs`.
+        segments: [M, C] see `TokenRows`.
 
     Example:
         Two completions of one prompt, of 2 and 1 tokens, aggregated by `token_mean`::
@@ -670,6 +780,7 @@ class TrainingBatch:
     candidate_ids: Tensor | None = None
     selected: Tensor | None = None
     nll_weights: Tensor | None = None
+    segments: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
@@ -702,6 +813,7 @@ class TrainingBatch:
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
             loss_mask=self.predicted,
+            segments=self.segments,
         )
         if "on_host" in self.__dict__:
             rows.__dict__["on_host"] = self.on_host
@@ -730,6 +842,27 @@ class TrainingBatch:
         return _select(self, rows)
 
 
+def move_to_positions(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Move the entries of split rows back to the rows that they are from.
+
+    Args:
+        values: [m, c, ...] of split rows, see `TokenRows.split_segments`.
+        places: [m, c] position of each entry in [M * C], -1 on padding.
+        shape: (M, C).
+
+    Returns:
+        [M, C, ...], 0 elsewhere.
+
+    Example:
+        >>> values, places = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[0, 1], [3, -1]])
+        >>> move_to_positions(values, places, torch.Size((1, 4)))
+        tensor([[1., 2., 0., 3.]])
+    """
+    real = places >= 0
+    flat = values.new_zeros(shape.numel(), *values.shape[2:])
+    return flat.index_copy(0, places[real], values[real]).view(*shape, *values.shape[2:])
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Per-token log-probabilities and entropies of given completions under a policy.
@@ -739,8 +872,8 @@ class TokenLogprobs:
         entropy: [M, C] float32 entropy of the distribution it was drawn from; 0 on padding.
         divergence: [M, C] float32 divergence of that distribution from the reference's; None
             without a `Divergence`.
-        hidden: [M, C, E] hidden states that the logits are computed from, of a reference for a
-            `Divergence`; else None.
+        score_norms: [M, C] float32 squared norm of the gradient of a token's log-probability by the
+            logits; None unless they were asked for.
 
     Example:
         One completion of two tokens in three columns::
@@ -753,7 +886,7 @@ class TokenLogprobs:
     logprobs: Tensor
     entropy: Tensor
     divergence: Tensor | None = None
-    hidden: Tensor | None = None
+    score_norms: Tensor | None = None
 
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields."""
@@ -761,8 +894,30 @@ class TokenLogprobs:
             logprobs=self.logprobs,
             entropy=self.entropy,
             divergence=self.divergence,
-            hidden=self.hidden,
+            score_norms=self.score_norms,
         )
+
+    def to_positions(self, places: Tensor, shape: torch.Size) -> TokenLogprobs:
+        """Move the entries of split rows back to the rows that they are from.
+
+        Arguments as of `move_to_positions`.
+        """
+        fields = self.row_fields().items()
+        return TokenLogprobs(**{n: move_to_positions(each, places, shape) for n, each in fields})
+
+    @classmethod
+    def from_columns(
+        cls, columns: Sequence[Tensor], *, compared: bool, score_norms: bool
+    ) -> TokenLogprobs:
+        """Name what `token_logprobs` returned, [M, C] each.
+
+        Args:
+            columns: in its order.
+            compared: there are divergences.
+            score_norms: there are squared norms.
+        """
+        names = ["logprobs", "entropy", *["divergence"] * compared, *["score_norms"] * score_norms]
+        return cls(**dict(zip(names, columns, strict=True)))
 
 
 @dataclass(frozen=True)

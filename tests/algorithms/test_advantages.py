@@ -14,8 +14,10 @@ from litgrpo.algorithms.advantages import (
     GDPO,
     GFPO,
     Normalized,
+    OptimalTokenBaseline,
     PassAtK,
     ReMax,
+    TaskAdvantages,
     Whitened,
     check_centered,
 )
@@ -67,6 +69,72 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
     # Without a valid greedy reward there is no baseline, and no advantage.
     expected = torch.tensor([[0.0, -1.0], [0.0, 0.0], [1.0, 0.0]]).double()
     torch.testing.assert_close(advantages(ReMax(), rewards), expected)
+
+
+def token_baselines(rewards, lengths, norms):
+    """[G, C] advantages of a group by the loop of the paper, NaN off completions."""
+    size, longest = len(rewards), max(lengths)
+    found = torch.full((size, longest), NAN, dtype=torch.float64)
+    for t in range(longest):
+        active = [i for i in range(size) if lengths[i] > t]
+        weights = {i: sum(norms[i][: t + 1]) for i in active}
+        baseline = sum(weights[i] * rewards[i] for i in active) / sum(weights.values())
+        for i in active:
+            found[i, t] = rewards[i] - baseline
+    return found
+
+
+def per_token(rewards, mask, norms):
+    mask, norms = torch.as_tensor(mask), torch.as_tensor(norms, dtype=torch.float64)
+    return OptimalTokenBaseline().per_token(rewards, mask, SingleProcess(), norms)
+
+
+def test_the_optimal_token_baseline_weights_completions_by_the_scores_of_their_tokens_so_far():
+    # W = 1, 3 and 3, 3: the baseline of the first token is 3/4, of the second 1/2.
+    found = per_token(table([[0.0, 1.0]]), [[True] * 2] * 2, [[1.0, 2.0], [3.0, 0.0]])
+    assert found.tolist() == [[-0.75, -0.5], [0.25, 0.5]]
+    # Without a second token in the other completion there is nothing to compare with.
+    found = per_token(table([[0.0, 1.0]]), [[True, False], [True] * 2], [[1.0, 0.0], [3.0, 5.0]])
+    assert found.tolist() == [[-0.75, 0.0], [0.25, 0.0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_optimal_token_baseline_is_that_of_a_loop_over_generated_tokens(seed):
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 7, (4,), generator=random).tolist()
+    norms = torch.rand(4, 6, generator=random, dtype=torch.float64)
+    rewards = torch.rand(4, generator=random, dtype=torch.float64)
+    expected = token_baselines(rewards.tolist(), lengths, norms.tolist())
+    # Observations of an environment lie between generated tokens.
+    mask = torch.zeros(4, 10, dtype=torch.bool)
+    spread = torch.zeros(4, 10, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        places = torch.randperm(10, generator=random)[:length].sort().values
+        mask[row, places], spread[row, places] = True, norms[row, :length]
+    both = table([rewards.tolist(), [0.5] * 4])
+    found = per_token(both, mask.repeat(2, 1), spread.repeat(2, 1))
+    assert not found[~mask.repeat(2, 1)].any()
+    assert not found[4:].any()  # a group of equal rewards
+    for row in range(4):
+        torch.testing.assert_close(found[row][mask[row]], expected[row][: lengths[row]])
+
+
+def test_a_completion_without_a_valid_reward_has_no_part_in_the_optimal_token_baseline():
+    rewards = table([[0.0, 1.0, NAN]], valid=[[True, True, False]])
+    found = per_token(rewards, [[True]] * 3, [[1.0], [3.0], [9.0]])
+    assert found.tolist() == [[-0.75], [0.25], [0.0]]
+    certain = per_token(table([[0.0, 1.0]]), [[True]] * 2, [[0.0], [0.0]])  # p = 1: no gradient
+    assert certain.tolist() == [[-0.5], [0.5]]
+    alone = per_token(table([[0.0, 1.0]]), [[True, False], [True] * 2], [[0.0] * 2] * 2)
+    assert alone.tolist() == [[-0.5, 0.0], [0.5, 0.0]]
+
+
+def test_the_optimal_token_baseline_cannot_be_part_of_other_advantages():
+    assert OptimalTokenBaseline().needs_score_norms
+    with raises_for("OptimalTokenBaseline", "model.objective.advantages"):
+        advantages(Whitened(OptimalTokenBaseline()), table([[0.0, 1.0]]))
+    with raises_for("OptimalTokenBaseline", "math", "TaskAdvantages"):
+        Objective(TaskAdvantages({"math": OptimalTokenBaseline()}))
 
 
 @pytest.mark.parametrize("wrapped", [ReMax(), GFPO(advantages=ReMax()), Whitened(ReMax())])

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.anchors
 
-Writes a table of docs/plan.md. Nothing is run; models are built on the meta device, in the sizes of
-their public cards. Where a source does not name its device, A100, H20 and H100 are tried.
+Writes a table of docs/dev/plan.md. Nothing is run; models are built on the meta device, in
+the sizes of their public cards. Where a source does not name its
+device, A100, H20 and H100 are tried.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.benchmarks.plan import write
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-PAGE = ROOT / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "dev" / "plan.md"
 QWEN_05B = {
     **{"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864},
     **{"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},

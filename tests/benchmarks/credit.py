@@ -3,12 +3,12 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.credit --seeds 0 1 2 3 4
     python -m tests.benchmarks.credit --show
 
-The first command trains what docs/credit.json does not have; the second prints the table of
-docs/results.md. A number from 1 to 7 is to be found in three guesses; who halves what is left
-always wins. `outcome` pays 1 for the number and nothing else. `graded` also pays each turn for what
-it found out: half of the share of the bits that were missing at the start. In both a turn without a
-number makes no guess: it is what SimpleTIR calls void. All rules of a seed begin with the same
-small model, fine-tuned on noisy demonstrations. GRPO is used without its KL penalty, so that
+The first command trains what docs/evidence/credit.json does not have; the second prints the table
+of docs/evidence/results.md. A number from 1 to 7 is to be found in three guesses; who halves what
+is left always wins. `outcome` pays 1 for the number and nothing else. `graded` also pays each turn
+for what it found out: half of the share of the bits that were missing at the start. In both a turn
+without a number makes no guess: it is what SimpleTIR calls void. All rules of a seed begin with the
+same small model, fine-tuned on noisy demonstrations. GRPO is used without its KL penalty, so that
 rules differ in nothing but the credit (ReBN in the loss_aggregation of tokens, too).
 """
 
@@ -45,7 +45,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.tools.compare import holm
 from tests.support.algorithms import PUBLISHED
 
-RESULTS = Path(__file__).parents[2] / "docs" / "credit.json"
+RESULTS = Path(__file__).parents[2] / "docs" / "evidence" / "credit.json"
 RULES = ("grpo", "gigpo", "mt_grpo", "gtpo", "rebn", "simpletir")
 GREATEST, TRIES, FOUND_OUT = 7, 3, 0.5
 FORGETS, SILENT = 0.33, 0.05  # shares of the teacher's turns

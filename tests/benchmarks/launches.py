@@ -1,6 +1,6 @@
 """Count launches, waits and bytes of an iteration on CUDA and estimate its time, without a GPU.
 
-    python -m tests.benchmarks.launches [--sizes 0.5b 2b] [--page docs/gpu.md]
+    python -m tests.benchmarks.launches [--sizes 0.5b 2b] [--page docs/dev/cuda.md]
 
 GRPO trains on the simulated CUDA device of the tests in a dry run: shapes are those of real models,
 large tensors are not computed. Kernels are priced by the roofline of an H100 SXM, the host by an
@@ -365,7 +365,7 @@ def build_table(found: dict[str, Iteration]) -> str:
     return "\n".join(
         [
             "Simulated: no time was measured on a GPU. "
-            "Command: `python -m tests.benchmarks.launches --page docs/gpu.md`.",
+            "Command: `python -m tests.benchmarks.launches --page docs/dev/cuda.md`.",
             "",
             *(f"| {' | '.join(line)} |" for line in lines),
         ]

@@ -1,4 +1,4 @@
-"""Measure everything that docs/benchmarks.md reports, and write its tables and its plot.
+"""Measure everything that docs/evidence/benchmarks.md reports, and write its tables and its plot.
 
     python -m tests.benchmarks.page --processor zen4 --measure steps profile sweeps head sft \
         kernels --baseline-python PATH/bin/python --data PATH/train.jsonl
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE, PLOT = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks.png"
+EVIDENCE = ROOT / "docs" / "evidence"
+PAGE, PLOT = EVIDENCE / "benchmarks.md", EVIDENCE / "benchmarks.png"
 Results = dict[str, Any]
 
 FASTER, THAN_BEFORE = "times TRL", "times 7f06854"
@@ -133,7 +134,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def results_of(processor: str) -> Path:
     """The file of what was measured on a processor."""
-    return ROOT / "docs" / f"benchmarks_{processor}.json"
+    return EVIDENCE / f"benchmarks_{processor}.json"
 
 
 def load(processor: str) -> Results:
@@ -366,7 +367,7 @@ def plot(results: Results) -> None:
     figure, axes = pyplot.subplots(2, len(SWEEPS), **settings)
     for (above, below), (name, points) in zip(axes.T, sweeps(results).items(), strict=True):
         sides = {"litgrpo": {at: found["litgrpo"] for at, found in points.items()}}
-        sides["baseline"] = {
+        sides["TRL 1.16"] = {
             at: found["baseline"] for at, found in points.items() if "baseline" in found
         }
         for label, found in sides.items():

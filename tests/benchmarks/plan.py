@@ -4,8 +4,9 @@
     python -m tests.benchmarks.plan
 
 The first plans, measures and runs one recipe (all of them without a name), and keeps what it found
-in docs/plan.json; the second writes the tables of docs/plan.md from it. Seconds are those of the
-processor, because other programs may run beside; memory is the most that the program ever held.
+in docs/reference/plan.json; the second writes the tables of docs/reference/plan.md from it. Seconds
+are those of the processor, because other programs may run beside; memory is the most that the
+program ever held.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "docs" / "plan.json", ROOT / "docs" / "plan.md"
+RESULTS, PAGE = ROOT / "docs" / "reference" / "plan.json", ROOT / "docs" / "reference" / "plan.md"
 # {name: command line of fit}
 FEWER = "--trainer.limit_val_batches 2"
 RECIPES = {

@@ -1,10 +1,10 @@
-"""Compare `plan` with the one-thread steps measured in docs/benchmarks_*.json.
+"""Compare `plan` with the one-thread steps measured in docs/evidence/benchmarks_*.json.
 
     python -m tests.benchmarks.plan_sweeps [--fit]
 
-Writes a table of docs/plan.md. Nothing is run: the plan receives the model, rows and mean length
-that were measured. --fit prints the constants of `assumptions` in devices.yaml that fit a processor
-best, by the interval score of the logarithms: narrow ranges, and outliers count 20 times.
+Writes a table of docs/dev/plan.md. Nothing is run: the plan receives the model, rows and mean
+length that were measured. --fit prints the constants of `assumptions` in devices.yaml that fit a
+processor best, by the interval score of the logarithms: narrow ranges, and outliers count 20 times.
 
 Source: Gneiting and Raftery 2007, "Strictly Proper Scoring Rules", section 6.2 (interval score).
 """
@@ -27,7 +27,7 @@ from litgrpo.tools.plan.devices import Bounds
 from litgrpo.tools.plan.plan import make_plan
 from litgrpo.tools.plan.time_model import TimeEstimate
 from tests.benchmarks import page, step
-from tests.benchmarks.plan import PAGE, ROOT, write
+from tests.benchmarks.plan import ROOT, write
 
 # Those of an earlier processor, and those of the page.
 MEASURED = {"EPYC": page.results_of("earlier")}
@@ -175,7 +175,7 @@ def main() -> None:
         for name in (*MEASURED, ""):
             own = [point for point in found if name in ("", point.processor)]
             print(name or "all", fit_constants(own) if own else "")
-    write(PAGE, "sweeps", lines)
+    write(ROOT / "docs" / "dev" / "plan.md", "sweeps", lines)
 
 
 if __name__ == "__main__":

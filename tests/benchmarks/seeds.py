@@ -1,7 +1,7 @@
 """Run a recipe with several seeds; print a table and draw the reward.
 
     python -m tests.benchmarks.seeds -c configs/quickstart.yaml --seeds 0 1 2 3 4 \
-        --plot docs/quickstart.png
+        --plot docs/evidence/quickstart.png
 """
 
 from __future__ import annotations

@@ -25,19 +25,29 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.roofline import Machine, floor
 from tests.benchmarks.workload import SIZES, Size, Work, even_words
+
+if TYPE_CHECKING:
+    from lightning import Callback
 
 ROOT = Path(__file__).parents[2]
 Measures = dict[str, Any]
 
 
 def steps_of_litgrpo(
-    work: Work, steps: int, warmup: int, *, device: str = "cpu", **settings: Any
+    work: Work,
+    steps: int,
+    warmup: int,
+    *,
+    device: str = "cpu",
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
 ) -> Measures:
     """Train in this process; medians over the steps after the warm-up.
 
@@ -46,6 +56,7 @@ def steps_of_litgrpo(
         steps: that count.
         warmup: before them.
         device: `cpu` or `cuda`.
+        callbacks: of the trainer. With some, there is one more step, which does not count.
         settings: of GRPO, such as `engine`.
     """
     import torch
@@ -91,7 +102,7 @@ def steps_of_litgrpo(
             )
             self.wall, self.cpu = clocks()
 
-    watch = Watch()
+    watch, total = Watch(), warmup + steps + bool(callbacks)
     grpo = GRPO(
         "",
         {"even": Reward(even_words)},
@@ -99,7 +110,7 @@ def steps_of_litgrpo(
         max_completion_length=work.max_new,
         objective=Objective(),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
-        max_iterations=warmup + steps,
+        max_iterations=total,
         **settings,
     )
     grpo.policy = work.policy()
@@ -109,13 +120,13 @@ def steps_of_litgrpo(
         precision="bf16-mixed" if work.bf16 else "32-true",
         max_epochs=-1,
         logger=False,
-        callbacks=[watch],
+        callbacks=[watch, *callbacks],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(grpo, work.loader(warmup + steps))
-    kept = watch.steps[warmup:]
+    trainer.fit(grpo, work.loader(total))
+    kept = watch.steps[warmup : warmup + steps]
     measures: Measures = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
     measures["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     measures["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
@@ -162,20 +173,35 @@ def turn_of_checkout(args: argparse.Namespace) -> Measures:
     return found | {"gen_s": found["rollout_s"], "train_s": found["learn_s"]}
 
 
-def last_line(command: list[str], folder: Path, sources: Path | None = None) -> Measures:
+def last_line(
+    command: list[str], folder: Path, sources: Path | None = None, timeout: float | None = None
+) -> Measures:
     """Run a command in a folder and return its last line.
 
     Args:
         command: prints a line of JSON.
         folder: to run it in.
         sources: of another version, before those that its environment has installed.
+        timeout: seconds until it is stopped.
+
+    Raises:
+        SystemExit: it fails, or takes longer.
     """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if sources is not None:  # before the version that the environment has installed
         environment["PYTHONPATH"] = str(sources)
-    run = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    try:
+        run = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"stopped after {timeout:.0f} s") from None
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
     if run.returncode or not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-3000:]}")

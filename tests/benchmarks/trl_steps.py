@@ -15,8 +15,9 @@ import json
 import os
 import resource
 import statistics
-import tempfile
 import time
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.benchmarks.random_model import SIZES, RandomModel, even_words
@@ -47,7 +48,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Train a few steps and print what they cost."""
-    args = arguments()
+    with ExitStack() as stack:
+        print(json.dumps(measure(arguments(), stack)))
+
+
+def measure(args: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
+    """Train a few steps; return medians. Temporary folders go with the stack."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import torch
     import transformers
@@ -64,7 +70,7 @@ def main() -> None:
     made = RandomModel(
         tuple(args.sizes or SIZES[args.size]), stop_prob, args.prompt_len + args.max_new + 8
     )
-    folder = tempfile.mkdtemp()
+    folder = stack.enter_context(TemporaryDirectory())
     made.model().save_pretrained(folder)  # vLLM reads it from there
     made.tokenizer().save_pretrained(folder)
     model = transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -98,7 +104,7 @@ def main() -> None:
 
     by_vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3)
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=stack.enter_context(TemporaryDirectory()),
         per_device_train_batch_size=args.prompts * args.group // args.accumulate,
         gradient_accumulation_steps=args.accumulate,
         num_generations=args.group,
@@ -137,7 +143,7 @@ def main() -> None:
         "peak_device_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0,
         "versions": {"trl": trl.__version__, "torch": torch.__version__},
     }
-    print(json.dumps(measures))
+    return measures
 
 
 if __name__ == "__main__":

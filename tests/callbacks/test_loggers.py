@@ -191,7 +191,7 @@ def test_loggers_start_at_the_first_metric(monkeypatch):
 
 def test_a_missing_package_raises_with_its_extra(monkeypatch):
     monkeypatch.setattr("litgrpo.callbacks.loggers.find_spec", lambda _: None)
-    with raises_for("litgrpo["):
+    with raises_for("pip install trackio"):
         Trackio()
 
 

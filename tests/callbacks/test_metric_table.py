@@ -29,16 +29,22 @@ from litgrpo.training.controllers import Controllers, EntropyTarget
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 MODEL = "builtin:tiny-gemma2"
 # Logged by other tests: a step with a NaN, a corpus of dialogues.
 # Of runs with an environment; see tests/training/test_episode_setup.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
 OF_EPISODES |= {"policy/observation_nll"}
+OF_EPISODES |= {"env/segments"}  # of agents; see tests/training/test_agents.py
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
 OF_EPISODES |= {"reward/greedy_mean"}  # of ReMax; see tests/training/test_grpo.py
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
+ELSEWHERE |= {"data/on_policy", "policy/data_nll"}  # see tests/training/test_data_completions.py
+# Of off-policy runs; see tests/rollout/test_async_rollout.py.
+ELSEWHERE |= {"async/staleness_mean", "async/staleness_max"}
+# Of runs with several tasks or a curriculum; see tests/training/test_tasks.py.
+ELSEWHERE |= {name for name in METRICS if name.startswith(("task/", "curriculum/"))}
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

@@ -319,6 +319,9 @@ class Following(Reference):
     def logprobs(self, rows, **settings):
         return self.policy[0].logprobs(rows, **settings)
 
+    def hidden_states(self, rows):
+        return self.policy[0].hidden_states(rows)
+
     def head(self, hidden):
         return self.policy[0].head(hidden)
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from litgrpo.tools.audit.command import audit
 from litgrpo.tools.compare import compare
 from litgrpo.tools.plan.command import plan
 
+PAGES = Path(__file__).parents[2] / "docs" / "howto"
+OPTION = re.compile(r"`((?:model|data|trainer|checkpoint|completions)\.[\w.]+|run_dir|ckpt_path)")
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
 
 
@@ -121,6 +124,13 @@ def test_an_unknown_kl_estimator_names_the_known_ones(cli):
         (("fit", "-c", "grpo.yaml", "--model.learning_rate", "1"), "'model.optimizer.lr'"),
         (("fit", "-c", "grpo.yaml", "--model.num_generations", "8"), "'model.group_size'"),
         (("fit", "-c", "grpo.yaml", "--model.beta", "0.1"), "'model.objective.kl_coef'"),
+        (
+            ("fit", "-c", "grpo.yaml", "--model.max_new_tokens", "9"),
+            "'model.max_completion_length'",
+        ),
+        (("fit", "-c", "grpo.yaml", "--model.batch_size", "8"), "'data.batch_size'"),
+        (("fit", "-c", "grpo.yaml", "--model.peft_config", "x"), "'model.lora'"),
+        (("fit", "-c", "grpo.yaml", "--model.update.num_iterations", "2"), "epochs_per_rollout'"),
         (("fit", "-c", "grpo.yaml", "--actor_rollout_ref.rollout.n", "8"), "'model.group_size'"),
         (("export", "--run_dir", "x"), "checkpoint, folder, dtype, force, adapter"),
     ],
@@ -140,6 +150,27 @@ def test_options_of_other_commands_exist():
 def test_names_of_trl_and_verl_lead_to_options_that_exist(target):
     if target not in (*RUN_OPTIONS, "ckpt_path", "seed_everything"):
         assert find_option(target, ROOTS).key == target
+
+
+@pytest.mark.parametrize("trainer", ["trl", "verl"])
+def test_hints_agree_with_the_tables_of_options(trainer):
+    page = (PAGES / f"coming_from_{trainer}.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \| (.+) \|$", page, re.MULTILINE)
+    pairs = [
+        (name, keys)
+        for names, text in rows
+        if (keys := OPTION.findall(text))
+        for name in re.findall(r"`([\w.]+)`", names)
+    ]
+    assert len(pairs) > 40
+    same = ("name", "trainer.logger")  # too general, and the option's own name
+    hints = {name: (other_name(name), keys) for name, keys in pairs if name not in same}
+    assert {name: hint for name, hint in hints.items() if not leads(*hint)} == {}
+
+
+def leads(key: str, keys: list[str]) -> bool:
+    """Return whether an option, or one above or below it, is among others."""
+    return any(key and f"{a}.".startswith(f"{b}.") for k in keys for a, b in ((key, k), (k, key)))
 
 
 def test_the_longest_end_of_a_foreign_name_counts():

@@ -104,7 +104,8 @@ def _compile(target: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
     linked = target.with_suffix(".part")
-    libraries = [f"-L{torch / 'lib'}", *LIBRARIES, f"-Wl,-rpath,{torch / 'lib'}"]
+    # Without a path to torch's libraries: the cache outlives virtual environments.
+    libraries = [f"-L{torch / 'lib'}", *LIBRARIES]
     subprocess.run([str(compiler()), "-shared", *objects, *libraries, "-o", linked], check=True)
     for each in objects:
         os.unlink(each)

@@ -51,6 +51,10 @@ BROKEN = {
     "a list of lists": ([["user", "1+1?"]], "messages are"),
     "a text among messages": ([*ASKED, "more"], "messages are"),
     "content of texts": ([{"role": "user", "content": ["a"]}], "message 1: content is ['a']"),
+    "a part with a number": (
+        [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+        "message 1: content has a part of type 'text' ({'type': 'text', 'text': 5})",
+    ),
     "no parts": ([{"role": "user", "content": []}], "message 1: content is []"),
     "an image": (
         [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],

@@ -1,7 +1,9 @@
 """PromptData: from any source to left-padded batches, resumed exactly in a real fit."""
 
 import json
+from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
 from litgrpo.data import Chat, Source
-from litgrpo.data.modules import PromptData
+from litgrpo.data.modules import PairData, PromptData, task_names
 from litgrpo.data.sources import parse_named_sets
 from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
 from tests.support.models import byte_tokenizer
@@ -272,8 +274,76 @@ def test_sets_with_names_come_in_batches_of_their_own(tmp_path):
     assert seen == [("easy", ["a", "b"]), ("hard", ["d"]), ("easy", ["c"])]
     indices = [index for batch in data.val_dataloader() for index in rows_of(batch)]
     assert sorted(indices) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"train has the sets .*; give one of them"):
-        ready("fit", tmp_path, train=sets)
+
+
+def test_named_training_sets_are_tasks(tmp_path):
+    tasks = {"easy": ["a", "b", "c"], "hard": [{"prompt": "d"}, {"prompt": "e", "task": "own"}]}
+    data = ready("fit", tmp_path, train=tasks, batch_size=5)
+    (batch,) = data.train_dataloader()
+    found = dict(zip(batch.prompts, batch.columns["task"], strict=True))
+    assert found == {"a": "easy", "b": "easy", "c": "easy", "d": "hard", "e": "own"}
+    assert batch.set_name == ""  # of several sets
+    assert task_names(SimpleNamespace(datamodule=data)) == ["easy", "hard", "own"]
+
+
+def test_task_weights_are_shares_of_the_batches(tmp_path):
+    tasks = {"easy": ["a", "b", "c", "d"], "hard": ["x", "y"]}
+    data = ready("fit", tmp_path, train=tasks, batch_size=2, task_weights={"hard": 2, "easy": 1})
+    loader = data.train_dataloader()
+    seen = []
+    for epoch in range(4):
+        loader.sampler.set_epoch(epoch)
+        seen += [text for batch in loader for text in batch.prompts]
+    counts = Counter(seen)
+    assert sum(counts[text] for text in "xy") == 16  # two thirds of 24
+    assert counts["x"] == counts["y"] == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(task_weights={"easy": 1}), "no weight for 'hard'"),
+        (dict(task_weights={"easy": 1, "hrd": 1}), "did you mean 'hard'"),
+        (dict(task_weights={"easy": 1, "hard": 0}), "above 0"),
+        (dict(train=["a"], task_weights={"easy": 1}), "name them"),
+        (
+            dict(train={"easy": [{"path": "a.txt", "weight": 1}, {"path": "b.txt", "weight": 2}]}),
+            "set task_weights",
+        ),
+        (dict(train={"easy": {"path": "a.txt", "streaming": True}}), "cannot be streamed"),
+    ],
+)
+def test_weights_of_tasks_are_checked(tmp_path, settings, message):
+    settings = {"train": {"easy": ["a"], "hard": ["b"]}} | settings
+    with pytest.raises(ValueError, match=message):
+        ready("fit", tmp_path, **settings)
+
+
+def test_supervised_data_have_no_tasks(tmp_path):
+    pairs = [{"prompt": "a", "completion": "b"}]
+    with pytest.raises(ValueError, match=r"train of PairData has the sets easy; give one of them"):
+        PairData(train={"easy": pairs}).setup("fit")
+
+
+def test_each_source_has_its_own_columns_and_answers(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1?", "solution": "so #### 2"}\n')
+    (tmp_path / "b.jsonl").write_text('{"problem": "2+2?", "answer": "4"}\n')
+    tasks = {
+        "gsm": Source(
+            f"{tmp_path}/a.jsonl",
+            columns={"prompt": "question", "answer": "solution"},
+            extract={"answer": "#### (.+)"},
+        ),
+        "plain": Source(f"{tmp_path}/b.jsonl", columns={"prompt": "problem"}),
+    }
+    data = ready("fit", tmp_path, train=tasks, batch_size=2)
+    (batch,) = data.train_dataloader()
+    found = dict(zip(batch.prompts, batch.columns["answer"], strict=True))
+    assert found == {"1+1?": "2", "2+2?": "4"}
+    with pytest.raises(ValueError, match=r"extract of .*, answer: .* groups, expected one"):
+        Source("a.jsonl", extract={"answer": "x"})
+    with pytest.raises(ValueError, match="no field 'question'"):
+        ready("fit", tmp_path, train=Source(f"{tmp_path}/b.jsonl", columns={"prompt": "question"}))
 
 
 def test_recipes_name_several_sources_and_sets():

@@ -84,7 +84,7 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match="needs `pip install reasoning-gym`"):
+    with pytest.raises(ValueError, match="needs `pip install reasoning-gym==0"):
         ReasoningGym({"gcd": 1}).rows()
 
 

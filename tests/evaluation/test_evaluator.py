@@ -57,11 +57,11 @@ def test_successes_of_the_samples_are_counted_at_the_threshold():
 
 
 def test_the_heaviest_reward_counts_unless_another_is_named():
-    assert evaluator().success_reward == "first"  # of equal weights
+    assert evaluator().success_rewards == {"": "first"}  # of equal weights
     assert evaluator().success_rule == "reward 'first' >= 1"
     rewards = {"format": Reward(letters, weight=0.2), "exact": Reward(grade), "last": Reward(zero)}
     heaviest = Evaluator(Evaluation(), Scorer(rewards, runner=InProcessRunner()))
-    assert heaviest.success_reward == "exact"
+    assert heaviest.success_rewards == {"": "exact"}
     with raises_for("evaluation.success_reward", "secnd"):
         evaluator(success_reward="secnd")
 
@@ -182,6 +182,18 @@ def test_answers_of_episodes_hold_their_messages_and_rewards():
         assert row["calls"] == {"echo": [3, 0]}
         assert not row["failed"]
     assert "messages" not in evaluator().predict(rollouter(), BATCH)[0]
+
+
+def test_a_turn_without_a_reward_has_none_in_its_answer():
+    class Abstaining(Echo):
+        def step(self, action):
+            result = super().step(action)
+            return replace(result, reward=None) if result.reward == 2 else result
+
+    policy = rollouter_of(tiny_policy("qwen2"), episodes=episodes_of(Abstaining((3,))))
+    policy.max_completion_length = 40
+    for row in evaluator().predict(policy, BATCH):
+        assert row["turn_rewards"] == [1.0, None, 3.0]
 
 
 def test_answers_are_drawn_from_the_filtered_distribution():

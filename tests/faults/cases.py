@@ -358,5 +358,7 @@ CASES: dict[str, Callable[[Bench], Found]] = {
     "F24": servers.f24,
     "F25": servers.f25,
     "F26": servers.f26,
+    "F27": servers.f27,
+    "F28": episodes.f28,
     "variants": variants,
 }

@@ -3,7 +3,9 @@
 import csv
 import shutil
 import signal
+import sys
 from math import isclose
+from pathlib import Path
 from typing import Any
 
 from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merge_runs, metrics_of
@@ -27,6 +29,22 @@ def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any)
     keys = {"environment": environment, "episode": EPISODE | {"num_workers": 4} | episode}
     keys["rewards"] = {"environment": {"weight": 1.0}}
     return merge_runs(RECIPE, {"model": {"init_args": keys}})
+
+
+def agent_recipe(
+    bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any
+) -> dict[str, Any]:
+    """The recipe of the faults with an agent as a program, which is bad in one way."""
+    program = Path(__file__).with_name("agent.py")
+    environment = {
+        "class_path": "litgrpo.environments.Agent",
+        "init_args": {"command": [sys.executable, str(program), bad, folder, str(of)]},
+    }
+    limits = {"turn_format": "inline", "max_turn_tokens": 8, "timeout_s": 60.0} | episode
+    keys = {"environment": environment, "episode": limits, "group_size": 2}
+    keys["rewards"] = {"environment": {"weight": 1.0}}
+    few = {"data": {"init_args": {"val": {"limit": 4}}}}  # every row starts a program
+    return merge_runs(RECIPE, {"model": {"init_args": keys}}, few)
 
 
 def whole(bench: Any) -> Run:
@@ -59,9 +77,11 @@ def fraction_failed(run: Run) -> float:
         return max(float(row.get("env/failed_frac") or 0) for row in csv.DictReader(file))
 
 
-def costs_rows(bench: Any, name: str, bad: str, said: str) -> str:
+def costs_rows(
+    bench: Any, name: str, bad: str, said: str, build: Any = recipe, timeout_s: float = 1.0
+) -> str:
     """Some rows fail, named and counted; the run continues, and ends in the same bits again."""
-    runs = [Run(bench.folder / f"{name}-{n}", recipe(bad, timeout_s=1.0)) for n in range(2)]
+    runs = [Run(bench.folder / f"{name}-{n}", build(bad, timeout_s=timeout_s)) for n in range(2)]
     for run in runs:
         code = run.go()
         if code or said not in run.said:
@@ -71,9 +91,9 @@ def costs_rows(bench: Any, name: str, bad: str, said: str) -> str:
     return unlike(*runs)
 
 
-def stops_the_run(bench: Any, name: str, bad: str, said: str) -> str:
+def stops_the_run(bench: Any, name: str, bad: str, said: str, build: Any = recipe) -> str:
     """More than half of the rows fail: one line, exit code 2."""
-    run = Run(bench.folder / name, recipe(bad, of=1, timeout_s=1.0))
+    run = Run(bench.folder / name, build(bad, of=1, timeout_s=1.0))
     code = run.go()
     lines = [line for line in run.said.splitlines() if "episodes failed" in line and said in line]
     return "" if code == 2 and lines else f"exit code {code}: {run.said[-500:]}"
@@ -142,3 +162,22 @@ def f20(bench: Any) -> dict[str, str]:
     code = run.go()
     named = "10 the environment's answers can be repeated" in run.said
     return {"a class attribute": "" if code == 2 and named else f"code {code}: {run.said[-500:]}"}
+
+
+def f28(bench: Any) -> dict[str, str]:
+    """an agent hangs or dies: its rows are left out, too many stop the run; SIGKILL while agents run: the same after resuming"""  # noqa: E501
+    run = Run(bench.folder / "f28-killed", {})
+    run.recipe = agent_recipe("kills_the_run", str(run.folder), 8)
+    code = run.go("--auto_resume", "true")
+    wrong = "" if code == 128 + signal.SIGKILL else f"exit code {code}: {run.said[-500:]}"
+    if not wrong:
+        code = run.resume()
+        undisturbed = bench.whole("agents", agent_recipe())
+        wrong = run.said[-500:] if code else unlike(run, undisturbed)
+    late, died = "timed out after 5 s", "died of signal 9"
+    return {
+        "hangs": costs_rows(bench, "f28-hangs", "hangs", late, agent_recipe, 5.0),
+        "dies": costs_rows(bench, "f28-dies", "dies", died, agent_recipe, 60.0),
+        "all rows": stops_the_run(bench, "f28-all", "dies", died, agent_recipe),
+        "SIGKILL": wrong,
+    }

@@ -1,5 +1,6 @@
 """The faults of what samples elsewhere and ahead, each a function of the bench."""
 
+import csv
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 from litgrpo.models.loading import resolve_pretrained
 from tests.faults.processes import SECOND, TORCHRUN, of_two
-from tests.faults.running import RECIPE, Run, calls, differences, merge_runs
+from tests.faults.running import ITERATIONS, RECIPE, Run, calls, differences, merge_runs
 from tests.vllm.serving import free_port
 
 ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.vllm.ServerEngine"
@@ -42,13 +43,20 @@ def server(port: int, *words: str):
         yield running
     finally:
         running[-1].kill()
-        running[-1].wait()
+        for process in running:
+            process.communicate()
 
 
 def whole(bench: Any, port: int, **update: Any) -> Run:
     """The run with a server to which nothing happens."""
     run: Run = bench.whole(f"served-{len(update)}", recipe(port, **update))
     return run
+
+
+def _start_again(running: list[subprocess.Popen[str]], port: int, *words: str) -> None:
+    """Start a server when it has died."""
+    assert running[-1].wait() == 9
+    running.append(start_server(port, *words))
 
 
 def f24(bench: Any) -> dict[str, str]:
@@ -58,13 +66,7 @@ def f24(bench: Any) -> dict[str, str]:
         expected = whole(bench, port)
     run = Run(bench.folder / "F24", recipe(port))
     with server(port, "--dies_after", "77") as running:
-
-        def again() -> None:
-            """Start it when it has died."""
-            assert running[-1].wait() == 9
-            running.append(start_server(port))
-
-        watching = threading.Thread(target=again)
+        watching = threading.Thread(target=_start_again, args=(running, port))
         watching.start()
         code = run.go()
         watching.join()
@@ -85,21 +87,21 @@ def f25(bench: Any) -> dict[str, str]:
 
 
 def f26(bench: Any) -> dict[str, str]:
-    """killed with a rollout that was sampled ahead, then the same command again: the same"""
+    """killed with rollouts that were sampled ahead, then the same command again: the same"""
     from tests.faults.cases import stop_and_resume
 
     port, found = free_port(), {}
     with server(port):
-        expected = whole(bench, port, staleness=1)
+        expected = whole(bench, port, staleness=2)
         for name, point in {
             "SIGKILL in learning": {"at": "backward", "count": 4},
             "SIGKILL while it samples": {"at": "start", "count": 5},
             "SIGTERM": {"at": "backward", "count": 4, "signum": int(signal.SIGTERM)},
         }.items():
-            run = Run(bench.folder / name.replace(" ", "-"), recipe(port, staleness=1))
+            run = Run(bench.folder / name.replace(" ", "-"), recipe(port, staleness=2))
             found[name] = stop_and_resume(run, expected, **point)
     # Each of two processes samples its own rollout ahead.
-    two = merge_runs(of_two("ddp"), {"model": {"init_args": {"update": {"staleness": 1}}}})
+    two = merge_runs(of_two("ddp"), {"model": {"init_args": {"update": {"staleness": 2}}}})
     expected = bench.whole("two-ahead", two, program=TORCHRUN)
     run = Run(bench.folder / "two-ahead", two, program=TORCHRUN)
     run.recipe = merge_runs(two, calls("Kill", **SECOND, marker=str(run.marker)))
@@ -107,3 +109,39 @@ def f26(bench: Any) -> dict[str, str]:
     wrong = f"exit code {code}: {run.said[-800:]}" if code else ""
     found["one of two processes"] = wrong or ", ".join(differences(run, expected))
     return found
+
+
+def f27(bench: Any) -> dict[str, str]:
+    """killed while weights are updated in flight, started again: ends; none is too old"""
+    from tests.faults.cases import kill_run
+
+    port, found = free_port(), {}
+    with server(port, "--at_once", "4"):
+        for name, point in {
+            "SIGKILL in learning": {"at": "backward", "count": 4},
+            "SIGKILL while it samples": {"at": "start", "count": 5},
+            "SIGTERM": {"at": "backward", "count": 4, "signum": int(signal.SIGTERM)},
+        }.items():
+            folder = bench.folder / f"in-flight-{name.replace(' ', '-')}"
+            run = Run(folder, recipe(port, max_staleness=2))
+            found[name] = kill_run(run, **point) or _end_of(run)
+    with server(port, "--at_once", "4", "--dies_after", "77") as running:
+        watching = threading.Thread(target=_start_again, args=(running, port, "--at_once", "4"))
+        watching.start()
+        run = Run(bench.folder / "in-flight-server", recipe(port, max_staleness=2))
+        found["the server is killed and started again"] = _end_of(run)
+        watching.join()
+    return found
+
+
+def _end_of(run: Run) -> str:
+    """Say what is wrong with the end of a run whose tokens are at most two iterations old."""
+    code = run.go("--auto_resume", "true")
+    if code:
+        return f"exit code {code}: {run.said[-500:]}"
+    with (run.run / "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["async/staleness_max"]]
+    oldest = max(float(row["async/staleness_max"]) for row in logged)
+    steps = [int(float(row["step"])) for row in logged]
+    good = oldest <= 2 and steps == [*range(1, ITERATIONS + 1)]
+    return "" if good else f"steps {steps}, weights up to {oldest} iterations old"

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 # Files and folders that the list holds for.
 PATHS = [
     *("src", "tests", "docs", "configs"),
-    *("README.md", "CHANGELOG.md", "SECURITY.md", "cli.py"),
+    *("README.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md", "CONTRIBUTING.md", "cli.py"),
+    "examples",
 ]
 # A line that must use such a word for another reason ends with this.
 ALLOWED = "glossary: ok"

@@ -33,7 +33,9 @@ CODE_SPAN = re.compile(r"`([^`\n]+)`")
 IMPORT = re.compile(r"litgrpo(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|yaml|md|ipynb|txt|cfg|toml)|configs/[\w./-]*")
 KEY = re.compile(r"(?:--)?((?:model|data|trainer|" + "|".join(CALLBACKS) + r")(?:\.[a-z]\w*)+)\b")
-PROGRAM = re.compile(r"python (?:cli\.py|-m (?:tests|litgrpo))\b.*?(?= > | \| |$)")
+PROGRAM = re.compile(
+    r"(?:python (?:cli\.py|-m (?:tests|litgrpo))\b|^ *litgrpo [a-z-]).*?(?= > | \| |$)"
+)
 FUNCTIONS: dict[str, Callable] = {
     "export": export,
     "compare": compare,
@@ -50,14 +52,15 @@ SECTIONS: dict[str, list[type]] = {
 }
 # Files that runs write, and placeholders for the reader's files.
 FILES = (".json", ".jsonl", ".csv", ".md", ".py", ".yaml", ".safetensors")
+AT_ROOT = ("README", "SECURITY", "AGENTS", "CONTRIBUTING")
 NO_KEYS = {"model.generate"}  # a method
 GENERATED = ("runs/", "checkpoints/", "samples/", "my_", "path/", "out/")
 
 
 def pages() -> list[Path]:
-    """Return README.md, SECURITY.md, and every page of docs/ that is not generated."""
+    """Return the pages at the root, and every page of docs/ that is not generated."""
     written = [page for page in (ROOT / "docs").rglob("*.md") if "_made" not in page.parts]
-    return [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(written)]
+    return [*(ROOT / f"{name}.md" for name in AT_ROOT), *sorted(written)]
 
 
 def stale(page: Path) -> Iterator[str]:
@@ -160,7 +163,9 @@ def commands(text: str) -> Iterator[str]:
 
 def check_command(words: list[str]) -> str | None:
     """Return why a command cannot be parsed, or None."""
-    if words[1] == "-m" and words[2] != "litgrpo":
+    if words[0] == "litgrpo" or words[1:3] == ["-m", "litgrpo"]:
+        words = ["python", "cli.py", *words[words.index("litgrpo") + 1 :]]
+    if words[1] == "-m":
         return None if find_spec(words[2]) else f"there is no module {words[2]}"
     command, rest = "".join(words[2:3]), _replace_generated(words[3:])
     if command in ("", "--help"):

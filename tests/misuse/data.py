@@ -30,9 +30,9 @@ PROBES = [
         files=FILES,
     ),
     Probe(
-        "sets with names for training",
-        f"{QUICK} --data.train '{{easy: a.jsonl}}'",
-        ("train",),
+        "a weight of a task that is not there",
+        f"{QUICK} --data.train '{{easy: a.jsonl}}' --data.task_weights '{{eazy: 1}}'",
+        ("task_weights", "eazy", "easy"),
         files=FILES,
     ),
     Probe(

@@ -171,6 +171,19 @@ PROBES = [
         before=train,
         after=check_unchanged,
     ),
+    Probe(
+        "stored rollouts of a run that wrote none",
+        f"{QUICK} --model.stored_rollouts {{folder}}/other",
+        ("model.stored_rollouts", "--model.save_rollouts true"),
+        quick=True,
+    ),
+    Probe(
+        "an overwrite of the stored rollouts that it trains on",
+        f"{QUICK} --overwrite true --model.stored_rollouts {{folder}}/run",
+        ("model.stored_rollouts", "another --run_dir"),
+        before=lambda folder: train(folder, "--model.save_rollouts", "true"),
+        after=check_unchanged,
+    ),
     Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "FSDP2Strategy"), after=no_events),
     Probe(
         "strategy that cannot be saved",

@@ -1,4 +1,6 @@
-"""Writes docs/models.md: every language model type of transformers, small and random, tried here.
+"""Tries every language model type of transformers, small and random.
+
+Writes docs/dev/models.md, and the lists of types in docs/reference/models.md.
 
 python -m tests.models.table                 # all, some minutes of one core
 python -m tests.models.table qwen3 mamba     # only these, printed
@@ -32,10 +34,11 @@ from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import find_model_class, select_text_config
 from litgrpo.training.steppers import PlainStepper
+from tests.benchmarks.plan import write
 from tests.support.models import byte_tokenizer, prompt_batch
 from tests.training.parts import build_training_batch, learner_of, rollouter_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs"
 WIDE = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "dim_model", "emb_dim")
 INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim")
 EXPERT = ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size")
@@ -196,7 +199,7 @@ def try_type(model_type: str) -> Row:
             try:
                 small_model(model_type).save_pretrained(folder)
             except Exception as error:
-                unsupported = "docs/models.md" in str(error)
+                unsupported = "docs/reference/models.md" in str(error)
                 return Row(
                     model_type,
                     f"{'not supported' if unsupported else 'not built small'}: {short(error)}",
@@ -255,7 +258,7 @@ def path_of(policy: Policy) -> str:
 def short(error: Exception) -> str:
     """The first sentence of an error."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.replace("|", "/").split(". docs/models.md")[0][:220]
+    return text.replace("|", "/").split(". docs/reference/models.md")[0][:220]
 
 
 def cells(row: Row) -> str:
@@ -281,7 +284,8 @@ def main(names: list[str]) -> None:
         signal.alarm(0)
         print(cells(rows[-1]), f"{time.monotonic() - began:.1f} s", flush=True)
     if not names:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        (DOCS / "dev" / "models.md").write_text(page(rows), encoding="utf-8")
+        write(DOCS / "reference" / "models.md", "types", summary(rows))
 
 
 def too_slow(*_: Any) -> None:
@@ -296,39 +300,52 @@ def types() -> list[str]:
 
 
 def page(rows: list[Row]) -> str:
-    """The page, with what each path means."""
-    trains = [row for row in rows if row.verdict == "trains"]
+    """The page with the errors of each type."""
     lines = "\n".join(cells(row) for row in sorted(rows, key=lambda row: row.verdict != "trains"))
     titles = ["model type", "verdict", "path", *NAMES.values()]
     head = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
-    return HEAD.format(version=transformers.__version__, trains=len(trains), all=len(rows)) + (
-        f"{head}\n{lines}\n"
-    )
+    return HEAD.format(version=transformers.__version__) + f"{head}\n{lines}\n"
 
 
-HEAD = """# Models
+def summary(rows: list[Row]) -> list[str]:
+    """Lines of the lists of types by code path, and of those that cannot be trained."""
+    trains = [row for row in rows if row.verdict == "trains"]
+    lines = [
+        f"{len(trains)} of the {len(rows)} types of transformers {transformers.__version__}:",
+        "",
+    ]
+    for path in sorted({row.path for row in trains}, key=place):
+        names = [f"`{row.model_type}`" for row in trains if row.path == path]
+        lines += fold(f"{path}: {len(names)} types", [", ".join(names)])
+    others = [row for row in rows if row.verdict != "trains"]
+    table = ["| model type | why |", "|---|---|"]
+    table += [f"| `{row.model_type}` | {row.verdict} |" for row in others]
+    return lines + fold(f"{len(others)} types that cannot be trained, or were not tried", table)
 
-Model types that can be trained, and their code paths. Made by `python -m tests.models.table`: every
-causal language model and every T5-like one of transformers {version} is built in a small size with
-random weights, saved, loaded, checked by the start-up checks and trained for one iteration.
-{trains} of {all} train. Columns 1 to 7 are errors of [the checks](design.md#invariants): nats, or
-the relative norm of a difference; 5 and 6 count rows.
 
-| path | meaning |
-|---|---|
-| shared prompts | each prompt is computed once for its group, in decoding and in the update |
-| shared prompts in decoding | decoding shares prompts; the update computes whole rows |
-| transformers, with cache | transformers' forward pass and cache, a prompt per completion: slower |
-| transformers, no cache | without a cache: the whole row is computed again for every token |
-| row by row | rows of unequal length are computed one at a time |
+def place(path: str) -> int:
+    """Sort code paths by speed, the fastest first."""
+    return PATHS.index(path.removesuffix(", row by row"))
 
-The path is selected when the model is loaded. Types in `models/architectures.py` use the first. All
-others are probed: a few tokens are decoded and compared with plain forward passes, and the first
-path that agrees is used and logged. If none agrees, loading raises. So every path is exact. Of a
-multimodal model (Gemma 3 from 4B, Llama 4, Qwen 3.5) only the text part is loaded and exported.
 
-"Not supported" is an error at the start of a run. "Not built small" and "not tried" do not concern
-pretrained models of that type: its config could not be shrunk here, or is slow even if small.
+def fold(title: str, lines: list[str]) -> list[str]:
+    """Lines that are folded until the reader opens them."""
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""]
+
+
+PATHS = (
+    "shared prompts",
+    "shared prompts in decoding",
+    "transformers, with cache",
+    "transformers, no cache",
+)
+HEAD = """# Errors of the start-up checks by model type
+
+Made by `python -m tests.models.table`: every causal language model and every T5-like one of
+transformers {version} is built in a small size with random weights, saved, loaded, checked by the
+start-up checks and trained for one iteration. Columns 1 to 7 are errors of
+[the checks](../project/design.md#invariants): nats, or the relative norm of a difference; 5 and 6
+count rows. What users need: [models](../reference/models.md).
 
 """
 

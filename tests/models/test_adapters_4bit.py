@@ -100,5 +100,5 @@ def test_four_bit_weights_without_adapters_raise_unless_frozen(base):
 
 def test_without_bitsandbytes_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with raises_for("precision.quantization", "bitsandbytes", "litgrpo[qlora]"):
+    with raises_for("precision.quantization", "bitsandbytes", "pip install bitsandbytes"):
         quantized.quantization_arguments("nf4", torch.float32)

@@ -85,6 +85,23 @@ def test_each_decoding_step_has_the_logits_of_the_plain_forward_pass(architectur
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=2e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_steps_in_static_shapes_have_the_logits_of_the_plain_forward_pass(architecture):
+    policy = tiny_policy(architecture)
+    prompts = prompt_batch("a longer prompt than the window", "b")
+    fed = torch.randint(3, 259, (4, 5), generator=torch.Generator().manual_seed(0))
+    ids, mask = (x.repeat_interleave(2, 0) for x in (prompts.prompt_ids, prompts.prompt_mask))
+    expected = policy.dense_logits(ids, mask, fed)
+    decoder = policy.static_decoder
+    with decoder.attention():
+        logits, state = decoder.prefill(prompts.prompt_ids, prompts.prompt_mask, 2, 6)
+        found = [logits]
+        for column in range(5):
+            logits, state = decoder.decode_step(fed[:, column], state)
+            found.append(logits)
+    torch.testing.assert_close(torch.stack(found, 1), expected, atol=2e-4, rtol=1e-4)
+
+
 def test_tokens_of_an_environment_have_no_log_probability(architecture):
     policy = tiny_policy(architecture)
     rows = tokens(policy)
@@ -153,3 +170,16 @@ def test_a_frozen_reference_stays_as_it_is_while_the_policy_moves():
     assert not [p for p in reference.parameters() if p.requires_grad]
     assert torch.equal(reference.logprobs(tokens(policy), temperature=1.0).logprobs, before)
     assert not reference.train().policy.training
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2**10, 1), (2**12, 2)])
+def test_small_products_of_decoding_use_one_thread(rows, expected, monkeypatch):
+    policy, before = tiny_policy("qwen2"), torch.get_num_threads()
+    monkeypatch.setattr(policy, "_largest", 2**9)
+    torch.set_num_threads(2)
+    try:
+        with policy.decoding(rows):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

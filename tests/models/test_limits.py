@@ -105,3 +105,11 @@ def test_rotary_embeddings_of_positions_alone_have_no_switch(kind):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
     assert find_rope_switch(tiny_model("llama", rope_parameters=rope).config) is None
+
+
+def test_rows_of_more_than_eight_times_the_trained_length_raise():
+    policy = build_policy(tiny_model("llama", max_position_embeddings=48), byte_tokenizer())
+    with pytest.warns(UserWarning, match="was trained for 48"):
+        check_lengths(policy, {"train": 8 * 48 - 10}, 10, "max_prompt_length")
+    with raises_for("385 positions", "was trained for 48"):
+        check_lengths(policy, {"train": 8 * 48 - 9}, 10, "max_prompt_length")

@@ -1,62 +1,116 @@
-"""One-step off-policy: equals a sequential run of the same schedule, and resumes bitwise."""
+"""Off-policy by k steps: equals a sequential run of the same schedule, and resumes bitwise."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
+from litgrpo.algorithms.turn_credit import GiGPO
+from litgrpo.checkpointing.files import digest
 from litgrpo.models.export import export
-from litgrpo.rollout.async_rollout import Prefetch, _select_prompts, _stack_rows, _tensors_of
+from litgrpo.rewards.reward import Reward
+from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.vllm import ServerEngine
+from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.groups import join_rollouts, pack_rollout, select_groups
 from litgrpo.training.update_config import UpdateConfig
-from tests.support.async_rollout import (
-    Sequential,
-    all_batches,
-    assert_same_weights,
-    run,
-)
+from litgrpo.types import Rollout
+from tests.support.async_rollout import ITERATIONS, Recording, assert_same_weights, run, sequential
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo
 from tests.support.training import batches, module, train
 from tests.support.vllm_stand_in import StandIn
 from tests.training.parts import rollouter_of
 
+CORRECTED = Objective(importance_correction=ImportanceCorrection())
 
-def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit():
-    Sequential.batches = all_batches()
-    correction = Objective(importance_correction=ImportanceCorrection())
-    expected = run(Sequential, staleness=0, objective=correction)
-    found = run()
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit(steps):
+    expected = sequential(steps, objective=CORRECTED)
+    found = run(staleness=steps, objective=CORRECTED)
     assert_same_weights(found, expected)
-    assert found.versions == [0, 0, 1, 2, 3]
-    plain = run(staleness=0, objective=correction)
-    assert plain.versions == [0, 1, 2, 3, 4]
-    with pytest.raises(AssertionError):
-        assert_same_weights(found, plain)
+    assert found.versions == [max(0, n - steps) for n in range(ITERATIONS)]
+    if steps:
+        plain = run(staleness=0, objective=CORRECTED)
+        with pytest.raises(AssertionError):
+            assert_same_weights(found, plain)
 
 
-def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path, steps):
     export(tiny_policy("qwen2"), tmp_path)
     with StandIn(tmp_path) as server:
         given = {"engine": ServerEngine([server.url], send_uniforms=True)}
-        found = run(**given)
+        found = run(staleness=steps, **given)
         found.rollouter.prefetch.wait()
-        given["objective"] = Objective(importance_correction=ImportanceCorrection())
-        Sequential.batches = all_batches()
-        expected = run(Sequential, staleness=0, **given)
+        expected = sequential(steps, objective=CORRECTED, **given)
     assert_same_weights(found, expected)
-    assert found.versions == [0, 0, 1, 2, 3]
+    assert found.versions == [max(0, n - steps) for n in range(ITERATIONS)]
 
 
-def test_a_run_goes_on_with_the_rollout_that_was_pending(tmp_path):
-    whole = run()
-    first = run(iterations=2)
-    first.trainer.save_checkpoint(tmp_path / "two.ckpt")
-    kept = torch.load(tmp_path / "two.ckpt", weights_only=True)["ahead"]
-    assert (kept["iteration"], kept["version"]) == (2, 1)
-    resumed = run(ckpt=tmp_path / "two.ckpt")
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_a_run_goes_on_with_the_rollouts_that_were_pending(tmp_path, steps, iterations):
+    file = tmp_path / "first.ckpt"
+    whole = run(staleness=steps, saved=(iterations, file))
+    kept = torch.load(file, weights_only=True)["ahead"]
+    assert [each["iteration"] for each in kept] == [*range(iterations, iterations + steps)]
+    resumed = run(staleness=steps, ckpt=file)
     assert_same_weights(resumed, whole)
-    assert resumed.versions == [1, 2, 3]
+    assert resumed.versions == whole.versions[iterations:]
+
+
+def lucky(prompts, completions):
+    """A reward that is often the same for a whole group."""
+    return [float(sum(map(ord, text)) % 4 == 0) for text in completions]
+
+
+def test_with_dynamic_sampling_other_groups_come_from_the_current_weights(tmp_path):
+    given = {
+        "rewards": {"lucky": Reward(lucky)},
+        "staleness": 2,
+        "dynamic_sampling_attempts": 2,
+        "objective": CORRECTED,
+    }
+    found = run(**given, saved=(3, tmp_path / "three.ckpt"))
+    expected = sequential(2, **{name: given[name] for name in given if name != "staleness"})
+    assert_same_weights(found, expected)
+    ages = [n - each.token_versions.amax(1) for n, each in enumerate(found.rollouts)]
+    assert any((age == 0).any() and (age == 2).any() for age in ages[2:])  # rows of both kinds
+    assert_same_weights(run(ckpt=tmp_path / "three.ckpt", **given), expected)
+
+
+@pytest.mark.parametrize("engine", ["local", "server"])
+def test_episodes_are_played_ahead_and_resumed(tmp_path, engine):
+    export(tiny_policy("qwen2"), tmp_path / "model")
+    with StandIn(tmp_path / "model") as server:
+        given = {
+            "staleness": 2,
+            "environment": Echo(),
+            "max_completion_length": 24,
+            "episode": EpisodeSettings(
+                max_turns=2,
+                max_turn_tokens=3,
+                max_observation_tokens=8,
+                close_truncated_turns=True,
+                num_workers=0,
+                turn_format="inline",
+            ),
+            "objective": replace(CORRECTED, advantages=GiGPO()),
+        }
+        if engine == "server":
+            given["engine"] = ServerEngine([server.url], send_uniforms=True)
+        found = run(**given, saved=(3, tmp_path / "three.ckpt"))
+        resumed = run(ckpt=tmp_path / "three.ckpt", **given)
+        del given["staleness"]
+        expected = sequential(2, **given)
+    assert found.versions == [0, 0, 0, 1, 2]
+    assert any(len(each.assistant_texts) > 1 for each in found.rollouts[-1].episodes)
+    assert_same_weights(found, expected)
+    assert_same_weights(resumed, expected)
 
 
 def rollout_of(index, lengths):
@@ -64,17 +118,19 @@ def rollout_of(index, lengths):
     group = len(lengths) // len(index)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     ids = mask * torch.tensor(index).repeat_interleave(group)[:, None]
-    tensors = {"completion_ids": ids, "completion_mask": mask, "sampler_logprobs": -1.0 * mask}
-    return tensors | {"truncated": torch.tensor(lengths) == max(lengths)}
+    prompts = replace(prompt_batch(*map(str, index)), index=torch.tensor(index))
+    return Rollout(prompts, group, ids, mask, -1.0 * mask, torch.tensor(lengths) == max(lengths))
+
+
+def state_of(*parts, iteration=2):
+    return [{"iteration": iteration, "parts": [pack_rollout(each) for each in parts]}]
 
 
 def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompts():
     parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
-    state = {"iteration": 2, "version": 1, "group": 2, "index": torch.tensor([4, 7, 9, 2])}
-    prefetch = Prefetch(lambda: None)
-    prefetch.load_state_dict(state | {"rollout": _stack_rows(parts)})
-    pending = prefetch.pending
-    kept = pending.future.result()
+    prefetch = Prefetch(lambda ahead: None)
+    prefetch.load_state_dict(state_of(*parts))
+    kept = prefetch.queue[0].future.result()
     assert kept.completion_ids.tolist()[1:6] == [
         [4, 4, 0],
         [7, 7, 0],
@@ -82,22 +138,26 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
         [9, 9, 9],
         [9, 0, 0],
     ]
-    for index, part in zip(([4, 7], [9, 2]), parts, strict=True):  # as it was
-        found = _tensors_of(_select_prompts(kept, pending.index, torch.tensor(index)))
-        assert found.keys() == part.keys()
-        assert all(torch.equal(found[name], part[name]) for name in part)
-    mixed = _select_prompts(kept, pending.index, torch.tensor([2, 7]))  # of three processes, say
+    for groups, part in (([0, 1], parts[0]), ([2, 3], parts[1])):  # as it was
+        assert digest(pack_rollout(select_groups(kept, groups))) == digest(pack_rollout(part))
+    mixed = select_groups(kept, [3, 1])  # of three processes, say
     assert mixed.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
     assert mixed.truncated.tolist() == [False, False, True, False]
+    assert mixed.prompts.prompts == ["2", "7"]
+
+
+def test_rows_of_one_segment_are_joined_with_rows_of_several():
+    one, other = rollout_of([4], [1, 2]), rollout_of([9], [3, 1])
+    segments = torch.tensor([[0, 0, 1], [0, 0, 0]], dtype=torch.int16)
+    joined = join_rollouts([one, replace(other, segments=segments)])
+    assert joined.segments.tolist() == [[0, 0, 0], [0, 0, 0], *segments.tolist()]
 
 
 def test_a_rollout_of_another_iteration_or_of_other_prompts_is_not_used():
-    rows = rollout_of([4, 7], [1, 2, 2, 1])
-    state = {"iteration": 2, "version": 1, "group": 2, "index": torch.tensor([4, 7])}
     for iteration, asked in ((3, [4, 7]), (2, [4, 8])):
         rollouter = rollouter_of(tiny_policy("qwen2"), group_size=2)
-        rollouter.prefetch = Prefetch(lambda: None)
-        rollouter.prefetch.load_state_dict(state | {"rollout": rows})
+        rollouter.prefetch = Prefetch(lambda ahead: prompt_batch("a", "b"))
+        rollouter.prefetch.load_state_dict(state_of(rollout_of([4, 7], [1, 2, 2, 1])))
         prompts = replace(prompt_batch("a", "b"), index=torch.tensor(asked))
         with pytest.raises(ValueError, match=f"those of iteration {iteration}: the data have"):
             rollouter.generate(prompts, "train", iteration)
@@ -111,25 +171,27 @@ def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys(
     assert grpo.trainer.callback_metrics["policy/sampler_mismatch"] > 1e-5
 
 
+def test_other_loaders_do_not_say_what_comes_next():
+    with pytest.raises(ValueError, match=r"need litgrpo\.PromptData"):
+        train(module(update=UpdateConfig(staleness=1)), batches("a", "hello there"))
+
+
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("given", "said"),
     [
-        ({"dynamic_sampling_attempts": 2}, "update.staleness"),
-        ({"update": UpdateConfig(staleness=1)}, "needs litgrpo.PromptData"),
+        ({"staleness": -1}, r"update\.staleness is -1"),
+        ({"max_staleness": -2}, r"update\.max_staleness is -2"),
+        ({"staleness": 1, "max_staleness": 2}, "staleness is 1 and max_staleness is 2"),
     ],
 )
-def test_what_cannot_be_sampled_ahead_is_refused(settings, said):
-    def run_stale():
-        grpo = module(**{"update": UpdateConfig(staleness=1)} | settings)
-        train(grpo, batches("a", "hello there"))
-
+def test_impossible_staleness_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
-        run_stale()
+        UpdateConfig(**given)
 
 
-def test_more_than_one_step_is_refused():
-    with pytest.raises(ValueError, match=r"update\.staleness is 2; it must be one of: 0, 1"):
-        UpdateConfig(staleness=2)
+def test_an_engine_without_updates_in_flight_is_refused():
+    with pytest.raises(ValueError, match=r"LocalEngine does not.*update\.staleness to 2"):
+        module(update=UpdateConfig(max_staleness=2))
 
 
 def test_without_a_source_it_samples_as_others():
@@ -140,8 +202,42 @@ def test_without_a_source_it_samples_as_others():
 
 
 def test_an_iteration_that_a_signal_drops_keeps_its_rollout():
-    prefetch = run(iterations=3).rollouter.prefetch
-    for iteration, version in ((3, 2), (2, 1)):
+    prefetch = run(max_iterations=3).rollouter.prefetch
+    for iteration, versions in ((3, {3: 2}), (2, {2: 1, 3: 2}), (4, {})):
         state = prefetch.state_dict(iteration)
-        assert (state["iteration"], state["version"]) == (iteration, version)
-    assert prefetch.state_dict(1) is None
+        found = {each["iteration"]: each["parts"][0]["policy_version"] for each in state}
+        assert found == versions
+
+
+class Remembering(Recording):
+    """Keeps the weights of each version, on request waits until the server has begun ahead."""
+
+    begun, weights = (), {}
+
+    def training_step(self, prompts, batch_idx):
+        policy = copy.deepcopy(self.policy)
+        self.weights = vars(self).get("weights", {}) | {self.iteration: policy}
+        return super().training_step(prompts, batch_idx)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_weights_change_while_a_server_generates_and_each_token_knows_which(tmp_path, steps):
+    export(tiny_policy("qwen2"), tmp_path)
+    with StandIn(tmp_path, at_once=1) as server:
+        engine = ServerEngine([server.url], send_uniforms=True)
+        update = UpdateConfig(max_staleness=steps)
+        found = run(Remembering, update=update, engine=engine)
+    ages = []
+    for iteration, rollout in enumerate(found.rollouts):
+        sampled = rollout.loss_mask
+        versions = rollout.token_versions
+        ages += (iteration - versions)[sampled].tolist()
+        for version in versions[sampled].unique().tolist():
+            known = found.weights[version].logprobs(rollout.tokens).logprobs
+            there = sampled & (versions == version)
+            assert torch.allclose(known[there], rollout.sampler_logprobs[there], atol=1e-5)
+        for row in range(len(versions)):  # newer weights never give way to older ones
+            assert versions[row][sampled[row]].diff().ge(0).all()
+    assert 0 <= min(ages) <= max(ages) <= steps
+    assert max(ages) > 0
+    assert found.trainer.callback_metrics["async/staleness_max"] <= steps

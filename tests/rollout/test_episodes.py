@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from litgrpo.environments.base import EnvironmentFailure, StepResult
-from litgrpo.rollout.dynamic_sampling import with_groups
 from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey, episode_seed
+from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Purpose, draw_uniforms
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
@@ -192,7 +192,7 @@ def test_texts_are_of_the_last_turn_and_spoken_tokens_are_counted():
 
 def test_statistics_tell_of_episodes():
     _, rollouter, rollout = play_episodes(Echo(lengths=(3,)))
-    stats = rollouter.episode_stats(rollout)
+    stats = rollouter.stats(rollout, 0)
     assert float(stats["env/turns"]) == 3
     total, count = stats["env/reward"].tolist()
     assert total / count == 1 + 2 + 3
@@ -203,7 +203,7 @@ def test_statistics_tell_of_episodes():
     assert heard == int((rollout.completion_mask & ~rollout.loss_mask).sum())
     assert real == int(rollout.completion_mask.sum())
     assert float(stats["time/env_s"]) > 0
-    assert float(rollouter.episode_stats(rollout)["time/env_s"]) == 0
+    assert float(rollouter.stats(rollout, 0)["time/env_s"]) == 0
 
 
 def test_nothing_that_was_heard_is_learned_but_it_is_read():

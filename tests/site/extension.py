@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ ATTRIBUTES = {
     "<pre>": '<pre tabindex="0">',
     '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
 }
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "SECURITY.md": "explanation/security.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -24,12 +30,34 @@ def setup(app: Any) -> dict[str, bool]:
     write()
     app.connect("source-read", inside)
     app.connect("build-finished", reachable)
+    renderers = ((visit_math, None), (visit_math_block, None))
+    app.add_html_math_renderer("mathml", *renderers)
     return {"parallel_read_safe": True}
+
+
+def visit_math(translator: Any, node: Any) -> None:
+    """Write a formula in a line as MathML, which needs no script from elsewhere."""
+    _write_math(translator, node.astext(), "<span>{}</span>", "inline")
+
+
+def visit_math_block(translator: Any, node: Any) -> None:
+    """Write a formula that is set off as MathML."""
+    frame = '<div class="formula" tabindex="0">{}</div>'
+    _write_math(translator, node.astext(), frame, "block")
+
+
+def _write_math(translator: Any, formula: str, frame: str, display: str) -> None:
+    from docutils.nodes import SkipNode
+    from latex2mathml.converter import convert
+
+    translator.body.append(frame.format(convert(formula, display=display)))
+    raise SkipNode
 
 
 def write() -> None:
     """Write every page that comes from code; what did not change keeps its date."""
-    made = {f"{name}.md": text for name, text in [*reference.pages(), *recipes.pages()]}
+    pages = [*reference.pages(), *recipes.pages(), *examples()]
+    made = {f"{name}.md": text for name, text in pages}
     for stale in MADE.rglob("*.md"):
         if stale.relative_to(MADE).as_posix() not in made:
             stale.unlink()
@@ -41,6 +69,14 @@ def write() -> None:
     (MADE / "notebooks").mkdir(exist_ok=True)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy2(notebook, MADE / "notebooks")
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """(name, Markdown) of a page for each script of examples/."""
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        code = file.read_text(encoding="utf-8")
+        title = code.removeprefix('"""').partition(":")[0]
+        yield f"examples/{file.stem}", f"# {title}\n\n```python\n{code}```\n"
 
 
 def inside(_: Any, name: str, source: list[str]) -> None:
@@ -73,4 +109,6 @@ def shown(file: Path) -> str:
         return f"_made/{recipes.page_of(file)}.md"
     if path == "configs":
         return "_made/recipes/index.md"
+    if path.startswith("examples/") and path.endswith(".py"):
+        return f"_made/{path.removesuffix('.py')}.md"
     return f"_made/{path}" if path.startswith("notebooks/") else ""

@@ -15,9 +15,11 @@ WIDTHS, SCHEMES = (390, 768, 1280), ("light", "dark")
 SERIOUS = ("serious", "critical")
 # Of several hundred pages, one of each kind.
 PAGES = [
-    *("index", "start", "iteration", "i_want_to", "howto/reward_is_flat", "coming_from_trl"),
-    *("metrics", "doctor", "first_task", "contributing", "changelog", "genindex", "search"),
-    *("real", "parity", "benchmarks", "gpu", "versions"),
+    *("index", "tutorials/quickstart", "explanation/iteration", "explanation/algorithm"),
+    *("howto/index", "howto/watch_a_run", "howto/coming_from_trl", "reference/metrics"),
+    *("reference/doctor", "tutorials/from_scratch", "project/contributing", "project/changelog"),
+    *("genindex", "search", "evidence/real", "evidence/parity", "evidence/benchmarks"),
+    *("evidence/gpu", "reference/models"),
     *("_made/reference/model_keys", "_made/reference/litgrpo.rewards", "_made/recipes/index"),
     *("_made/recipes/quickstart", "_made/notebooks/03_turns"),
 ]

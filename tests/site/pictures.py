@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/iteration.md from the code that they show.
+"""Draws the pictures of docs/explanation/iteration.md from the code that they show.
 
 `python -m tests.site.pictures [--folder FOLDER]`.
 """
@@ -23,7 +23,7 @@ from litgrpo.models.packing import Packing
 from litgrpo.types import RewardTable, TokenRows
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "pictures"
+FOLDER = ROOT / "docs" / "explanation" / "pictures"
 RUNS = ROOT / "tests" / "tools" / "doctor" / "labelled" / "dev.jsonl.gz"
 BLUE, ORANGE, GREEN, RED, GREY = "#2166ac", "#e08214", "#1b7837", "#b2182b", "#bbbbbb"
 STYLE = {
@@ -38,12 +38,12 @@ STYLE = {
 
 def walk() -> None:
     """One iteration: what is handed from where to where."""
-    _, axes = plt.subplots(figsize=(8.5, 3.6))
+    _, axes = plt.subplots(figsize=(8.5, 4.4))
     boxes = [
-        (0.0, 1.0, "16 prompts", "data"),
-        (1.0, 1.0, "8 completions\nof each", "rollout"),
+        (0.0, 1.0, "B prompts", "data"),
+        (1.0, 1.0, "G completions\nof each", "rollout"),
         (2.0, 1.0, "a reward\nfor each", "rewards"),
-        (2.0, 0.0, "better or worse\nthan its group", "algorithms"),
+        (2.0, 0.0, "advantage: better or\nworse than its group", "algorithms"),
         (1.0, 0.0, "loss, gradient,\nan optimizer step", "training"),
         (0.0, 0.0, "new weights", "models"),
     ]
@@ -60,7 +60,14 @@ def walk() -> None:
     for begin, end in arrows:
         style = dict(arrowstyle="-|>", mutation_scale=14, color="#333333")
         axes.add_patch(FancyArrowPatch(begin, end, **style))
-    axes.set(xlim=(-0.45, 2.45), ylim=(-0.4, 1.4))
+    # Needed with several optimizer steps, and for a KL term.
+    style = dict(boxstyle="round,pad=0.03", fc="white", ec=GREY, ls="--")
+    axes.add_patch(FancyBboxPatch((0.44, -0.72), 1.12, 0.18, **style))
+    text = "log-probs of old policy and reference, if needed"
+    axes.text(1, -0.63, text, ha="center", va="center", size=8)
+    style = dict(arrowstyle="-|>", mutation_scale=10, color=GREY)
+    axes.add_patch(FancyArrowPatch((1, -0.52), (1, -0.28), **style))
+    axes.set(xlim=(-0.45, 2.45), ylim=(-0.8, 1.4))
     axes.axis("off")
 
 
@@ -96,8 +103,8 @@ def masks() -> None:
     ]
     kinds = {
         "P": (GREY, "prompt"),
-        "C": (BLUE, "said: learned"),
-        "E": (GREEN, "end token: learned"),
+        "C": (BLUE, "generated: trained on"),
+        "E": (GREEN, "end token: trained on"),
         "H": (ORANGE, "observation: attended to, not trained on"),
         ".": ("white", "padding"),
     }
@@ -144,7 +151,7 @@ def tokens_with(ratio: torch.Tensor, advantage: float) -> SurrogateInputs:
 def packing() -> None:
     """Which token sees which, in the packed sequence of two prompts with two completions each."""
     packed = Packing.of_groups(example_rows())
-    size = len(packed.ids)
+    size = packed.groups[-1][-1]  # without the padding at the end
     sees = torch.zeros(size, size)
     for start, middle, end in packed.groups:
         sees[start:end, start:middle] = 1
@@ -156,13 +163,31 @@ def packing() -> None:
     sees = sees.tril()
     _, axes = plt.subplots(figsize=(4.4, 4.2))
     axes.imshow(sees.numpy(), cmap=mpl.colors.ListedColormap(["white", GREY, BLUE]), vmin=0, vmax=2)
-    axes.set_xticks(torch.arange(-0.5, size).tolist(), [""] * (size + 1))
-    axes.set_yticks(torch.arange(-0.5, size).tolist(), [""] * (size + 1))
-    axes.grid(color="#dddddd", lw=0.5)
-    axes.set(xlabel="sees these tokens", ylabel="a token")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(torch.arange(-0.5, size).tolist(), minor=True)
+        axis.set_tick_params(which="both", length=0)
+    axes.grid(which="minor", color="#dddddd", lw=0.5)
+    middles, start = [], 0
+    for length in PARTS.values():
+        middles.append(start + (length - 1) / 2)
+        start += length
+    axes.set_xticks(middles, list(PARTS), size=8, rotation=45, ha="right")
+    axes.set_yticks(middles, list(PARTS), size=8)
+    axes.set(xlabel="attends to these tokens")
     for color, name in ((GREY, "of the prompt"), (BLUE, "of the completion")):
         axes.plot([], [], "s", color=color, ms=9, label=name)
     axes.legend(loc="upper right", frameon=False, fontsize=8)
+
+
+# {part of the packed sequence of `example_rows`: its tokens}
+PARTS = {
+    "prompt A": 4,
+    "completion A1": 3,
+    "completion A2": 5,
+    "prompt B": 3,
+    "completion B1": 4,
+    "completion B2": 2,
+}
 
 
 def example_rows() -> TokenRows:
@@ -186,7 +211,7 @@ def runs() -> None:
         known = {run["name"]: run["table"] for run in map(json.loads, file)}
     shown = {
         "plain-copy-0": "healthy",
-        "too_hard-copy-2": "too hard: all groups are equal",
+        "too_hard-copy-2": "too hard: no reward in training",
         "paid_length-reverse-1": "gamed: paid for length",
     }
     _, row = plt.subplots(1, 3, figsize=(8.5, 2.7), sharey=True)
@@ -202,6 +227,8 @@ def runs() -> None:
             axes.plot(*zip(*points, strict=True), color=color, label=label, marker=marker, ms=4)
         axes.set(title=title, xlabel="iteration")
         axes.title.set_size(10)
+    row[0].set_ylabel("reward, or fraction")
+    row[1].annotate("held-out problems\nare shorter", (30, 0.43), ha="center", va="top", size=8)
     row[1].legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.7))
 
 

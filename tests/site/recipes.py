@@ -1,5 +1,6 @@
-"""A page for each recipe that litgrpo brings, and one that lists them by what they are for."""
+"""A page for each recipe that litgrpo brings, and one for each folder of them."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,12 @@ FOLDERS = {
     ".": ("Tasks", "Each trains something from beginning to end."),
     "algorithms": (
         "Algorithms",
-        "Config overrides: a second `-c` after a task. [The algorithm](/algorithm.md) has the "
-        "mathematics.",
+        "Config overrides: a second `-c` after a task. [The algorithm](/explanation/algorithm.md) "
+        "has the mathematics.",
     ),
     "hardware": (
         "Machines",
-        "Config overrides. [Distributed training](/scale.md), [on a TPU](/tpu.md).",
+        "Config overrides. [Distributed training](/explanation/scale.md), [on a TPU](/howto/tpu.md).",
     ),
     "corrections": (
         "Corrections of samplers",
@@ -24,8 +25,12 @@ FOLDERS = {
     ),
     "distillation": (
         "Distillation",
-        "Config overrides: the policy learns from a [teacher](/distillation.md), on its own "
+        "Config overrides: the policy learns from a [teacher](/howto/distillation.md), on its own "
         "samples.",
+    ),
+    "data": (
+        "Data",
+        "Config overrides: which prompts are sampled, see [tasks and curriculum](/howto/tasks.md).",
     ),
     "loggers": ("Loggers", "Config overrides. TensorBoard and `metrics.csv` are written anyway."),
 }
@@ -34,6 +39,8 @@ FOLDERS = {
 def pages() -> Iterator[tuple[str, str]]:
     """(name, Markdown) of each page."""
     yield "recipes/index", "\n".join(index())
+    for folder in FOLDERS:
+        yield group_of(folder), "\n".join(group(folder))
     for file in sorted(CONFIGS.rglob("*.yaml")):
         yield page_of(file), "\n".join(recipe(file))
 
@@ -41,6 +48,11 @@ def pages() -> Iterator[tuple[str, str]]:
 def page_of(file: Path) -> str:
     """The page of a recipe, as a path without its ending."""
     return f"recipes/{file.relative_to(CONFIGS).with_suffix('').as_posix().replace('/', '_')}"
+
+
+def group_of(folder: str) -> str:
+    """The page of a folder of recipes, as a path without its ending."""
+    return f"recipes/{'tasks' if folder == '.' else folder}"
 
 
 def name_of(file: Path) -> str:
@@ -54,24 +66,33 @@ def head(file: Path) -> list[str]:
 
 
 def index() -> Iterator[str]:
-    """Lines of the list of all recipes."""
+    """Lines of the page that leads to the folders."""
     yield from title(
         "Recipes",
         "`litgrpo fit -c NAME` runs one; a second `-c` changes it. What was measured with them: "
-        "[results](/results.md), [real weights](/real.md).",
+        "[results](/evidence/results.md), [pretrained models](/evidence/real.md).",
     )
     for folder, (heading, words) in FOLDERS.items():
-        yield f"\n## {heading}\n\n{words}\n"
-        files = sorted((CONFIGS / folder).glob("*.yaml"))
-        rows = [
-            [
-                f"[{name_of(file)}]({Path(page_of(file)).name}.md)",
-                *(cell(line) for line in head(file)),
-            ]
-            for file in files
+        yield f"- [{heading}](/_made/{group_of(folder)}.md): {words}"
+    names = "\n".join(Path(group_of(folder)).name for folder in FOLDERS)
+    yield f"\n```{{toctree}}\n:hidden:\n\n{names}\n```"
+
+
+def group(folder: str) -> Iterator[str]:
+    """Lines of the page of a folder: a table of its recipes."""
+    yield from title(*FOLDERS[folder])
+    files = sorted((CONFIGS / folder).glob("*.yaml"))
+    rows = [
+        [
+            f"[{name_of(file)}]({Path(page_of(file)).name}.md)",
+            # The columns say what the first word of a line does.
+            *(cell(re.sub(r"^(Machine|Expected|Effect)[^:]*: ", "", line)) for line in head(file)),
         ]
-        yield from table(["recipe", "what", "machine", "what to expect"], rows)
-    yield "```{toctree}\n:hidden:\n:glob:\n\n*\n```"
+        for file in files
+    ]
+    yield from table(["recipe", "what", "machine", "what to expect"], rows)
+    names = "\n".join(Path(page_of(file)).name for file in files)
+    yield f"\n```{{toctree}}\n:hidden:\n\n{names}\n```"
 
 
 def recipe(file: Path) -> Iterator[str]:

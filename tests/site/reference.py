@@ -24,7 +24,7 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
     "data": (
         "Keys of data",
         "Prompts for `GRPO` (`PromptData`, the default), prompts with answers for `SFT` "
-        "(`PairData`). [Data](/data.md) has examples.",
+        "(`PairData`). [Data](/reference/data.md) has examples.",
         {
             "data": [
                 "litgrpo.data.modules.PromptData",
@@ -142,7 +142,7 @@ def api_page(module: str, names: Iterable[str]) -> Iterator[str]:
         if module != "litgrpo" and name in PUBLIC:
             continue  # on the page of `litgrpo`
         kind = "class" if inspect.isclass(found) else "function"
-        yield f".. auto{kind}:: {found.__module__}.{found.__qualname__}"
+        yield f".. auto{kind}:: {module}.{name}"
         if kind == "class" and found.__module__.startswith("litgrpo") and name not in CONFIGURED:
             yield "   :members:"
         yield ""

@@ -14,6 +14,7 @@ from tests.site.extension import DOCS, LINK, ROOT
     ("file", "page"),
     [
         ("README.md", "index.md"),
+        ("examples/grpo_in_300_lines.py", "_made/examples/grpo_in_300_lines.md"),
         ("configs", "_made/recipes/index.md"),
         ("configs/quickstart.yaml", "_made/recipes/quickstart.md"),
         ("configs/algorithms/dapo.yaml", "_made/recipes/algorithms_dapo.md"),
@@ -58,7 +59,8 @@ def test_what_is_made_is_written_once(tmp_path, monkeypatch):
 
 
 def test_pages_that_the_site_names_are_made():
-    names = {name for name, _ in [*reference.pages(), *recipes.pages()]}
+    made = [*reference.pages(), *recipes.pages(), *extension.examples()]
+    names = {name for name, _ in made}
     names |= {f"notebooks/{file.stem}" for file in (ROOT / "notebooks").glob("*.ipynb")}
     named = {
         name.removesuffix(".md")

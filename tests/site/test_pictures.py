@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from litgrpo.algorithms.losses import Clipped
 from tests.site import pictures
 
-PAGE = (pictures.ROOT / "docs" / "iteration.md").read_text(encoding="utf-8")
+PAGE = (pictures.ROOT / "docs" / "explanation" / "iteration.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

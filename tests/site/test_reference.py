@@ -63,16 +63,17 @@ def test_every_public_name_is_documented(pages):
     for module, names in reference.API.items():
         documented = re.findall(r"auto\w+:: \S+\.(\w+)", pages[f"reference/{module}"])
         assert documented or not names
-    assert "litgrpo.rewards.builtin.math.correctness" in pages["reference/litgrpo.rewards"]
+    assert "autofunction:: litgrpo.rewards.correctness" in pages["reference/litgrpo.rewards"]
 
 
 def test_every_recipe_has_a_page_and_a_row():
     pages = dict(recipes.pages())
     files = list(recipes.CONFIGS.rglob("*.yaml"))
-    assert len(pages) == len(files) + 1
+    assert len(pages) == len(files) + len(recipes.FOLDERS) + 1
     for file in files:
         name = recipes.page_of(file).removeprefix("recipes/")
-        assert f"({name}.md)" in pages["recipes/index"]
+        folder = file.parent.relative_to(recipes.CONFIGS).as_posix()
+        assert f"({name}.md)" in pages[recipes.group_of(folder)]
         assert f"-c {recipes.name_of(file)}" in pages[f"recipes/{name}"]
 
 

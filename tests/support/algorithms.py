@@ -1,6 +1,14 @@
 """The published algorithms as objectives, by the names of their files in `configs`."""
 
-from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized, PassAtK, ReMax, Whitened
+from litgrpo.algorithms.advantages import (
+    GDPO,
+    GFPO,
+    Normalized,
+    OptimalTokenBaseline,
+    PassAtK,
+    ReMax,
+    Whitened,
+)
 from litgrpo.algorithms.divergences import JSD
 from litgrpo.algorithms.losses import (
     CISPO,
@@ -98,6 +106,7 @@ PUBLISHED = {
     "kl_cov": Objective(surrogate=KLCov()),
     "m2po": Objective(old_policy="sampler", surrogate=M2PO()),
     "remax": Objective(ReMax(), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"),
+    "otb": Objective(OptimalTokenBaseline()),
 }
 
 # Those of `configs/distillation`: the reference is the teacher.

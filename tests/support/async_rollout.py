@@ -19,14 +19,23 @@ ITERATIONS = 5  # over two epochs of three batches
 class Sequential(GRPO):
     """The schedule written down with nothing beside anything, from the list of all batches."""
 
-    batches, kept = (), None
+    batches, steps = (), 1
 
     def training_step(self, prompts, batch_idx):
-        n = self.iteration
-        current = self.kept or self.rollouter.generate(prompts, "train", n)
-        following = self.batches[n + 1]
-        self.kept = self.rollouter.generate(following, "train", n + 1)
-        self.rollouter.generate = lambda *_: current  # what this iteration learns from
+        n, kept = self.iteration, vars(self).setdefault("kept", {})
+        generate = self.rollouter.generate
+        for ahead in range(self.steps + 1):
+            if n + ahead not in kept:
+                rollout = generate(self.batches[n + ahead], "train", n + ahead)
+                kept[n + ahead] = rollout
+        current = kept[n]
+
+        def learn_from_it(asked, purpose, iteration, *, attempt=0):
+            if attempt:
+                return generate(asked, purpose, iteration, attempt=attempt)
+            return current
+
+        self.rollouter.generate = learn_from_it
         try:
             return super().training_step(prompts, batch_idx)
         finally:
@@ -34,11 +43,18 @@ class Sequential(GRPO):
 
 
 class Recording(GRPO):
-    """Notes whose weights it learned from."""
+    """Notes whose weights it learned from, and saves a checkpoint after `save_after` iterations."""
+
+    save_after, file = 0, None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.iteration == self.save_after:
+            self.trainer.save_checkpoint(self.file)
 
     def training_step(self, prompts, batch_idx):
         shown = super().training_step(prompts, batch_idx)
         self.versions = [*vars(self).get("versions", []), shown["rollout"].policy_version]
+        self.rollouts = [*vars(self).get("rollouts", []), shown["rollout"]]
         return shown
 
 
@@ -46,16 +62,28 @@ def data():
     return PromptData(ROWS, batch_size=2)
 
 
-def run(kind=Recording, staleness=1, engine=None, ckpt=None, iterations=ITERATIONS, **settings):
-    """A finished run."""
+def run(kind=Recording, staleness=1, engine=None, ckpt=None, saved=None, **settings):
+    """A finished run.
+
+    Args:
+        ckpt: checkpoint that it continues.
+        saved: (iterations, file) of a checkpoint that it writes.
+    """
     settings = {"update": UpdateConfig(staleness=staleness)} | settings
-    sizes = {"group_size": GROUP, "max_completion_length": LENGTH, "max_iterations": iterations}
-    grpo = kind(
-        "", {"letters": Reward(letters)}, **sizes, **settings, engine=engine or LocalEngine()
-    )
+    sizes = {"group_size": GROUP, "max_completion_length": LENGTH, "max_iterations": ITERATIONS}
+    given = {"engine": engine or LocalEngine(), "rewards": {"letters": Reward(letters)}}
+    grpo = kind("", **given | sizes | settings)
     grpo.policy = tiny_policy("qwen2")
+    if saved is not None:
+        grpo.save_after, grpo.file = saved
     train(grpo, data(), ckpt)
     return grpo
+
+
+def sequential(steps, **settings):
+    """A finished run of the sequential schedule, `steps` iterations off-policy."""
+    Sequential.batches, Sequential.steps = all_batches(steps), steps
+    return run(Sequential, staleness=0, **settings)
 
 
 def assert_same_weights(one, other):
@@ -63,7 +91,7 @@ def assert_same_weights(one, other):
     assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
-def all_batches():
+def all_batches(steps=1):
     """Return the batches of the first epochs, in order."""
 
     class Seen(GRPO):
@@ -72,5 +100,5 @@ def all_batches():
             return super().training_step(prompts, batch_idx)
 
     found = []
-    run(Seen, staleness=0, iterations=ITERATIONS + 1)
+    run(Seen, staleness=0, max_iterations=ITERATIONS + steps)
     return found

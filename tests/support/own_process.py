@@ -5,6 +5,7 @@ Devices and their number are properties of a process, so tests cannot share one.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
@@ -56,3 +57,8 @@ def own_process(environment: Callable[[], Mapping[str, str]]) -> Callable[[Test]
 if __name__ == "__main__":
     module, name, given = sys.argv[1:]
     getattr(importlib.import_module(module), name).inside(**json.loads(given))
+    # Leave without Python's finalization: autograd's thread of a device may still be giving back
+    # the last backward pass, and torch aborts when a thread asks for the interpreter after its end.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)

@@ -16,8 +16,8 @@ def letters(prompts, completions):
     return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
 
 
-def trainer(num_processes):
-    """Return a trainer without output for this number of processes."""
+def trainer(num_processes, folder=None):
+    """Return a trainer without output for this number of processes, and a run folder."""
     return Trainer(
         accelerator="cpu",
         devices=num_processes,
@@ -29,6 +29,7 @@ def trainer(num_processes):
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        default_root_dir=folder,
     )
 
 
@@ -39,7 +40,12 @@ class Gradients(GRPO):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
         rewards = self.scorer.start(rollout, self.iteration).wait()
         self.coefficients.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
+        hidden = self.learner.old_and_reference_logprobs(rollout).ref_hidden
+        self.coefficients.objective = PUBLISHED["otb"]
+        norms = self.learner.old_and_reference_logprobs(rollout).score_norms
+        self.coefficients.objective = DISTILLING["on_policy"]
         logprobs = self.learner.old_and_reference_logprobs(rollout)
+        logprobs = replace(logprobs, ref_hidden=hidden, score_norms=norms)
         self.policy.train()
         self.found = {}
         for name, objective in (PUBLISHED | DISTILLING).items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import KLInReward, Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
 from litgrpo.models.adapters import LoRA
@@ -19,7 +19,7 @@ from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import REFERENCE_PROMPT
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.support.training import batches, module, train
+from tests.support.training import GROUP, batches, module, train
 from tests.training.parts import build_training_batch, gradient_of, learner_of
 
 BATCH = ("a", "hello there", "xyz")
@@ -81,6 +81,23 @@ def test_the_gradient_depends_on_neither_split_nor_padding(kind):
     assert (got - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_a_divergence_computes_no_log_probabilities_of_the_teacher(monkeypatch):
+    """The head of the teacher runs in the update only."""
+    policy, teacher = tiny_policy("qwen2"), teacher_of()
+    learner, calls = learner_of(policy, distilling(), reference=teacher), []
+    head = teacher.policy.head
+    monkeypatch.setattr(teacher.policy, "head", lambda hidden: calls.append(0) or head(hidden))
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
+    assert training_batch.ref_logprobs is None
+    assert not calls
+    assert gradient_of(learner, training_batch).norm() > 0
+    assert calls
+    both = distilling(kl_in_reward=KLInReward(0.1))
+    found = build_training_batch(learner_of(policy, both, reference=teacher), prompt_batch(*BATCH))
+    assert found.ref_logprobs is not None
+    torch.testing.assert_close(found.ref_hidden, training_batch.ref_hidden)
+
+
 def test_static_shapes_give_the_same_gradient():
     policy, teacher = tiny_policy("qwen2"), teacher_of()
     learner = learner_of(policy, distilling(), reference=teacher)
@@ -132,19 +149,20 @@ def test_the_policy_approaches_its_teacher_without_rewards(kind):
     grpo = module(
         objective=distilling(kind),
         reference="the teacher",
+        group_size=32 if kind == "k3" else GROUP,  # its gradient is noisy
         max_iterations=40,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
         check_invariants=False,
     )
     grpo.reference = teacher_of()
-    runner = train(grpo, batches("a", "bc"))
-    assert float(runner.callback_metrics["policy/kl"]) < 0.8 * first_divergence(kind)
+    train(grpo, batches("a", "bc"))
+    exact = "reverse_kl" if kind == "k3" else kind  # an estimate has outliers
+    assert divergence_of(grpo.policy, exact) < 0.85 * divergence_of(tiny_policy("qwen2"), exact)
 
 
-def first_divergence(kind):
-    """Divergence before training."""
-    policy, teacher = tiny_policy("qwen2"), teacher_of()
-    learner = learner_of(policy, distilling(kind), reference=teacher)
+def divergence_of(policy, kind):
+    """Mean divergence from the teacher on the policy's own samples."""
+    learner = learner_of(policy, distilling(kind), reference=teacher_of())
     training_batch = build_training_batch(learner, prompt_batch("a", "bc"))
     new = learner.logprobs(training_batch.tokens, training_batch.ref_hidden)
     return float(learner.objective.loss(new, training_batch).loss.detach())
@@ -177,11 +195,13 @@ def test_other_adapters_on_the_same_base_model_are_a_teacher(base, tmp_path):
     policy = load_policy(base, lora=LoRA(rank=4))
     teacher = load_reference(policy, str(tmp_path / "teacher"), base, Precision())
     assert isinstance(teacher, AdapterReference)
-    learner = learner_of(policy, distilling(), reference=teacher)
+    learner = learner_of(policy, distilling("k3"), reference=teacher)
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     with torch.no_grad():
         expected = trained.logprobs(training_batch.tokens).logprobs
     torch.testing.assert_close(training_batch.ref_logprobs, expected)
+    learner = learner_of(policy, distilling(), reference=teacher)
+    training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     got = gradient_of(learner, training_batch)
     teacher = FrozenReference(trained)
     loss = plain_divergence(policy, teacher, training_batch, DIVERGENCES["reverse_kl"])

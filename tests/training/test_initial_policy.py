@@ -63,6 +63,11 @@ def compute_expected(grpo: GRPO) -> tuple[float, float]:
     return math.exp(-at_start.mean()), float((now - at_start).mean())
 
 
+def test_nothing_is_completed_before_the_first_evaluation(monkeypatch):
+    monkeypatch.setattr(start, "load_reference", None)
+    assert module().complete_evaluation() == {}
+
+
 def test_before_training_the_start_is_the_policy_and_costs_nothing(monkeypatch):
     monkeypatch.setattr(start, "load_reference", None)
     grpo = module()

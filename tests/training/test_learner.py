@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from litgrpo.algorithms.advantages import Normalized
+from litgrpo.algorithms.advantages import Normalized, OptimalTokenBaseline
 from litgrpo.algorithms.losses import (
     M2PO,
     RATIO_MAX,
@@ -204,6 +204,46 @@ def test_old_logprobs_of_greedy_completions_are_those_of_the_policy(sampling):
         old = learner.old_and_reference_logprobs(rollout).old
         mask = rollout.loss_mask
         torch.testing.assert_close(old[mask], rollout.sampler_logprobs[mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=5)])
+@pytest.mark.parametrize("architecture", ["qwen2", "t5"])
+def test_norms_of_scores_are_computed_before_the_update_if_advantages_need_them(
+    architecture, sampling
+):
+    policy = tiny_policy(architecture)
+    rollout = rollouter_of(policy, sampling=sampling).generate(prompt_batch(*BATCH), "train")
+    tokens, mask = rollout.tokens, rollout.loss_mask
+    found = {}
+    for name, batching, limit in (
+        ("whole", None, None),
+        ("micro-batches", None, 3),
+        ("static", STATIC, 3),
+    ):
+        config = UpdateConfig(micro_batch_size=limit)
+        given = {} if batching is None else {"micro_batching": batching}
+        learner = learner_of(
+            policy, Objective(OptimalTokenBaseline()), config, sampling=sampling, **given
+        )
+        policy.static_shapes = batching is not None
+        logprobs = learner.old_and_reference_logprobs(rollout)
+        assert logprobs.old is None
+        found[name] = logprobs.score_norms
+        assert not found[name][~mask].any()
+    policy.static_shapes = False
+    # |e - p|^2 of the distribution p that a token was drawn from
+    hidden = policy.hidden(tokens)
+    probs = (policy.head(hidden).float() / sampling.policy_temperature).softmax(-1)
+    if tokens.candidate_ids is not None:
+        ids = tokens.candidate_ids[mask].long()
+        kept = torch.zeros_like(probs, dtype=torch.bool)
+        kept = kept.scatter(1, ids.clamp(min=0), True) & (probs > 0)
+        probs = probs.where(kept, 0.0) / probs.where(kept, 0.0).sum(1, keepdim=True)
+    of_token = torch.nn.functional.one_hot(rollout.completion_ids[mask], probs.shape[1])
+    expected = (of_token - probs).square().sum(1).detach()
+    for name in found:
+        torch.testing.assert_close(found[name][mask], expected, atol=1e-5, rtol=1e-4)
+    assert learner_of(policy).old_and_reference_logprobs(rollout).score_norms is None
 
 
 def test_a_ratio_to_the_sampler_needs_no_pass_before_the_update():

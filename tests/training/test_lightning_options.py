@@ -1,4 +1,4 @@
-"""Each row of the table in docs/lightning.md works with Lightning's Trainer, or is rejected."""
+"""Each row of docs/reference/lightning.md works with Lightning's Trainer, or is rejected."""
 
 import re
 import subprocess
@@ -38,7 +38,7 @@ from tests.support.loggers import MemoryLogger
 from tests.support.training import letters, module
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "lightning.md"
+PAGE = ROOT / "docs" / "reference" / "lightning.md"
 ERRORS = (ValueError, MisconfigurationException)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*LeafSpec", "ignore:.*smaller than the logging"

@@ -275,3 +275,14 @@ def test_a_learning_rate_that_low_precision_rounds_away_is_named(dtype, lr, warn
     weight = torch.nn.Parameter(torch.randn(64, 64).to(getattr(torch, dtype)))
     _warn_of_lost_updates(torch.optim.AdamW([weight], lr=lr))
     assert ("precision.dtype is bfloat16" in caplog.text) is warns
+
+
+def test_a_step_of_half_the_distance_between_two_numbers_is_not_lost(caplog):
+    start = 1 + 2**-7  # in bfloat16 the next numbers are 2^-7 away; ties go to the even one
+    weight = torch.nn.Parameter(torch.full((8, 8), start, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([weight], lr=2**-8, weight_decay=0.0)
+    _warn_of_lost_updates(optimizer)
+    assert not caplog.text
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert (weight != start).all()

@@ -50,6 +50,8 @@ def test_a_device_with_static_shapes_rejects_what_it_cannot_compute(compiles):
     both = Precision(disable_dropout=False, gradient_checkpointing=True)
     with raises_for("precision.disable_dropout", "precision.gradient_checkpointing"):
         check_device(CPU, StaticEngine(), Objective(), both)
+    with raises_for("model.stored_rollouts"):
+        check_device(CPU, StaticEngine(), Objective(), Precision(), "runs/demo")
 
 
 def test_other_devices_compute_all_of_it():
@@ -73,8 +75,9 @@ def test_sampler_logprobs_are_reused_in_full_precision_only(
     trainer_precision, precision, engine, environment, staleness, expected
 ):
     update = UpdateConfig(staleness=staleness)
-    found = can_reuse_sampler_logprobs(trainer_precision, precision, engine, environment, update)
-    assert found == expected
+    given = trainer_precision, precision, engine, environment, update
+    assert can_reuse_sampler_logprobs(*given) == expected
+    assert not can_reuse_sampler_logprobs(*given, stored_rollouts="runs/demo")
 
 
 def test_a_group_of_one_needs_a_baseline_without_a_group():
@@ -89,11 +92,6 @@ def test_greedy_groups_are_not_trained_on():
     grpo = module(sampling=Sampling(temperature=0.0))
     with raises_for("sampling.temperature", "0"):
         train(grpo, PromptData(["a", "b"], batch_size=2))
-
-
-def test_a_stale_rollout_cannot_be_resampled():
-    with raises_for("update.staleness"):
-        module(update=UpdateConfig(staleness=1), dynamic_sampling_attempts=1)
 
 
 def test_the_candidate_set_of_filters_is_bounded():
@@ -121,10 +119,13 @@ def test_an_engine_with_other_logprobs_is_corrected_unless_the_config_says_how()
     for engine, update in ((low, on_policy), (LocalEngine(), stale)):
         found = with_importance_correction(Objective(), engine, update)
         assert found.importance_correction == ImportanceCorrection()
+    found = with_importance_correction(Objective(), LocalEngine(), on_policy, "runs/demo")
+    assert found.importance_correction == ImportanceCorrection()
     given = Objective(importance_correction=own)
     assert with_importance_correction(given, low, stale).importance_correction is own
     to_sampler = Objective(old_policy="sampler")
     assert with_importance_correction(to_sampler, low, stale) == to_sampler
+    assert module(update=stale).coefficients.objective.importance_correction is not None
 
 
 def test_precisions_that_would_convert_prompts_are_rejected():

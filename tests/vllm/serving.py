@@ -49,7 +49,11 @@ def served(model, folder, flags):
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def wait(url, process, log, limit_s=300):

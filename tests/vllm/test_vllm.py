@@ -1,25 +1,34 @@
 """`ServerEngine` with a real vLLM server on a CPU."""
 
+import copy
 import json
 import os
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from litgrpo.models.adapters import LoRA
 from litgrpo.models.export import export
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading import load_policy, resolve_pretrained
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.engines.vllm_client import ServerFailure
-from litgrpo.rollout.engines.weight_transfer import FolderSender
+from litgrpo.rollout.engines.weight_transfer import AdapterTransfer, FolderSender
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.served_reference import ReferenceServers, ServedReference
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch, pad_left
 from tests.support.gloo import run_by
+from tests.support.models import tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
 from tests.support.training import loader, train
@@ -125,6 +134,65 @@ def test_new_weights_are_followed(uniforms):
     assert found.token_lists() == LocalEngine().generate(requests_for(policy)).token_lists()
 
 
+def test_weights_change_while_rows_are_sampled_and_each_token_names_its_own(uniforms):
+    engine = ServerEngine([uniforms], send_uniforms=True)
+    policies = {version: load_policy(MODEL).eval() for version in (0, 1)}
+    perturb(policies[1], 0.02)
+    engine.update_in_flight(policies[0], 0)
+    prompts = prompts_of(policies[0])
+    numbers = draw_uniforms(0, "train", 0, prompts.index, GROUP, 200)
+    # Without end tokens, so that rows are long enough to be met by the update.
+    policies[0].eos_ids = ()
+    request = RolloutRequest(policies[0], prompts, GROUP, numbers, Sampling())
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(engine.generate, request)
+        while not running_requests(uniforms):
+            time.sleep(0.01)
+        engine.update_in_flight(policies[1], 1)
+        rollout = running.result()
+    versions = rollout.token_versions
+    assert versions.diff(dim=1).ge(0).all()
+    assert (versions.amin(1) < versions.amax(1)).sum() > len(versions) // 2
+    for version, policy in policies.items():
+        with torch.no_grad():
+            known = policy.logprobs(rollout.tokens).logprobs
+        off = (known - rollout.sampler_logprobs).abs()[versions == version].max()
+        print(f"\nversion {version}: {int((versions == version).sum())} tokens, off by {off:.1e}")
+        assert off < 1e-3
+
+
+def running_requests(url):
+    """Return the number of rows that a server is sampling."""
+    for line in httpx.get(f"{url}/metrics", trust_env=False).text.splitlines():
+        if line.startswith("vllm:num_requests_running"):
+            return float(line.split()[-1])
+    raise AssertionError("no metric of running requests")
+
+
+def test_an_adapter_is_sampled_beside_the_base_model(tmp_path, monkeypatch):
+    """The weights of the base model are sent never, and those of the adapter as they are."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    flags = f"{UNIFORMS} --enable-lora --max-lora-rank 16 --max-loras 1 --max-cpu-loras 2"
+    lora = LoRA(rank=8, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    policy = load_policy(MODEL, lora=lora).eval()
+    with served(resolve_pretrained(MODEL), tmp_path, flags) as url:
+        engine = ServerEngine([url], weight_transfer=AdapterTransfer(), send_uniforms=True)
+        for version in range(3):
+            engine.sync_weights(policy, version)
+            found = engine.generate(requests_for(policy))
+            expected = LocalEngine().generate(requests_for(policy))
+            print(f"\nversion {version}: off by {gap(policy, found):.1e}")
+            assert gap(policy, found) < 1e-3
+            assert found.token_lists() == expected.token_lists()
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(0.05 * torch.randn_like(parameter))
+            assert gap(policy, found) > 0.01
+        names = engine.pool.servers[0].list_models()
+        assert len(names) == 2  # the base model and the last adapter
+
+
 class Forgets(FolderSender):
     """Says that it sent, and did not."""
 
@@ -138,6 +206,19 @@ def test_other_weights_are_refused_by_the_invariants(uniforms, folder):
     engine.pool.sender.__class__ = Forgets
     with pytest.raises(ValueError, match="1 cached decoding equals the full forward"):
         train_weights(engine)
+
+
+def test_a_server_of_a_model_of_another_width_is_refused(folder, tmp_path):
+    policy = load_policy(str(folder))
+    config = copy.deepcopy(policy.model.config)
+    config.hidden_size *= 2
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    with (
+        served(tmp_path, tmp_path, UNIFORMS) as url,
+        raises_for(url, "another model", "model.pretrained", error=ServerFailure),
+    ):
+        train_weights(ServerEngine([url], send_uniforms=True))
 
 
 def test_a_skipped_publish_is_refused_by_its_version(uniforms):
@@ -200,3 +281,22 @@ def test_a_vllm_in_the_same_process_follows_the_weights():
     assert found["from_memory"]
     assert max(found["first"], found["after"]) < 1e-4
     assert found["before"] > 0.1
+
+
+def test_a_teacher_behind_a_server_is_that_in_memory(folder, tmp_path):
+    policy, local = load_policy(MODEL).eval(), FrozenReference(load_policy(str(folder)))
+    rows = LocalEngine().generate(requests_for(policy)).tokens
+    # No option of the engine's servers is needed, and processed log-probabilities are the same.
+    with served(folder, tmp_path, PROCESSED) as url:
+        reference = ServedReference(ReferenceServers([url]), policy)
+        reference.check(max_tokens=255)
+        with raises_for("--max-model-len 257", error=ServerFailure):
+            reference.check(max_tokens=256)
+        found = reference.logprobs(rows).logprobs
+        other = ServedReference(ReferenceServers([url]), tiny_policy("qwen2"))
+        with raises_for("another tokenizer", error=ServerFailure):
+            other.check(0)
+    gap = float((found - local.logprobs(rows).logprobs).abs().max())
+    print(f"\nlargest difference of log-probabilities: {gap:.1e}")
+    assert gap < 1e-4
+    assert (found != 0).sum() == rows.completion_mask.sum()

@@ -1,6 +1,6 @@
 """Compare the memory of a backward pass reported by XLA's compiler with that of `plan`.
 
-python -m tests.xla.memory, where torch_xla is installed: prints the table of docs/tpu.md.
+python -m tests.xla.memory, where torch_xla is installed: prints the table of docs/howto/tpu.md.
 """
 
 import os

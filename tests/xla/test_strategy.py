@@ -15,7 +15,7 @@ without = pytest.mark.skipif(
 
 @without
 def test_without_torch_xla_the_error_names_the_extra_to_install():
-    with raises_for("litgrpo[tpu]", error=ModuleNotFoundError):
+    with raises_for("pip install torch==2.9.0", error=ModuleNotFoundError):
         XLASPMDStrategy()
 
 

@@ -52,6 +52,24 @@ class Groups:
         usable = valid & (rewards.abs() < LARGEST_REWARD)
         return replace(self, values=rewards.double().where(usable, torch.nan))
 
+    def select(self, rows: Tensor) -> Groups:
+        """Some of the groups, those where `rows` [B] is True."""
+        table = self.table
+
+        def of(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: part[rows] for name, part in parts.items()}
+
+        chosen = replace(
+            table,
+            components=of(table.components),
+            processed=of(table.processed),
+            total=table.total[rows],
+            valid=table.valid[rows],
+            greedy=None if table.greedy is None else table.greedy[rows.to(table.greedy.device)],
+            tasks=[task for task, own in zip(table.tasks, rows.tolist(), strict=False) if own],
+        )
+        return replace(self, table=chosen, lengths=self.lengths[rows], values=self.values[rows])
+
     def group_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
 
@@ -102,6 +120,11 @@ class Advantages(ABC):
     @property
     def needs_greedy(self) -> bool:
         """True if each prompt needs a greedy completion as well, see `RewardTable.greedy`."""
+        return False
+
+    @property
+    def needs_score_norms(self) -> bool:
+        """True if `per_token` needs `TokenLogprobs.score_norms` of the policy before the update."""
         return False
 
     def __call__(self, table: RewardTable, lengths: Tensor, comm: Comm) -> Tensor:
@@ -233,6 +256,74 @@ class ReMax(Advantages):
 
 @dataclass(frozen=True)
 @check_field_types
+class OptimalTokenBaseline(Advantages):
+    """Optimal token baseline: the reward minus a baseline of each token that weights the group.
+
+    A_it = r_i - sum_j W_jt r_j / sum_j W_jt, over the completions j of the group that have a token
+    t; W_jt = sum of |score_jk|^2 over its tokens k <= t, and |score|^2 = 1 - 2 p + sum_v p_v^2, the
+    squared gradient of log p by the logits. This baseline minimizes the variance of the gradient if
+    scores of different tokens are uncorrelated. Tokens of a completion that is longer than all
+    others of its group have no advantage. In episodes, t counts generated tokens. It takes one more
+    forward pass before the update. Source: arXiv:2602.07078; verl: `optimal_token_baseline`, with
+    episodes `tir_optimal_token_baseline`.
+
+    Example:
+        >>> from litgrpo.distributed.collectives import SingleProcess
+        >>> rewards, valid = torch.tensor([[0.0, 1.0]]).double(), torch.ones(1, 2).bool()
+        >>> table = RewardTable({"r": rewards}, {"r": 1.0}, rewards, valid)
+        >>> norms = torch.tensor([[0.3, 0.3], [0.1, 0.1]])
+        >>> OptimalTokenBaseline().per_token(table, norms > 0, SingleProcess(), norms)
+        tensor([[-0.2500, -0.2500],
+                [ 0.7500,  0.7500]], dtype=torch.float64)
+    """
+
+    @property
+    def needs_score_norms(self) -> bool:
+        """Always."""
+        return True
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """Raise, because a completion has no single advantage.
+
+        Raises:
+            ValueError: the estimator is part of another one.
+        """
+        raise ValueError(
+            "OptimalTokenBaseline gives each token an advantage, so other advantages cannot "
+            "contain it. Set it as model.objective.advantages."
+        )
+
+    def per_token(
+        self, table: RewardTable, mask: Tensor, comm: Comm, score_norms: Tensor
+    ) -> Tensor:
+        """[N, C] float64 advantages of tokens, 0 off `mask`.
+
+        Args:
+            table: rewards of N = B * G completions.
+            mask: [N, C] True marks a generated token.
+            comm: of the processes that share the batch.
+            score_norms: [N, C] squared norms, see `TokenLogprobs`.
+        """
+        lengths = mask.sum(1).view_as(table.total)
+        # Deviations from the group's mean: exactly 0 if all rewards are equal.
+        deviation = Groups.from_table(table, lengths, comm).group_statistics()[0][..., None]
+        known = ~deviation.isnan()
+        # Column t holds the t-th generated token of each completion.
+        place = (mask.cumsum(1) - 1).clamp(min=0)
+        norms = score_norms.double().where(mask, 0.0)
+        packed = torch.zeros_like(norms).scatter_add(1, place, norms).view(*lengths.shape, -1)
+        exists = torch.arange(mask.shape[1], device=mask.device) < lengths[..., None]
+        weights = packed.cumsum(2).where(exists & known, 0.0)
+        deviation = deviation.nan_to_num(0.0)
+        total = weights.sum(1, keepdim=True)
+        baseline = (weights * deviation).sum(1, keepdim=True) / total.where(total > 0, 1.0)
+        alone = (exists & known).sum(1, keepdim=True) == 1
+        advantages = (deviation - baseline).masked_fill(alone | ~known, 0.0)
+        return advantages.flatten(0, 1).gather(1, place).where(mask, 0.0)
+
+
+@dataclass(frozen=True)
+@check_field_types
 class GDPO(Advantages):
     """GDPO: each reward function normalized in its group, weighted, summed, scaled by the batch.
 
@@ -360,6 +451,54 @@ class Whitened(Advantages):
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         differ = std > 4 * groups.table.precision * mean.abs()
         return _divide(values - mean, std.where(differ, 0.0), self.eps)
+
+
+@dataclass(frozen=True)
+@check_field_types
+class TaskAdvantages(Advantages):
+    """Another advantage estimator for each of several tasks in one run.
+
+    An estimator sees the groups of its tasks alone: batch means and standard deviations are over
+    them. The loss weights are those of the objective, over all tasks.
+
+    Args:
+        tasks: {task: its estimator}.
+        others: estimator of all tasks that are not listed.
+
+    Example:
+        >>> TaskAdvantages({"chat": Normalized(scale="none")}).others.scale  # of all but `chat`
+        'group'
+    """
+
+    tasks: dict[str, Advantages]
+    others: Advantages = field(default_factory=Normalized)
+
+    @property
+    def _estimators(self) -> list[Advantages]:
+        return [*self.tasks.values(), self.others]
+
+    @property
+    def needs_group(self) -> bool:
+        """True if one of the estimators needs a group."""
+        return any(each.needs_group for each in self._estimators)
+
+    @property
+    def needs_greedy(self) -> bool:
+        """True if one of the estimators needs greedy completions."""
+        return any(each.needs_greedy for each in self._estimators)
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] advantages, each group's by the estimator of its task."""
+        result = torch.zeros_like(groups.values)
+        others = torch.ones(len(result), dtype=torch.bool, device=result.device)
+        # Every rank asks every estimator, also without a group: some of them sum over the ranks.
+        for task, estimator in self.tasks.items():
+            own = torch.zeros_like(others)
+            own[[row for row, name in enumerate(groups.table.tasks) if name == task]] = True
+            result[own] = estimator.estimate(groups.select(own)).to(result)
+            others &= ~own
+        result[others] = self.others.estimate(groups.select(others)).to(result)
+        return result
 
 
 def check_centered(

@@ -1,7 +1,7 @@
 """The training objective: surrogate loss, loss aggregation, KL penalty, importance correction.
 
 An algorithm is a combination of these choices, not a class: `configs/algorithms` has one config
-override for each published algorithm, and docs/algorithm.md a table of them.
+override for each published algorithm, and docs/explanation/algorithm.md a table of them.
 
 A loss is never a mean over a micro-batch. Each token gets a weight that is computed once for all
 rows of an optimizer step (`Objective.loss_weights`), and the loss is the weighted sum over tokens.
@@ -18,7 +18,13 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
+from litgrpo.algorithms.advantages import (
+    GDPO,
+    Advantages,
+    Normalized,
+    OptimalTokenBaseline,
+    TaskAdvantages,
+)
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence, DivergenceName
 from litgrpo.algorithms.token_selection import (
     covariance,
@@ -889,7 +895,7 @@ class Objective:
         kl_coef: KL penalty coefficient (TRL: beta); 0: no reference model.
         kl_estimator: of the sampled token: k1, k2, k3, abs, or a function of (ref_logprobs -
             logprobs); or exact over the vocabulary: reverse_kl, forward_kl, jsd, or a Divergence.
-            With a teacher as reference these are distillation (docs/distillation.md).
+            With a teacher as reference these are distillation (docs/howto/distillation.md).
         kl_bias_correction: multiply the KL penalty by the importance ratio (TRL:
             use_bias_correction_kl), which makes the gradient of k1 and k3 unbiased; see below.
             Switch it off with k2 and for the GRPO paper's loss. Without effect on divergences,
@@ -1003,6 +1009,14 @@ class Objective:
                 f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
                 "the probabilities of single tokens; set it to token"
             )
+        if isinstance(self.advantages, TaskAdvantages):
+            for task, estimator in [*self.advantages.tasks.items(), ("", self.advantages.others)]:
+                if isinstance(estimator, TurnAdvantages | OptimalTokenBaseline):
+                    raise ValueError(
+                        f"{type(estimator).__name__} {f'of task {task!r} ' if task else ''}has one "
+                        "advantage per turn or token; TaskAdvantages takes estimators of whole "
+                        "completions"
+                    )
         if self.kl_in_reward is not None and isinstance(self.advantages, GDPO):
             raise ValueError(
                 "kl_in_reward lowers the total reward, but GDPO normalizes each reward function by "
@@ -1020,6 +1034,11 @@ class Objective:
     def needs_reference(self) -> bool:
         """True if the loss or the rewards need reference log-probabilities."""
         return self.kl_coef > 0 or self.kl_in_reward is not None
+
+    @property
+    def needs_reference_logprobs(self) -> bool:
+        """True if log-probabilities of the sampled tokens under the reference are needed."""
+        return self.kl_in_reward is not None or (self.kl_coef > 0 and self.divergence is None)
 
     @property
     def adds_nll(self) -> bool:
@@ -1049,7 +1068,12 @@ class Objective:
         return isinstance(self.surrogate, StepSurrogate)
 
     def token_advantages(
-        self, rewards: RewardTable, mask: Tensor, comm: Comm = ALONE, turns: Turns | None = None
+        self,
+        rewards: RewardTable,
+        mask: Tensor,
+        comm: Comm = ALONE,
+        turns: Turns | None = None,
+        score_norms: Tensor | None = None,
     ) -> Tensor:
         """[N, C] float32 advantage of every token of a rollout, 0 off `mask`.
 
@@ -1058,11 +1082,15 @@ class Objective:
             mask: [N, C] True marks a generated token.
             comm: of the ranks that share the batch.
             turns: of the episodes; None: every completion is one turn.
+            score_norms: [N, C] see `TokenLogprobs`; needed only by `OptimalTokenBaseline`.
         """
         device, mask = mask.device, mask.to(rewards.total.device)
         lengths = mask.sum(1).view_as(rewards.total)
         if turns is not None and isinstance(self.advantages, TurnAdvantages):
             values = self.advantages.per_token(rewards, lengths, comm, turns)
+        elif isinstance(self.advantages, OptimalTokenBaseline) and score_norms is not None:
+            norms = score_norms.to(mask.device)
+            values = self.advantages.per_token(rewards, mask, comm, norms)
         else:
             values = self.advantages(rewards, lengths, comm).reshape(-1, 1)
         if self.advantage_clip is not None:

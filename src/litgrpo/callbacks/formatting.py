@@ -75,12 +75,12 @@ def format_success(success: Mapping[str, Any]) -> str:
         success: `TrainedModule.success`.
 
     Example:
-        >>> format_success({"reward": "correct", "threshold": 1.0})
+        >>> format_success({"rewards": {"": "correct"}, "threshold": 1.0})
         "correct: reward 'correct' >= 1"
     """
     if not success:
         return ""
-    return f"correct: {format_success_rule(success['reward'], success['threshold'])}"
+    return f"correct: {format_success_rule(success['rewards'], success['threshold'])}"
 
 
 def mark_truncated(text: str, truncated: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ ENTRIES = 1024  # sampled from a tensor to measure its change
 
 
 class IterationMetrics(Callback):
-    """Logs success, length, text and weight metrics of an iteration; see docs/metrics.md.
+    """Logs success, length, text and weight metrics of an iteration; see docs/reference/metrics.md.
 
     The change of the weights is measured on 1,024 evenly spread entries of each tensor; for sharded
     weights it is the mean over the ranks.
@@ -46,16 +47,17 @@ class IterationMetrics(Callback):
             return  # a training step of the user's own class
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         evaluator, comm = pl_module.evaluator, pl_module.learner.comm
-        success = (
-            rewards.components[evaluator.success_reward].cpu()
-            >= evaluator.settings.success_threshold
-        )
+        success = evaluator.find_correct(rewards).cpu()
         stats = success_stats(success) | length_stats(rollout, success)
         stats |= text_stats(rollout, rewards) | token_stats(rollout, pl_module.policy)
         stats |= clip_stats(outputs["reports"], pl_module.update.max_grad_norm)
         if self.entries is not None:
             stats |= self._measure_change(pl_module)
+        stats |= task_stats(pl_module.task_names, rollout, rewards, success)
         numbers = average_over_ranks(stats, [], comm, backend(pl_module.device).data_device)
+        for task in pl_module.task_names:
+            if not numbers[f"task/{task}/frac"]:  # no prompt of it in this iteration
+                numbers = {n: v for n, v in numbers.items() if not n.startswith(f"task/{task}/")}
         prompts = len(rollout.prompts) * comm.world_size * pl_module.iteration
         log_numbers(pl_module, numbers | {"data/prompts_seen": torch.tensor(float(prompts))})
 
@@ -162,6 +164,37 @@ def length_stats(rollout: Rollout, success: Tensor) -> Stats:
     stats = mean_and_extremes("completion/correct_len", lengths, correct)
     stats |= mean_and_extremes("completion/incorrect_len", lengths, ~correct)
     return {name: value for name, value in stats.items() if name.endswith("_mean")}
+
+
+def task_stats(
+    names: Sequence[str], rollout: Rollout, rewards: RewardTable, success: Tensor
+) -> Stats:
+    """Return {name: [2] sum and count} of each task: share of the groups, reward, success, length.
+
+    Args:
+        names: tasks of the run, the same ones on all ranks.
+        rollout: N completions.
+        rewards: [B, G] theirs.
+        success: [B, G] True where a completion is correct.
+
+    """
+    stats: Stats = {}
+    spread = rewards.total.std(1, correction=0)
+    lengths = rollout.lengths.cpu().view(success.shape).double()
+    for name in names:
+        own = torch.tensor([task == name for task in rewards.tasks])
+        rows = own[:, None].expand(success.shape)
+        values = {
+            "frac": (own.double(), torch.ones_like(own)),
+            "reward": (rewards.total, rows & rewards.valid),
+            "correct_frac": (success.double(), rows),
+            "zero_variance_groups_frac": ((spread == 0).double(), own),
+            "completion_len": (lengths, rows),
+        }
+        for key, (value, counted) in values.items():
+            pair = torch.stack([value.where(counted, 0.0).sum(), counted.sum()])
+            stats[f"task/{name}/{key}"] = pair
+    return stats
 
 
 def text_stats(rollout: Rollout, rewards: RewardTable) -> Stats:

@@ -466,8 +466,7 @@ class Trackio(Logger):
         super().__init__()
         require(
             find_spec("trackio") is not None,
-            "trainer.logger is Trackio, whose package is not installed: "
-            "pip install 'litgrpo[trackio]'",
+            "trainer.logger is Trackio, whose package is not installed: pip install trackio",
         )
         self.project = project
         self.run_name = name

@@ -1,6 +1,6 @@
 """Definition, unit, healthy range, and TRL's and verl's name of every logged metric.
 
-docs/metrics.md shows this table, TensorBoard and the HTML report cite it.
+docs/reference/metrics.md shows this table, TensorBoard and the HTML report cite it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 # `<` begins a placeholder: <part> is the name of a reward function, <name> of a tool, <k> a number,
-# <set> the name of a validation set, which is left out if there is only one.
+# <task> the name of a task, <set> of a validation set, which is left out if there is only one.
 PLACEHOLDER = "<"
 
 
@@ -37,7 +37,7 @@ class Metric:
     verl: str = ""
 
 
-# In the order of docs/metrics.md. `test/` metrics are defined as those of `val/`.
+# In the order of docs/reference/metrics.md. `test/` metrics are defined as those of `val/`.
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric(
         "Mean total reward of the batch's completions, without rows that failed.",
@@ -120,6 +120,42 @@ METRICS: dict[str, Metric] = {
         "conflict.",
         unit="-1 to 1",
         healthy="above -0.5",
+    ),
+    "task/<task>/frac": Metric(
+        "Fraction of the batch's prompts that are of this task, the value of their column `task`.",
+        unit="fraction",
+    ),
+    "task/<task>/reward": Metric(
+        "Mean total reward of the completions of this task.",
+        unit="reward",
+        healthy="rises",
+    ),
+    "task/<task>/correct_frac": Metric(
+        "Fraction of correct completions of this task, by the reward that decides there.",
+        unit="fraction",
+        healthy="rises",
+    ),
+    "task/<task>/zero_variance_groups_frac": Metric(
+        "Fraction of groups of this task with zero reward variance.",
+        unit="fraction",
+        healthy="below 0.5, unless all are correct",
+    ),
+    "task/<task>/completion_len": Metric(
+        "Mean length of the completions of this task.",
+        unit="tokens",
+    ),
+    "curriculum/measured_frac": Metric(
+        "Fraction of the training prompts that had a group so far, with `data.curriculum`.",
+        unit="fraction",
+    ),
+    "curriculum/easy_frac": Metric(
+        "Fraction of the training prompts that are easy: their last group was correct.",
+        unit="fraction",
+    ),
+    "curriculum/hard_frac": Metric(
+        "Fraction of the training prompts that are hard: their last group was incorrect.",
+        unit="fraction",
+        healthy="falls",
     ),
     "completion/len_mean": Metric(
         "Mean tokens of a completion that the policy generated.",
@@ -205,6 +241,16 @@ METRICS: dict[str, Metric] = {
         unit="tokens",
         verl="prompt_length/max",
     ),
+    "async/staleness_mean": Metric(
+        "Mean age of the weights that sampled a token, in iterations (`model.update.staleness`).",
+        unit="count",
+        healthy="<= k",
+    ),
+    "async/staleness_max": Metric(
+        "Largest age of the weights that sampled a token, in iterations.",
+        unit="count",
+        healthy="<= k",
+    ),
     "time/env_s": Metric(
         "Seconds of the rollout spent in environments (reset and step).",
         unit="s",
@@ -226,6 +272,11 @@ METRICS: dict[str, Metric] = {
         "Fraction of episodes that failed because a step took too long.",
         unit="fraction",
         healthy="0",
+    ),
+    "env/segments": Metric(
+        "Mean conversations of an agent that do not continue each other; only with an `Agent`.",
+        unit="count",
+        healthy="1 for an agent with one conversation",
     ),
     "tools/<name>_calls": Metric(
         "Mean calls of a tool in an episode.",
@@ -254,6 +305,11 @@ METRICS: dict[str, Metric] = {
         healthy="falls slowly while the reward rises",
         trl="entropy",
         verl="actor/entropy",
+    ),
+    "policy/data_nll": Metric(
+        "Mean of -log p of the tokens of the data, instead of `policy/entropy`, in iterations that "
+        "train on completions of the data.",
+        unit="nats",
     ),
     "policy/entropy_trained": Metric(
         "Exact entropy (nats per token) over the tokens that contribute to the loss. Rows "
@@ -343,8 +399,8 @@ METRICS: dict[str, Metric] = {
         unit="fraction",
     ),
     "policy/sampler_mismatch": Metric(
-        "Mean |log p_policy - log p_sampler| (nats per token) over the rows of the first "
-        "optimizer step, before it.",
+        "Mean absolute difference of log p_policy and log p_sampler (nats per token) over the "
+        "rows of the first optimizer step, before it.",
         unit="nats",
         healthy="below 0.05",
         trl="sampling/sampling_logp_difference/mean",
@@ -457,6 +513,11 @@ METRICS: dict[str, Metric] = {
         trl="epoch",
         verl="training/epoch",
     ),
+    "data/on_policy": Metric(
+        "1 if the iteration sampled its completions, 0 if it trained on those of the data. Metrics "
+        "of completions and rewards then describe the data.",
+        unit="1",
+    ),
     "data/prompts_seen": Metric(
         "Prompts sampled for training so far: iterations x prompts of a batch.",
         unit="count",
@@ -535,7 +596,7 @@ METRICS: dict[str, Metric] = {
         unit="nats",
     ),
     "val/<set>/corpus_<part>": Metric(
-        "Score of one reply to each prompt; docs/results.md has BLEU, F1 and ROUGE.",
+        "Score of one reply to each prompt; docs/evidence/results.md has BLEU, F1 and ROUGE.",
         unit="reward",
     ),
     "sft/loss": Metric(
@@ -580,6 +641,7 @@ def _rename_table(kind: str) -> dict[str, str]:
 TRL, VERL = _rename_table("trl"), _rename_table("verl")
 # {placeholder: expression}; `_low` and `_high` are the bounds of an interval.
 PLACEHOLDERS = {"<part>": r"[^/]+?", "<name>": r"[^/]+?", "<k>": r"\d+", "<set>/": r"(?:[^/]+/)?"}
+PLACEHOLDERS["<task>"] = r".+?"
 BOUND = r"(?:_low|_high)?"
 
 
@@ -618,7 +680,7 @@ def definition(name: str) -> str:
 
 
 def page() -> str:
-    """The table as the Markdown of docs/metrics.md."""
+    """The table as the Markdown of docs/reference/metrics.md."""
     head = ["name", "definition", "unit", "healthy", "TRL", "verl"]
     lines = [head, ["---"] * len(head)]
     for name, metric in METRICS.items():

@@ -86,5 +86,9 @@ class RolloutModule(TrainedModule, Protocol):
         """Options of the optimizer step."""
 
     @property
+    def task_names(self) -> list[str]:
+        """Tasks whose metrics are logged."""
+
+    @property
     def precision(self) -> Any:
         """Precision options of the model."""

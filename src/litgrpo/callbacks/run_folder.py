@@ -32,6 +32,7 @@ REST = "rest.pt"  # in a checkpoint that is a folder, of sharded weights
 LAST, BEST = "last.ckpt", "best.ckpt"
 ORDER = "order.txt"  # names of checkpoints in the order in which they were saved, newest last
 LOCK = ".lock"
+ROLLOUTS = "rollouts"
 NAME = re.compile(r"iteration=(\d+)\.ckpt")
 # A run that failed before its first iteration leaves none of these.
 RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
@@ -47,6 +48,7 @@ RUN_FILES = (
     "metrics.csv",
     "non_finite",
     REPORT,
+    ROLLOUTS,
     "samples",
     "summary.json",
 )
@@ -60,6 +62,7 @@ MODEL_FILES = (
 FOLDER_FILES = {
     CHECKPOINTS: ("iteration=*.ckpt", LAST, BEST, ORDER, "complete.json", ".*.tmp"),
     "evaluation": ("iteration-*.jsonl", "validate-*.jsonl", "test-*.jsonl", ".*.tmp"),
+    ROLLOUTS: ("iteration-*.pt", ".*.tmp"),
     "samples": ("iteration-*.jsonl", ".*.tmp"),
     "non_finite": ("iteration-*.jsonl", ".*.tmp"),
     "final_model": MODEL_FILES,

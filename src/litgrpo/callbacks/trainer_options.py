@@ -1,6 +1,7 @@
 """Lightning's trainer options and callbacks: which ones work, which are rejected, and why.
 
-docs/lightning.md shows `OPTIONS`; `tests/training/test_lightning_options.py` tests every row.
+docs/reference/lightning.md shows `OPTIONS`; `tests/training/test_lightning_options.py` tests
+every row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from litgrpo.training.lightning_compat import is_compiled
 
 
 class TrainerOption(NamedTuple):
-    """One row of the table in docs/lightning.md.
+    """One row of the table in docs/reference/lightning.md.
 
     Example:
         >>> OPTIONS["overfit_batches"].works
@@ -137,7 +138,7 @@ SHARDING = ("fsdp", "modelparallel", "deepspeed")
 
 
 def page() -> str:
-    """The table as the Markdown of docs/lightning.md."""
+    """The table as the Markdown of docs/reference/lightning.md."""
     lines = ["| option or callback | | note |", "| --- | --- | --- |"]
     for name, option in OPTIONS.items():
         names = ", ".join(f"`{each}`" for each in name.split(", "))
@@ -293,7 +294,7 @@ def cluster_plugins(given: Any) -> list[Any]:
 
     Lightning would save in the middle of an iteration and requeue the job while the training
     continues. `IterationCheckpoint` saves between two iterations and exits; the batch script
-    requeues (docs/scale.md).
+    requeues (docs/explanation/scale.md).
 
     Args:
         given: value of `trainer.plugins`.

@@ -165,7 +165,7 @@ def build_manifest(checkpoint: Mapping[str, Any], **more: Any) -> dict[str, Any]
         >>> sorted(manifest["parts"]), manifest["shapes"]
         (['iteration', 'state_dict'], {'w': [2, 3]})
     """
-    weights = checkpoint["state_dict"]
+    weights = checkpoint.get("state_dict", {})
     manifest = {
         "parts": {name: digest(part) for name, part in checkpoint.items() if name != MANIFEST},
         "shapes": {name: list(weight.shape) for name, weight in weights.items()},

@@ -21,7 +21,7 @@ from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.response_log import find_deviations
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.episodes import Episodes, EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeRunner, Episodes, EpisodeSettings
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.controllers import FixedCoefficients
@@ -67,14 +67,14 @@ def small_episodes(policy: Policy) -> Episodes:
     )
 
 
-def count_unreproducible_responses(episodes: Episodes | None, prompts: PromptBatch) -> float:
-    """Count observations that are not a function of row, seed and actions.
+def count_unreproducible_responses(episodes: EpisodeRunner | None, prompts: PromptBatch) -> float:
+    """Count observations that are not a function of row, seed and actions; 0 for agents.
 
     Args:
         episodes: of the run.
         prompts: a few; the first is run twice alone, and once next to the others.
     """
-    pool = episodes and episodes.pool.single_process_pool()
+    pool = episodes.pool.single_process_pool() if isinstance(episodes, Episodes) else None
     if not pool:
         return 0.0
     rows = [
@@ -133,7 +133,8 @@ def turns_error(
     """Compare the gradient of episodes with that of their turns as separate rows.
 
     Loss weights and advantages come from rows without observations, in which generated tokens
-    follow each other. Each turn then becomes a row, whose prompt is everything before it.
+    follow each other. Each turn then becomes a row, whose prompt is everything before it in its
+    segment.
 
     Returns the norm of the difference over the norm. If all episodes of a group have the same text,
     their gradients cancel and only rounding remains. The norm is therefore the larger of two, with
@@ -194,9 +195,11 @@ def split_turns(
         "sampler_logprobs": pack(rollout.sampler_logprobs),
         "candidate_ids": candidates,
         "turns": pack(rollout.turns, -1),
+        "segments": None,
     }
     joined = replace(rollout, **values)
-    seen = RolloutLogprobs(pack(known.old), pack(known.ref))
+    norms = pack(known.score_norms)
+    seen = RolloutLogprobs(pack(known.old), pack(known.ref), score_norms=norms)
     return _one_row_per_turn(learner.build_batch(joined, rewards, seen), joined, rollout)
 
 
@@ -215,9 +218,13 @@ def _one_row_per_turn(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -
     prompts = []
     for row, turn in pairs:
         first = int((rollout.turns[row] == turn).nonzero()[0])
+        before, segment = rollout.completion_ids[row, :first], 0
+        if rollout.segments is not None:
+            segment = int(rollout.segments[row, first])
+            before = before[rollout.segments[row, :first] == segment]
         prompt = int(batch.prompt_of[row])
         asked = batch.prompt_ids[prompt][batch.prompt_mask[prompt]]
-        prompts.append([*asked.tolist(), *rollout.completion_ids[row, :first].tolist()])
+        prompts.append([*asked.tolist() * (segment == 0), *before.tolist()])
     ids, mask = (each.to(batch.prompt_ids.device) for each in pad_left(prompts, 0))
     rows = torch.tensor([row for row, _ in pairs])
     mine = joined.turns[rows] == torch.tensor([[turn] for _, turn in pairs]).to(numbers.device)

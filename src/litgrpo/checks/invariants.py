@@ -63,7 +63,7 @@ class Invariant(Enum):
     A wrong head, for example, makes cached decoding differ as well.
 
     Attributes:
-        number: position in the log and in docs/design.md.
+        number: position in the log and in docs/project/design.md.
         statement: the invariant, in words.
         likely_cause: the usual mistake if it does not hold.
         counts: True if the error is a count, which must be 0, instead of a distance.
@@ -89,8 +89,8 @@ class Invariant(Enum):
         1,
         "cached decoding equals the full forward",
         "the engine's log-probabilities are not those of the distribution that it sampled from: "
-        "its cache or positions are off, temperature, top_k, top_p or min_p is ignored, or dropout "
-        "is on during generation",
+        "its cache or positions are off, temperature, top_k, top_p or min_p is ignored, dropout is "
+        "on during generation, or a server holds another model than model.pretrained",
     )
     GROUPS = (
         6,
@@ -370,7 +370,7 @@ def learning_errors(
     }
     if rollout.turns is not None:
         errors |= episode_errors(dry, rollout)
-    if learner.reference is not None:
+    if learner.reference is not None and not learner.reference.computes_elsewhere:
         errors |= reference_errors(learner, batch, now, conditions)
     if not isinstance(
         learner.objective.aggregation, MicroBatchTokenMean
@@ -539,11 +539,12 @@ def reference_errors(
         conditions: of the run.
     """
     errors: dict[Invariant, float] = {}
-    before, mask = batch.ref_logprobs, batch.loss_mask
-    assert before is not None
+    mask, temperature = batch.loss_mask, learner.sampling.policy_temperature
     assert learner.reference is not None
+    before = batch.ref_logprobs
+    if before is None:  # a divergence does not need them
+        before = learner.logprobs_under(learner.reference, batch.tokens, temperature)
     with moved_policy(learner):
-        temperature = learner.sampling.policy_temperature
         after = learner.logprobs_under(learner.reference, batch.tokens, temperature)
     movement = float(row_gaps(after - before, mask).max())
     trained = any(p.requires_grad for p in learner.reference.parameters())

@@ -34,7 +34,7 @@ def settle_source(given: Any, names: Iterable[str], *, is_train: bool = False) -
     Args:
         given: a source in Python, or named sets, {name: source}.
         names: columns by which a dictionary of columns differs from named sets.
-        is_train: it is the training source, which has no named sets.
+        is_train: it is the training source, whose named sets are tasks.
 
     Raises:
         ValueError: it is a dictionary of splits, where one set is needed; or no source.

@@ -41,7 +41,7 @@ def batch_in_order(count: int, batch_size: int) -> list[list[int]]:
     return [part.tolist() for part in torch.arange(count).split(batch_size)]
 
 
-def batch_by_set(validation_set_names: Sequence[str], batch_size: int) -> list[list[int]]:
+def batch_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]:
     """All rows in batches of one set each; batches of the sets alternate, each set in its order.
 
     Example:
@@ -49,7 +49,7 @@ def batch_by_set(validation_set_names: Sequence[str], batch_size: int) -> list[l
         [[0, 1], [3], [2]]
     """
     rows_of: dict[str, list[int]] = {}
-    for row, name in enumerate(validation_set_names):
+    for row, name in enumerate(set_names):
         rows_of.setdefault(name, []).append(row)
     batches = [
         [[rows[place] for place in part] for part in batch_in_order(len(rows), batch_size)]
@@ -242,6 +242,38 @@ class BatchOrder(Sampler[list[int]]):
         for number in range(self.start, len(batches)):
             yield select_rank_rows(batches[number], self.rank, self.world_size)
 
+    def peek(self, epoch: int, done: int, ahead: int) -> list[int]:
+        """Return a coming batch of all ranks.
+
+        Args:
+            epoch: current epoch.
+            done: batches of it that were returned.
+            ahead: 1 is the next batch, 2 the one after it.
+        """
+        later, number = divmod(done + ahead - 1, self.num_batches)
+        return self.plan(epoch + later)[number]
+
+    def draw(self, count: int, start: int) -> tuple[list[int], int]:
+        """Return further rows, and the next start, without changing the batches of any epoch.
+
+        They follow a separate order, each row once before any is repeated.
+
+        Args:
+            count: rows of all ranks.
+            start: place in that order.
+        """
+        # Training uses epochs from 0 on, so epochs below 0 are free for extra rows.
+        epochs = (self.plan(-number) for number in count_from(1))
+        order = (row for batches in epochs for batch in batches for row in batch)
+        return list(islice(order, start, start + count)), start + count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order depends on in addition to the position."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+
 
 class BatchLoader(Generic[Batch]):
     """Loader whose position is part of the checkpoint.
@@ -300,29 +332,21 @@ class BatchLoader(Generic[Batch]):
             self._position = (epoch, number)
             yield batch
 
-    def peek(self) -> Batch:
-        """Return the next batch without advancing."""
-        epoch, done = self._position
-        if done == len(self):
-            epoch, done = epoch + 1, 0
-        rows = self.sampler.plan(epoch)[done]
+    def peek(self, ahead: int = 1) -> Batch:
+        """Return a coming batch without advancing: 1 is the next one, 2 the one after it."""
+        rows = self.sampler.peek(*self._position, ahead)
         return self.dataset[select_rank_rows(rows, self.sampler.rank, self.sampler.world_size)]
 
     def draw(self, count: int) -> Batch:
         """Return extra rows for dynamic sampling, without changing the batches of any epoch.
 
-        They follow a separate order, each row once before any is repeated. All ranks must call
-        this together with the same count, and get different rows.
+        All ranks must call this together with the same count, and get different rows.
 
         Args:
             count: rows for this rank.
         """
         rank, wanted = self.sampler.rank, count * self.sampler.world_size
-        # Training uses epochs from 0 on, so epochs below 0 are free for extra rows.
-        epochs = (self.sampler.plan(-number) for number in count_from(1))
-        order = (row for batches in epochs for batch in batches for row in batch)
-        rows = list(islice(order, self._num_drawn, self._num_drawn + wanted))
-        self._num_drawn += wanted
+        rows, self._num_drawn = self.sampler.draw(wanted, self._num_drawn)
         return self.dataset[rows[rank * count : (rank + 1) * count]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,7 +355,16 @@ class BatchLoader(Generic[Batch]):
         # A new epoch was set, and none of its batches returned.
         if epoch != self.sampler.epoch:
             epoch, done = self.sampler.epoch, 0
-        return {"epoch": epoch, "batches": done, "drawn": self._num_drawn, **self.identity}
+        return {"epoch": epoch, "batches": done} | self.order_state() | self.identity
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what further batches depend on in addition to the position within the epoch."""
+        return {"drawn": self._num_drawn} | self.sampler.state_dict()
+
+    def load_order_state(self, state: dict[str, Any]) -> None:
+        """Restore what `order_state` returned."""
+        self._num_drawn = state["drawn"]
+        self.sampler.load_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position.
@@ -341,7 +374,7 @@ class BatchLoader(Generic[Batch]):
         """
         self.check_state(state)
         self._position = (state["epoch"], state["batches"])
-        self._num_drawn = state["drawn"]
+        self.load_order_state(state)
         self.sampler.epoch, self.sampler.start = self._position
         self._resuming = True
 

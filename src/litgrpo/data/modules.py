@@ -14,12 +14,12 @@ from lightning import LightningDataModule, Trainer
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, one_of, require
+from litgrpo.data.curriculum import Curriculum, CurriculumOrder
 from litgrpo.data.in_memory import settle_source
 from litgrpo.data.loader import (
     Batch,
     BatchLoader,
     BatchOrder,
-    BatchPlan,
     FullBatches,
     batch_by_length,
     batch_by_set,
@@ -52,12 +52,13 @@ from litgrpo.data.sources import (
     SourceRow,
     is_streaming,
     open_rows,
-    source_weights,
+    parse_named_sets,
+    task_weights_of,
 )
 from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.instantiate import instantiate_sources
-from litgrpo.types import PromptBatch
+from litgrpo.types import TASK, PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -65,9 +66,12 @@ if TYPE_CHECKING:  # slow to import; used in annotations only
 
 @runtime_checkable
 class HasEnvironment(Protocol):
-    """Module whose environment has tools to show to the model: `shown_tools`, JSON schemas."""
+    """Module whose environment has tools to show to the model: `shown_tools`, JSON schemas.
 
-    shown_tools: Messages
+    They are a list, or {task: list}.
+    """
+
+    shown_tools: Messages | Mapping[str, Messages]
 
 
 @runtime_checkable
@@ -92,14 +96,15 @@ class SourceData(LightningDataModule, Generic[Batch]):
     """Base class of data modules: rows of sources, tokenized for a model.
 
     Args:
-        sources: {set: where its rows come from, or None}; all but `train` may be several named
-            sets, `{name: source}`.
+        sources: {set: where its rows come from, or None}; each may be several named sets, `{name:
+            source}`; those of `train` are tasks.
         reader: renames columns and splits rows.
         prompt_format: makes prompts of rows.
         limit: limit of a row's tokens.
         tokenizer: Hub id or folder, or None for that of the model.
         num_workers: processes that build training batches in the background.
         pad_to_multiple_of: length of batches is a multiple of this.
+        task_weights: {name: weight} of the named sets of `train`.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         tokenizer: str | None,
         num_workers: int,
         pad_to_multiple_of: int,
+        task_weights: dict[str, float] | None = None,
     ) -> None:
         super().__init__()
         at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
@@ -119,19 +125,18 @@ class SourceData(LightningDataModule, Generic[Batch]):
         require(not twice, "val and val_fraction are both set; leave out one of them")
         template = prompt_format.template
         names = {"prompt", "messages", *reader.columns.values(), *template.variables}
-        if prompt_format.reference is not None:
-            names |= prompt_format.reference.variables
         settled = {
             name: settle_source(source, names, is_train=name == "train")
             for name, source in sources.items()
         }
-        self.weights = source_weights(settled["train"])
+        self.weights = task_weights_of(settled["train"], task_weights)
         self.sources = {name: instantiate_sources(source) for name, source in settled.items()}
         self.reader, self.prompt_format, self.limit = reader, prompt_format, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
         self.pad_to_multiple_of = pad_to_multiple_of
         self.sets: dict[str, Any] = {}
         self.fingerprint = ""
+        self._saved_order: dict[str, Any] | None = None  # of the checkpoint of a resumed run
         # The format with the tools of the environment, and its tokenizer; set by `setup`.
         self.final_format: tuple[PromptFormat, PreTrainedTokenizerBase] | None = None
 
@@ -209,7 +214,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         found: dict[str, dict[int, str]] = {}
         times = Counter[str]()
         for name, index, text, answer in zip(
-            prompts.validation_set_names, prompts.index, prompts.texts, answers, strict=True
+            prompts.set_names, prompts.index, prompts.texts, answers, strict=True
         ):
             key = f"{name}\n{text}\n{answer!r}"
             times[key] += 1  # the order distinguishes repeated prompts
@@ -238,7 +243,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
             self.trainer.limit_val_batches = 0
 
     def teardown(self, stage: str) -> None:
-        """Restore the trainer's limit on validation batches."""
+        """Forget the checkpoint, and restore the trainer's limit on validation batches."""
+        self._saved_order = None
         if self.trainer is not None:
             restore_validation(self.trainer)
 
@@ -247,19 +253,42 @@ class SourceData(LightningDataModule, Generic[Batch]):
         """Weight and number of rows of each training source; [] without weights."""
         if not self.weights:
             return []
-        counts = Counter(self.sets["train"].sources)
+        counts = Counter(self.weight_numbers)
         return [(weight, counts[n]) for n, weight in enumerate(self.weights)]
 
-    def train_loader(self, plan: BatchPlan, identity: dict[str, Any]) -> BatchLoader[Batch]:
+    @property
+    def weight_numbers(self) -> list[int]:
+        """Which of the weights each training row has: that of its task, or of its source."""
+        train = self.sets["train"]
+        if not isinstance(self.sources["train"], dict):
+            return [*train.sources]
+        numbers = {name: number for number, name in enumerate(self.sources["train"])}
+        return [numbers[name] for name in train.set_names]
+
+    def train_loader(self, order: BatchOrder, identity: dict[str, Any]) -> BatchLoader[Batch]:
         """Return a loader of training batches, whose position is part of checkpoints.
 
         Args:
-            plan: epoch -> batches of row numbers.
+            order: order of the rows.
             identity: settings and data that the order of batches depends on.
         """
         identity = identity | {"mixture": self.mixture or None}
-        order = BatchOrder(plan, *self.process)
-        return BatchLoader(self.sets["train"], order, self.num_workers, identity)
+        loader = BatchLoader(self.sets["train"], order, self.num_workers, identity)
+        if self._saved_order is not None:
+            loader.load_order_state(self._saved_order)
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what further batches depend on.
+
+        Lightning saves the position in the epoch with its loops, and drops it if the epoch is over.
+        """
+        loader = None if self.trainer is None else self.trainer.train_dataloader
+        return {"order": loader.order_state()} if isinstance(loader, BatchLoader) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the batches that follow those of a checkpoint."""
+        self._saved_order = state_dict.get("order")
 
     def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
         """Return a loader of the same batches of a set in every epoch."""
@@ -279,11 +308,16 @@ class PromptData(SourceData[PromptBatch]):
     prompt is tokenized; every other column reaches the reward functions.
 
     Args:
-        train: source of the training prompts.
+        train: source of the training prompts; or several tasks with names, `{math: a.jsonl, chat:
+            b.jsonl}`, whose rows get the name as column `task` (docs/howto/tasks.md).
         val: source of the validation prompts; or several with names, `{easy: a.jsonl, hard:
             b.jsonl}`, whose metrics are `val/easy/...`; or hold out some of `train` with
             `val_fraction`.
         test: source of the test prompts, or several with names.
+        task_weights: shares of the tasks in the batches, such as `{math: 2, chat: 1}`; default: as
+            many as they have rows.
+        curriculum: sample prompts less often that the policy always or never solves; null: each
+            once per epoch.
         predict: source of the prompts to answer.
         prompts: the prompts to answer, a text or a list of texts, instead of `predict`.
         columns: names of columns, litgrpo's first: `{prompt: question, answer: answer}`.
@@ -293,7 +327,7 @@ class PromptData(SourceData[PromptBatch]):
         reference_template: Jinja text of the prompt that the reference of the KL term reads instead
             of the policy's, with the row's columns as variables; with messages `prompt` is the last
             user message, which the text replaces. Such as `{{ prompt }} The answer is {{ answer
-            }}.` for a teacher that sees the answer; see docs/distillation.md.
+            }}.` for a teacher that sees the answer; see docs/howto/distillation.md.
         chat: `true` renders the prompt with the chat template of the tokenizer as a user message;
             `{system: text}` adds a system message.
         batch_size: prompts per iteration, all processes together.
@@ -328,10 +362,12 @@ class PromptData(SourceData[PromptBatch]):
     @check_argument_types("train", "val", "test", "predict")
     def __init__(  # noqa: PLR0913 (each is an option of a recipe)
         self,
-        train: SourceLike | None = None,
+        train: SetsLike | None = None,
         *,
         val: SetsLike | None = None,
         test: SetsLike | None = None,
+        task_weights: dict[str, float] | None = None,
+        curriculum: Curriculum | None = None,
         predict: SourceLike | None = None,
         prompts: list[str] | str | None = None,
         columns: dict[str, str] | None = None,
@@ -364,11 +400,17 @@ class PromptData(SourceData[PromptBatch]):
             tokenizer=tokenizer,
             num_workers=num_workers,
             pad_to_multiple_of=pad_to_multiple_of,
+            task_weights=task_weights,
         )
         at_least("batch_size", batch_size, 1)
         at_least("eval_batch_size", eval_batch_size, 1)
+        require(
+            curriculum is None or num_workers == 0,
+            f"num_workers is {num_workers}, but with a curriculum each batch depends on the "
+            "results of the one before; set num_workers to 0",
+        )
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.shuffle, self.seed = shuffle, seed
+        self.curriculum, self.shuffle, self.seed = curriculum, shuffle, seed
 
     def setup(self, stage: str) -> None:
         """Read, split and tokenize the sets of a stage.
@@ -435,8 +477,25 @@ class PromptData(SourceData[PromptBatch]):
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "curriculum": self.curriculum and vars(self.curriculum),
         }
-        return self.train_loader(self._plan_epoch, identity)
+        return self.train_loader(self._train_order(), identity)
+
+    def _train_order(self) -> BatchOrder:
+        rank, processes = self.process
+        if self.curriculum is None:
+            return BatchOrder(self._plan_epoch, rank, processes)
+        prompts: PromptSet | StreamedPrompts = self.sets["train"]
+        return CurriculumOrder(
+            self._plan_epoch,
+            self.curriculum,
+            index_of=prompts.index_of,
+            num_indices=prompts.num_indices,
+            num_prompts=len(prompts),
+            seed=self.seed,
+            rank=rank,
+            world_size=processes,
+        )
 
     def val_dataloader(self) -> BatchLoader[PromptBatch]:
         """Return the validation prompts in their order, each once."""
@@ -451,13 +510,13 @@ class PromptData(SourceData[PromptBatch]):
         return self._loader_in_order("predict")
 
     def _loader_in_order(self, name: str) -> BatchLoader[PromptBatch]:
-        names = self.sets[name].validation_set_names
+        names = self.sets[name].set_names
         return self.loader(name, batch_by_set(names, self.eval_batch_size))
 
     def _plan_epoch(self, epoch: int) -> Sequence[list[int]]:
         prompts, size = self.sets["train"], self.batch_size
         if self.weights is not None:
-            rows = mix_sources(prompts.sources, self.weights, self.seed, epoch, self.shuffle)
+            rows = mix_sources(self.weight_numbers, self.weights, self.seed, epoch, self.shuffle)
             return [rows[n : n + size] for n in range(0, len(rows) - len(rows) % size, size)]
         if self.shuffle:
             return shuffle_batches(len(prompts), size, self.seed, epoch)
@@ -480,6 +539,11 @@ class PromptData(SourceData[PromptBatch]):
 
     def _read_train_and_val(self, required: set[str]) -> tuple[list[SourceRow], list[SourceRow]]:
         train, val = self._source("train"), self.sources["val"]
+        tasks = parse_named_sets(train).values() if isinstance(train, dict) else ()
+        require(
+            not any(map(is_streaming, tasks)),
+            "several tasks cannot be streamed; give one file whose rows have a column `task`",
+        )
         if not is_streaming(train):
             return self.reader.read_train_and_val(train, val, required)
         require(
@@ -601,6 +665,11 @@ class PairData(SourceData[PairBatch]):
         """
         known = stage in ("fit", "validate")
         require(known, f"PairData is for fit and validate, not {stage}; use PromptData")
+        if isinstance(self.sources["train"], dict):
+            raise ValueError(
+                f"train of PairData has the sets {', '.join(self.sources['train'])}; give one of "
+                "them, or several sources as a list: `[a, b]`"
+            )
         required = self.prompt_format.template.required | self.pair_format.completion.required
         train, val = self.reader.read_train_and_val(
             self.sources["train"], self.sources["val"], required | self.reader.required
@@ -651,12 +720,12 @@ class PairData(SourceData[PairBatch]):
             "group_by_length": self.group_by_length,
             "seed": self.seed,
         }
-        return self.train_loader(self._plan_epoch, identity)
+        return self.train_loader(BatchOrder(self._plan_epoch, *self.process), identity)
 
     def val_dataloader(self) -> BatchLoader[PairBatch]:
         """Return the validation pairs, each once, in batches of one set."""
         pairs, rows_of = self.sets["val"], dict[str, list[int]]()
-        for row, name in enumerate(pairs.validation_set_names):
+        for row, name in enumerate(pairs.set_names):
             rows_of.setdefault(name, []).append(row)
         batches = [batch for rows in rows_of.values() for batch in self._batches(pairs, rows, 0)]
         return self.loader("val", batches)
@@ -665,7 +734,7 @@ class PairData(SourceData[PairBatch]):
         pairs = self.sets["train"]
         if self.weights is None:
             return self._batches(pairs, range(len(pairs)), epoch)
-        rows = mix_sources(pairs.sources, self.weights, self.seed, epoch)
+        rows = mix_sources(self.weight_numbers, self.weights, self.seed, epoch)
         return self._batches(pairs, rows, epoch)
 
     def _batches(self, pairs: PairSet, rows: Sequence[int], epoch: int) -> list[list[int]]:
@@ -684,9 +753,29 @@ def validation_set_names(trainer: Trainer) -> list[str]:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
     held_out = [each for role, each in sets.items() if role in ("val", "test")]
-    return list(dict.fromkeys(name for each in held_out for name in each.validation_set_names)) or [
-        ""
-    ]
+    return list(dict.fromkeys(name for each in held_out for name in each.set_names)) or [""]
+
+
+MAX_TASKS = 32  # whose metrics are logged
+
+
+def task_names(trainer: Trainer) -> list[str]:
+    """Return the tasks of the training prompts, the values of their column `task`.
+
+    Empty without such a column, for streamed prompts, and for more than 32 values.
+    """
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    train = data.sets.get("train") if isinstance(data, SourceData) else None
+    values = train.columns.get(TASK, []) if isinstance(train, PromptSet) else []
+    names = sorted({str(value) for value in values if value is not None})
+    return names if len(names) <= MAX_TASKS else []
+
+
+def curriculum_of(trainer: Trainer) -> CurriculumOrder | None:
+    """Return the order of the training prompts if it is a curriculum's."""
+    loader = trainer.train_dataloader
+    order = loader.sampler if isinstance(loader, BatchLoader) else None
+    return order if isinstance(order, CurriculumOrder) else None
 
 
 def reward_columns(trainer: Trainer) -> list[dict[str, list[Any]]]:

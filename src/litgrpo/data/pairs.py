@@ -129,7 +129,7 @@ class PairSet(Dataset[PairBatch]):
         return max(map(len, self.ids), default=0)
 
     @cached_property
-    def validation_set_names(self) -> list[str]:
+    def set_names(self) -> list[str]:
         """Name of each pair's set; "" for sets without names."""
         return [row.set_name for row in self.rows] or [""] * len(self)
 
@@ -156,7 +156,7 @@ class PairSet(Dataset[PairBatch]):
             for start, stop in self.loss_spans[rows[number]]:
                 targets[number, start:stop] = True
         real = slots < self.lengths[rows][:, None]
-        return PairBatch(input_ids, real, targets & real, self.validation_set_names[rows[0]])
+        return PairBatch(input_ids, real, targets & real, self.set_names[rows[0]])
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class PromptSet(Dataset[PromptBatch]):
         return len(self.ids)
 
     @property
-    def validation_set_names(self) -> list[str]:
+    def set_names(self) -> list[str]:
         """Name of each prompt's set; "" for sets without names."""
         return [row.set_name for row in self.rows]
 
@@ -90,8 +90,13 @@ class PromptSet(Dataset[PromptBatch]):
         return [row.source for row in self.rows]
 
     @cached_property
-    def _num_indices(self) -> int:
+    def num_indices(self) -> int:
+        """A number above every position of a prompt in its source."""
         return max(self.index) + 1
+
+    def index_of(self, row: int) -> int:
+        """Return the position in its source of the prompt of a row."""
+        return self.index[row % len(self)]
 
     def __getitem__(self, rows: list[int]) -> PromptBatch:
         """Return the batch of these rows, padded to the longest of them.
@@ -105,13 +110,14 @@ class PromptSet(Dataset[PromptBatch]):
         length = compute_padded_length(ids, self.pad_to_multiple_of)
         prompt_ids, prompt_mask = pad_left(ids, self.pad_id, length)
         index = torch.tensor([self.index[row] for row in rows])
+        names = {self.rows[row].set_name for row in rows}
         return PromptBatch(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             prompts=[self.texts[row] for row in rows],
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
-            index=index + repetitions * self._num_indices,
-            set_name=self.rows[rows[0]].set_name,
+            index=index + repetitions * self.num_indices,
+            set_name=names.pop() if len(names) == 1 else "",
         )
 
 
@@ -269,6 +275,15 @@ class StreamedPrompts(Dataset[PromptBatch]):
     def description(self) -> str:
         """Number of rows, for the log."""
         return f"{len(self)}, read batch by batch"
+
+    @property
+    def num_indices(self) -> int:
+        """Number of rows."""
+        return len(self)
+
+    def index_of(self, row: int) -> int:
+        """Return the position of a row, its number."""
+        return row
 
     @property
     def ids(self) -> list[list[int]]:

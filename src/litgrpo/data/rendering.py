@@ -11,7 +11,7 @@ import jinja2
 import jinja2.meta
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, one_of, require
+from litgrpo.arguments import at_least, one_of, require, without_repeats
 from litgrpo.data.messages import (
     Messages,
     ends_with_assistant,
@@ -34,7 +34,7 @@ from litgrpo.data.tokenization import (
 )
 from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.text.chat_templates import TemplateError, render_messages
-from litgrpo.types import PromptBatch
+from litgrpo.types import TASK, PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -252,14 +252,17 @@ class PromptFormat:
             *last,
         ]
 
-    def with_tools(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    def with_tools(
+        self, tools: Messages | Mapping[str, Messages], tokenizer: PreTrainedTokenizerBase
+    ) -> PromptFormat:
         """Return a format that shows these tools to the model; warn if it cannot.
 
         Args:
-            tools: JSON schemas.
+            tools: JSON schemas, or {task: JSON schemas}.
             tokenizer: tokenizer of the model.
         """
-        _warn_of_unseen_tools(tools, "prompts are plain texts (`chat: false` of the data)")
+        why = "prompts are plain texts (`chat: false` of the data)"
+        _warn_of_unseen_tools(_all_tools(tools), why)
         return self
 
     def _remove_second_begin(
@@ -281,9 +284,12 @@ class ChatPromptFormat(PromptFormat):
     Args:
         template: makes the user message.
         chat: settings of the chat format.
+        tools_of_tasks: {task: tools that the chat template shows in its rows}, in addition to those
+            of `chat`.
     """
 
     chat: Chat = Chat()
+    tools_of_tasks: Mapping[str, Messages] = field(default_factory=dict)
 
     def texts_of_data(self, row: SourceRow) -> list[str]:
         """Return the contents of the row's messages."""
@@ -330,7 +336,7 @@ class ChatPromptFormat(PromptFormat):
         for row in rows:
             messages = self.conversation(row)
             try:
-                found.append(self._render(messages, tokenizer))
+                found.append(self._render(messages, tokenizer, row.values.get(TASK)))
             except TemplateFailure as error:
                 raise ValueError(f"{row.place}: {error}") from error
         return found
@@ -347,12 +353,15 @@ class ChatPromptFormat(PromptFormat):
         messages[users[-1]] = messages[users[-1]] | {"content": text}
         return messages
 
-    def _render(self, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> str:
+    def _render(
+        self, messages: Messages, tokenizer: PreTrainedTokenizerBase, task: Any = None
+    ) -> str:
         """Render a prompt up to where the policy's answer begins, or is continued."""
         continued = self.chat.continue_final_message and ends_with_assistant(messages)
+        own = self.tools_of_tasks.get(str(task), [])
         return apply_chat_template(
             messages,
-            self.chat,
+            replace(self.chat, tools=[*self.chat.tools, *own]) if own else self.chat,
             tokenizer,
             add_generation_prompt=not continued,
             continue_final_message=continued,
@@ -380,7 +389,8 @@ class ChatPromptFormat(PromptFormat):
         known = special_token_texts(tokenizer) if self.split_special_tokens else []
         for number, row in enumerate(rows):
             if any(special in text for special in known for text in self.texts_of_data(row)):
-                ids[number] = self._encode_plain_contents(self.conversations([row])[0], tokenizer)
+                messages = self.conversations([row])[0]
+                ids[number] = self._encode_plain_contents(messages, tokenizer, row.values.get(TASK))
         return self._remove_second_begin(ids, tokenizer)
 
     def encode_opening(
@@ -395,34 +405,36 @@ class ChatPromptFormat(PromptFormat):
         messages = append_opening(columns["conversation"], added)
         known = special_token_texts(tokenizer) if self.split_special_tokens else []
         if any(special in each["content"] for special in known for each in messages):
-            ids = self._encode_plain_contents(messages, tokenizer)
+            ids = self._encode_plain_contents(messages, tokenizer, columns.get(TASK))
             return self._remove_second_begin([ids], tokenizer)[0]
         # Chat templates must not see texts that look like special tokens or placeholders.
         placeholders = placeholders_for(added, tokenizer) if split_added else {}
         messages = append_opening(columns["conversation"], insert_placeholders(added, placeholders))
-        rendered = self._render(messages, tokenizer)
+        rendered = self._render(messages, tokenizer, columns.get(TASK))
         if not placeholders:
             return self.encode([rendered], tokenizer)[0]
         ids = encode_with_placeholders(rendered, placeholders, tokenizer)
         return self._remove_second_begin([ids], tokenizer)[0]
 
-    def with_tools(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    def with_tools(
+        self, tools: Messages | Mapping[str, Messages], tokenizer: PreTrainedTokenizerBase
+    ) -> PromptFormat:
         """Return a format whose chat template also gets these tools; warn if it ignores them."""
-        shown = replace(self, chat=replace(self.chat, tools=[*self.chat.tools, *tools]))
-        if shown.chat.tools:
+        every = replace(self.chat, tools=[*self.chat.tools, *_all_tools(tools)])
+        if every.tools:
             example: Messages = [{"role": "user", "content": "?"}]
             with_tools, without = (
                 apply_chat_template(example, chat, tokenizer)
-                for chat in (shown.chat, replace(shown.chat, tools=[]))
+                for chat in (every, replace(every, tools=[]))
             )
             if with_tools == without:
-                _warn_of_unseen_tools(
-                    shown.chat.tools, "the tokenizer's chat template ignores tools"
-                )
-        return shown
+                _warn_of_unseen_tools(every.tools, "the tokenizer's chat template ignores tools")
+        if isinstance(tools, Mapping):
+            return replace(self, tools_of_tasks=tools)
+        return replace(self, chat=every)
 
     def _encode_plain_contents(
-        self, messages: Messages, tokenizer: PreTrainedTokenizerBase
+        self, messages: Messages, tokenizer: PreTrainedTokenizerBase, task: Any = None
     ) -> list[int]:
         """Return token ids of a prompt whose messages are plain text, special tokens included."""
         placeholders = {f"\ue000{n}\ue001": each["content"] for n, each in enumerate(messages)}
@@ -430,7 +442,7 @@ class ChatPromptFormat(PromptFormat):
             each | {"content": placeholder}
             for each, placeholder in zip(messages, placeholders, strict=True)
         ]
-        text = self._render(replaced, tokenizer)
+        text = self._render(replaced, tokenizer, task)
         return encode_with_placeholders(text, placeholders, tokenizer)
 
 
@@ -455,6 +467,13 @@ def build_prompt_format(
         return format_of_text
     settings = Chat() if chat is True else chat
     return ChatPromptFormat(**vars(format_of_text), chat=settings)
+
+
+def _all_tools(tools: Messages | Mapping[str, Messages]) -> Messages:
+    """Return the tools of all tasks, each once."""
+    if not isinstance(tools, Mapping):
+        return tools
+    return without_repeats(each for one in tools.values() for each in one)
 
 
 def _warn_of_unseen_tools(tools: Messages, why: str) -> None:

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from litgrpo.arguments import one_of, require
-from litgrpo.data.sources import EPISODE_NUMBER, SetsLike, SourceLike, SourceRow, read_rows
+from litgrpo.data.sources import (
+    EPISODE_NUMBER,
+    SetsLike,
+    SourceRow,
+    check_pattern,
+    read_rows,
+)
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 
 TrainValOverlap = Literal["drop", "error", "keep"]
@@ -54,15 +60,7 @@ class RowReader:
         allowed = 0 <= self.val_fraction < 1
         require(allowed, f"val_fraction is {self.val_fraction}; it must be in [0, 1).")
         for name, pattern in self.extract.items():
-            try:
-                groups = re.compile(pattern).groups
-            except re.error as error:
-                raise ValueError(
-                    f"data.extract.{name}: {pattern!r} is not a regular expression: {error}"
-                ) from error
-            require(
-                groups == 1, f"data.extract.{name}: {pattern!r} has {groups} groups, expected one"
-            )
+            check_pattern(f"data.extract.{name}", pattern)
 
     @property
     def required(self) -> set[str]:
@@ -96,7 +94,10 @@ class RowReader:
         Raises:
             ValueError: a required column is missing, or `extract` does not match.
         """
-        renamed = {name: theirs for name, theirs in self.columns.items() if theirs in row.values}
+        own = row.origin
+        columns = self.columns if own is None else self.columns | own.columns
+        extract = self.extract if own is None else self.extract | own.extract
+        renamed = {name: theirs for name, theirs in columns.items() if theirs in row.values}
         # A column also keeps its own name, unless that name means something else in litgrpo.
         replaced = set(renamed.values()) & {*REWARD_ARGUMENTS, *KNOWN_COLUMNS}
         values = {name: value for name, value in row.values.items() if name not in replaced}
@@ -107,6 +108,8 @@ class RowReader:
             if column in values
             for name in others
         }
+        if own is not None:
+            required = required | own.columns.keys() | own.extract.keys()
         missing = sorted(required - values.keys() - not_needed)
         if missing:
             name = missing[0]
@@ -114,22 +117,15 @@ class RowReader:
             hint = f"it has: {has}; `columns: {{{name}: ...}}` names another"
             if "messages" in values:
                 hint += "; `messages` need `chat: true`"
-            raise ValueError(f"{row.place}: no field {self.columns.get(name, name)!r} ({hint})")
-        for name in self.extract.keys() & values.keys():
-            values[name] = self._extract(name, values[name], row.place)
+            raise ValueError(f"{row.place}: no field {columns.get(name, name)!r} ({hint})")
+        for name in extract.keys() & values.keys():
+            values[name] = extract_group(
+                extract[name], values[name], f"{row.place}, field {name!r}"
+            )
         return replace(row, values=values)
 
-    def _extract(self, name: str, value: Any, place: str) -> str:
-        found = re.search(self.extract[name], value) if isinstance(value, str) else None
-        if found is None or found[1] is None:
-            pattern = self.extract[name]
-            raise ValueError(
-                f"{place}, field {name!r}: {pattern!r} not found in {str(value)[-80:]!r}"
-            )
-        return found[1].strip()
-
     def read_train_and_val(
-        self, train: SourceLike, val: SetsLike | None, required: Iterable[str] | None = None
+        self, train: SetsLike, val: SetsLike | None, required: Iterable[str] | None = None
     ) -> tuple[list[SourceRow], list[SourceRow]]:
         """Read the rows to train on and those to validate on (none without `val` or a fraction).
 
@@ -139,11 +135,6 @@ class RowReader:
         Raises:
             ValueError: a side is empty, or `train_val_overlap: error` and the sides overlap.
         """
-        if isinstance(train, dict):
-            raise ValueError(
-                f"train has the sets {', '.join(map(str, train))}; give one of them, or several "
-                "sources as a list: `[a, b]`"
-            )
         rows = self.read(train, required)
         if val is None:
             kept, held_out = self._split(rows)
@@ -181,6 +172,23 @@ class RowReader:
             return train
         rank_zero_warn(f"{overlap}: removed from training")
         return [row for row in train if identity(row) not in places]
+
+
+def extract_group(pattern: str, value: Any, place: str) -> str:
+    r"""Return the text of a pattern's only group in a value.
+
+    Raises:
+        ValueError: the value is no text, or the pattern is not in it; the message begins with
+            `place`.
+
+    Example:
+        >>> extract_group(r"####\s*(.+)", "one more #### 2", "a.jsonl, line 1, field 'answer'")
+        '2'
+    """
+    found = re.search(pattern, value) if isinstance(value, str) else None
+    if found is None or found[1] is None:
+        raise ValueError(f"{place}: {pattern!r} not found in {str(value)[-80:]!r}")
+    return found[1].strip()
 
 
 def identity(row: SourceRow, name: str = "prompt") -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +39,7 @@ from litgrpo.data.files import (
 from litgrpo.data.in_memory import is_table, read_object, without_nulls_in_row
 from litgrpo.data.loader import allocate_rows
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.types import TASK
 from litgrpo.workers.sandbox.wire import dumps
 
 PYTHON = "python:"
@@ -48,7 +50,7 @@ STREAMABLE = (
 )
 # Files that `save_to_disk` of a Dataset and of a DatasetDict writes.
 SAVED = ("state.json", "dataset_dict.json")
-INSTALL = "needs `pip install reasoning-gym` (or `pip install litgrpo[reasoning_gym]`)"
+INSTALL = "needs `pip install reasoning-gym==0.1.25`"
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,11 @@ class Source:
         kwargs: more arguments for the function.
         streaming: leave the rows on disk and read each with its batch, for training data that do
             not fit into memory: .jsonl, .txt, .parquet, a folder of `save_to_disk`, or the Hub.
+        columns: names of columns in this source, in addition to `columns` of the data.
+        extract: regular expressions for this source, in addition to `extract` of the data.
 
     Example:
-        >>> Source("openai/gsm8k:main:train", limit=1000).limit
+        >>> Source("openai/gsm8k:main:train", limit=1000, columns={"prompt": "question"}).limit
         1000
     """
 
@@ -79,6 +83,8 @@ class Source:
     weight: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     streaming: bool = False
+    columns: dict[str, str] = field(default_factory=dict)
+    extract: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -86,6 +92,21 @@ class Source:
         at_least(f"limit of {self.path!r}", self.limit, 1)
         used = not self.kwargs or self.path.startswith(PYTHON)
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
+        for name, pattern in self.extract.items():
+            check_pattern(f"extract of {self.path!r}, {name}", pattern)
+
+
+def check_pattern(option: str, pattern: str) -> None:
+    """Check that a pattern is a regular expression with one group.
+
+    Raises:
+        ValueError: it is not; the message begins with `option`.
+    """
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from error
+    require(groups == 1, f"{option}: {pattern!r} has {groups} groups, expected one")
 
 
 class GeneratedSource(ABC):
@@ -232,7 +253,7 @@ def row_of_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "prompt": str(entry["question"]),
         "answer": None if answer is None else str(answer),
-        "task": name,
+        TASK: name,
         "metadata": dumps(entry),
     }
 
@@ -276,6 +297,8 @@ class SourceRow:
         index: position among all rows that were read together.
         source: number of its source, if there are several.
         set_name: name of its set, if there are several.
+        origin: its source, whose `columns` and `extract` apply to this row; None: only those of the
+            data do.
 
     Example:
         SourceRow({"question": "1+1?", "answer": "2"}, place="data/a.jsonl, line 7", index=6)
@@ -286,10 +309,13 @@ class SourceRow:
     index: int
     source: int = 0
     set_name: str = ""
+    origin: Source | None = None
 
 
 def read_rows(source: SetsLike) -> list[SourceRow]:
     """Read all rows of a source, of several, or of named sets, up to their limits.
+
+    Rows of named sets get the name as column `task`, unless they have such a column.
 
     Args:
         source: a source, its path, a list of these, or the rows themselves (texts become
@@ -301,18 +327,20 @@ def read_rows(source: SetsLike) -> list[SourceRow]:
     Example:
         >>> [row.values for row in read_rows(["What is 3+4?"])]
         [{'prompt': 'What is 3+4?'}]
+        >>> [row.values for row in read_rows({"sums": ["What is 3+4?"]})]
+        [{'task': 'sums', 'prompt': 'What is 3+4?'}]
     """
     named = parse_named_sets(source) if isinstance(source, dict) else {"": source}
-    placed = [
-        (values, place, number, name)
-        for name, given in named.items()
-        for number, one in enumerate(split_sources(given))
-        for values, place in _read_one(one)
-    ]
-    return [
-        SourceRow(values, place, index, number, name)
-        for index, (values, place, number, name) in enumerate(placed)
-    ]
+    found: list[SourceRow] = []
+    for name, given in named.items():
+        task = {TASK: name} if name else {}
+        for number, one in enumerate(split_sources(given)):
+            origin = one if isinstance(one, Source) else None
+            found += [
+                SourceRow(task | values, place, 0, number, name, origin)
+                for values, place in _read_one(one)
+            ]
+    return [replace(row, index=index) for index, row in enumerate(found)]
 
 
 def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
@@ -612,6 +640,44 @@ def is_streaming(source: Any) -> bool:
     return any(isinstance(one, Source) and one.streaming for one in each)
 
 
+def task_weights_of(sets: Any, weights: Mapping[str, float] | None) -> list[float] | None:
+    """Return the weight of each named set, in their order; None without weights.
+
+    Args:
+        sets: source of the training rows.
+        weights: {name: weight} of all of them, or None.
+
+    Raises:
+        ValueError: the names do not fit, or a source within a named set has a weight.
+
+    Example:
+        >>> task_weights_of({"math": "a.jsonl", "chat": "b.jsonl"}, {"chat": 1, "math": 2})
+        [2, 1]
+    """
+    if not isinstance(sets, Mapping):
+        require(
+            weights is None,
+            "task_weights are for several tasks: name them, as in `train: {math: a.jsonl, chat: "
+            "b.jsonl}`",
+        )
+        return source_weights(sets)
+    for name, source in sets.items():
+        inside = _parse_source(source)
+        given = [getattr(one, "weight", None) for one in split_sources(inside)]
+        require(
+            not any(given), f"the set {name!r} has a source with a weight; set task_weights instead"
+        )
+    if weights is None:
+        return None
+    for name in weights:
+        hint = f"{did_you_mean(name, sets)}; train has {', '.join(sets)}"
+        require(name in sets, f"task_weights has {name!r}, which is not a set of train{hint}")
+    for name in sets:
+        require(name in weights, f"task_weights has no weight for {name!r}; give one to each set")
+        above(f"weight of task {name!r}", weights[name], 0)
+    return [weights[name] for name in sets]
+
+
 def open_rows(source: Any) -> RowsOnDisk:
     """Open a source or several without reading their rows into memory.
 
@@ -623,10 +689,11 @@ def open_rows(source: Any) -> RowsOnDisk:
         all(isinstance(one, Source) for one in each),
         "train has a source with `streaming: true`: its other sources must be paths as well",
     )
-    require(
-        all(one.weight is None for one in each),
-        "weight and streaming cannot be combined: leave one of them out",
-    )
+    for name in ("weight", "columns", "extract"):
+        require(
+            not any(getattr(one, name) for one in each),
+            f"{name} and streaming cannot be combined: leave one of them out",
+        )
     return ConcatenatedRows([_open_source(one) for one in each])
 
 

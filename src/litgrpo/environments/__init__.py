@@ -4,11 +4,14 @@ from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.adapters.openenv import OpenEnv
 from litgrpo.environments.adapters.skyrl import SkyRL
 from litgrpo.environments.adapters.textarena import TextArena
+from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import Environment, Message, StepResult
+from litgrpo.environments.task_environments import TaskEnvironments
 from litgrpo.environments.tool_calls import HermesFormat, PythonFormat, TagFormat
 from litgrpo.environments.tools import Tools
 
 __all__ = [
+    "Agent",
     "Environment",
     "HermesFormat",
     "Message",
@@ -17,6 +20,7 @@ __all__ = [
     "SkyRL",
     "StepResult",
     "TagFormat",
+    "TaskEnvironments",
     "TextArena",
     "TextEnv",
     "Tools",

@@ -117,6 +117,18 @@ class DescribesTools(Protocol):
     list_tools_in_prompt: bool
 
 
+@runtime_checkable
+class ShowsToolsByTask(Protocol):
+    """Object whose tools depend on the task of a row: `shown_tools`, {task: schemas}."""
+
+    shown_tools: Mapping[str, list[dict[str, Any]]]
+
+
+def tools_by_task(environment: object) -> Mapping[str, list[dict[str, Any]]] | None:
+    """Return {task: schemas that the chat template shows}; None if they are the same for all."""
+    return environment.shown_tools if isinstance(environment, ShowsToolsByTask) else None
+
+
 def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
     """Return the schemas that the chat template shows: [] if the prompt text lists the tools."""
     in_prompt = isinstance(environment, DescribesTools) and environment.list_tools_in_prompt

@@ -78,6 +78,10 @@ class CallFormat(ABC):
     def example(self, tool: Tool) -> str:
         """Write an example call, with parameter names or dots as values."""
 
+    def text_before_calls(self, turn: str) -> str:
+        """Return the text of a turn in front of its calls, for formats that allow one."""
+        return ""
+
     def format_results(self, results: Sequence[ToolResult]) -> str | list[Message]:
         """Return the observation: one message with the role `tool` per result."""
         return [{"role": "tool", "name": each.tool, "content": each.text} for each in results]
@@ -107,6 +111,10 @@ class HermesFormat(CallFormat):
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
         """See `CallFormat.parse`."""
         return _parse_tagged(text, self.tag, _from_json)
+
+    def text_before_calls(self, turn: str) -> str:
+        """See `CallFormat.text_before_calls`."""
+        return turn.partition(f"<{self.tag}>")[0].strip()
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
@@ -152,6 +160,10 @@ class TagFormat(CallFormat):
             return _one_expression(each, how)
 
         return _parse_tagged(text, self.call_tag, parse_one)
+
+    def text_before_calls(self, turn: str) -> str:
+        """See `CallFormat.text_before_calls`."""
+        return turn.partition(f"<{self.call_tag}>")[0].strip()
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""

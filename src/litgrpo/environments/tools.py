@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any, Literal
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, did_you_mean, one_of, require
+from litgrpo.arguments import at_least, did_you_mean, one_of, require, without_repeats
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.episode import shorten
 from litgrpo.environments.tool import (
@@ -130,8 +130,7 @@ class Tools:
         require(
             bool(every), "Tools has no tools; give functions: [my_tools.f], or factory: my.Class."
         )
-        schemas = [tool.schema for tool in every]
-        self.tools = [each for n, each in enumerate(schemas) if each not in schemas[:n]]
+        self.tools = without_repeats(tool.schema for tool in every)
         self._instance: Any = None
         self._clear()
 

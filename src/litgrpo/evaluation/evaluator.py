@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import isnan
@@ -25,7 +25,7 @@ from litgrpo.evaluation.metrics import (
     SampledAccuracy,
     TextQuality,
 )
-from litgrpo.rewards.reward import find_main_reward
+from litgrpo.rewards.reward import find_success_rewards
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose, Sampling
@@ -48,7 +48,8 @@ class Evaluation:
         temperature: sampling temperature of the held-out completions.
         greedy: also generate one greedy completion per prompt.
         success_reward: the reward that decides whether a completion is correct; null: the one with
-            the largest weight, of equal ones the first.
+            the largest weight, of equal ones the first. Of a task that it does not score, it is the
+            one with the largest weight of those that do.
         success_threshold: a completion is correct if that reward is at least this.
         predict_temperature: temperature of the completions of `predict`; 0: greedy.
         predict_top_p: top-p of `predict`, if `predict_temperature` is above 0; 1: off.
@@ -88,14 +89,22 @@ class Evaluation:
                 )
 
 
-def format_success_rule(reward: str, threshold: float) -> str:
+def format_success_rule(rewards: Mapping[str, str], threshold: float) -> str:
     """Write when a completion is correct.
 
+    Args:
+        rewards: {task: the reward that decides there}, "" for all others.
+        threshold: a completion is correct from here on.
+
     Example:
-        >>> format_success_rule("correct", 1.0)
+        >>> format_success_rule({"": "correct"}, 1.0)
         "reward 'correct' >= 1"
+        >>> format_success_rule({"": "correct", "chat": "judge"}, 0.5)
+        "reward 'correct' >= 0.5, of task 'chat' reward 'judge' >= 0.5"
     """
-    return f"reward {reward!r} >= {threshold:g}"
+    other = {task: name for task, name in rewards.items() if name != rewards[""]}
+    rules = [f"of task {task!r} reward {name!r}" for task, name in other.items()]
+    return ", ".join(f"{rule} >= {threshold:g}" for rule in (f"reward {rewards['']!r}", *rules))
 
 
 # Names of metrics of an evaluation, which no reward may have.
@@ -208,6 +217,7 @@ class Evaluator:
     Args:
         settings: evaluation settings.
         scorer: computes rewards.
+        ignored: rewards that never decide whether a completion is correct.
 
     Raises:
         ValueError: `settings.success_reward` is not a reward, or a reward has the name of a metric.
@@ -222,12 +232,18 @@ class Evaluator:
             evaluator.report("val")  # {"val/avg@2": 0.42, "val/avg@2_low": 0.37, ...}
     """
 
-    def __init__(self, settings: Evaluation, scorer: Scorer) -> None:
+    def __init__(self, settings: Evaluation, scorer: Scorer, ignored: Collection[str] = ()) -> None:
         names = list(scorer.components)
         self.settings = settings
         self.scorer = scorer
-        self.success_reward = settings.success_reward or find_main_reward(scorer.weights)
-        one_of("model.evaluation.success_reward", self.success_reward, names)
+        if settings.success_reward is not None:
+            one_of("model.evaluation.success_reward", settings.success_reward, names)
+        # {task: the reward that decides there}, "" for all others
+        self.success_rewards = find_success_rewards(
+            {name: weight for name, weight in scorer.weights.items() if name not in ignored},
+            {name: each.tasks for name, each in scorer.components.items()},
+            settings.success_reward,
+        )
         taken = sorted(RESERVED & set(names))
         if taken:
             raise ValueError(
@@ -263,7 +279,7 @@ class Evaluator:
     @property
     def success_rule(self) -> str:
         """Rule by which a completion is correct, such as `reward 'correct' >= 1`."""
-        return format_success_rule(self.success_reward, self.settings.success_threshold)
+        return format_success_rule(self.success_rewards, self.settings.success_threshold)
 
     @property
     def sampling(self) -> Sampling:
@@ -305,14 +321,14 @@ class Evaluator:
         if self.initial_logprobs is not None:
             metrics.measure_initial_distance(self.initial_logprobs)
         rewards = pending.wait()
-        correct = self._is_correct(rewards)
+        correct = self.find_correct(rewards)
         metrics.sampled.update(prompts.index, correct)
         metrics.rewards.update(prompts.index, rewards)
         metrics.episodes.update(prompts.index, rollout)
         evaluated = Evaluated(rollout, rewards, correct, name=name)
         if greedy is not None:
             greedy_rewards = self.scorer.start(greedy, iteration).wait()
-            greedy_correct = self._is_correct(greedy_rewards)
+            greedy_correct = self.find_correct(greedy_rewards)
             metrics.greedy_episodes.update(prompts.index, greedy)
             metrics.greedy.update(prompts.index, greedy_correct.squeeze(1))
             evaluated = replace(
@@ -325,11 +341,10 @@ class Evaluator:
             metrics.corpus.update(prompts.index, replies, prompts.columns)
         return evaluated
 
-    def _is_correct(self, rewards: RewardTable) -> Tensor:
-        """Return [B, G] True if the success reward reaches its threshold."""
-        component = rewards.components[self.success_reward]
-        correct = (component >= self.settings.success_threshold) & rewards.valid
-        return correct.to(self.device)
+    def find_correct(self, rewards: RewardTable) -> Tensor:
+        """Return [B, G] True for correct completions."""
+        threshold = self.settings.success_threshold
+        return rewards.find_correct(self.success_rewards, threshold).to(self.device)
 
     def report(self, stage: str, comm: Comm = SingleProcess()) -> dict[str, float]:  # noqa: B008
         """Return {`stage`/name: number} of everything since the last report.

@@ -83,7 +83,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError("lora needs the package peft: pip install 'litgrpo[peft]'") from error
+        raise ValueError("lora needs the package peft: pip install peft") from error
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     settings = lora.peft_settings
     if lora.adapter_path is not None:
@@ -307,7 +307,7 @@ def quantization_arguments(kind: Quantization, autocast_dtype: torch.dtype) -> d
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(
             "model.precision.quantization needs the package bitsandbytes: pip install "
-            f"'litgrpo[qlora]' ({' '.join(str(error).split())[:100]})."
+            f"bitsandbytes ({' '.join(str(error).split())[:100]})."
         ) from error
     from transformers import BitsAndBytesConfig
 

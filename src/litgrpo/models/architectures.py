@@ -103,10 +103,16 @@ def find_fused_layout(model: PreTrainedModel) -> FusedLayout | None:
     return known if type(model).__module__ == modeling_module_name(model) else None
 
 
+def is_listed(model: PreTrainedModel) -> bool:
+    """Check that this is transformers' model of a listed type."""
+    own = type(model).__module__.startswith("transformers.")
+    return own and model.config.model_type in ARCHITECTURES
+
+
 def has_known_layers(model: PreTrainedModel) -> bool:
     """Check that this is a listed decoder-only model whose tokens interact in attention only."""
     return (
-        type(model).__module__.startswith("transformers.")
+        is_listed(model)
         and model.config.model_type in DECODER_ONLY
         and set(getattr(model.config, "layer_types", None) or ()) <= LAYER_TYPES
     )

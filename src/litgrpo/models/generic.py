@@ -276,7 +276,7 @@ def build_causal_policy(*arguments: Any) -> Policy:
             rank_zero_info(
                 f"Model type {config.model_type!r} runs transformers' own forward pass "
                 f"{'with' if candidate.cached else 'without'} its KV cache: exact, but slower than "
-                f"the types that share prompts ({find_page('docs/models.md')})."
+                f"the types that share prompts ({find_page('docs/reference/models.md')})."
             )
             return generic
     raise ValueError(
@@ -286,7 +286,7 @@ def build_causal_policy(*arguments: Any) -> Policy:
             or "a token's prediction depends on later tokens (log-probabilities of the same tokens "
             f"differ by {result.error:.1g} nats if others follow)"
         )
-        + f". {find_page('docs/models.md')} lists the types that can."
+        + f". {find_page('docs/reference/models.md')} lists the types that can."
     )
 
 

@@ -81,7 +81,7 @@ def convert_gguf(file: Path) -> Path:
             if find_spec("gguf") is None:
                 raise ValueError(
                     f"pretrained: {str(file)!r} is a GGUF file; reading it needs the package gguf: "
-                    'pip install "litgrpo[real]".'
+                    "pip install gguf."
                 )
             _write_folder(file, folder)
     return folder

@@ -20,7 +20,7 @@ from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
 from litgrpo.tensors import FEW_LOGITS, ComparedModel, head_chunk, token_logprobs
-from litgrpo.types import TokenLogprobs, TokenRows, to_device
+from litgrpo.types import TokenLogprobs, TokenRows, move_to_positions, to_device
 
 
 def autocast_to(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -266,6 +266,34 @@ class Policy(nn.Module, ABC):
         prompt_of = torch.arange(len(ids), device=ids.device)
         return self.hidden(TokenRows(*prompts, prompt_of, *completions))
 
+    def hidden_states(self, rows: TokenRows) -> Tensor:
+        """Compute [M, C, E] hidden states that predict the generated tokens; see `logprobs`.
+
+        Args:
+            rows: M completions and their prompts.
+        """
+        if rows.segments is not None:
+            split, places = rows.split_segments()
+            return move_to_positions(self.hidden_states(split), places, rows.completion_ids.shape)
+        if self.static_shapes:
+            return self.static_decoder.hidden(rows)
+        hidden, places = self._compute_generated_states(rows)
+        shape = rows.completion_ids.shape
+        padded = hidden.new_zeros(shape.numel(), hidden.shape[-1])
+        return padded.index_copy(0, places, hidden).view(*shape, -1)
+
+    def _compute_generated_states(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
+        """Return [K, E] hidden states of the K generated tokens, and [K] their places in M * C."""
+        masks, hidden = rows.on_host, self.hidden(rows)
+        indices = [masks.generated.flatten().nonzero().squeeze(1)]
+        if len(indices[0]) < len(hidden):  # observations need no logits
+            indices.append(masks.generated[masks.completion_mask].nonzero().squeeze(1))
+        # Indices from the host: a mask as index would wait for the device.
+        places, *among_hidden = to_device(indices, hidden.device)
+        for each in among_hidden:
+            hidden = hidden.index_select(0, each)
+        return hidden, places
+
     def logprobs(
         self,
         rows: TokenRows,
@@ -273,7 +301,7 @@ class Policy(nn.Module, ABC):
         temperature: float = 1.0,
         entropy_grad: bool = False,
         compared: ComparedModel | None = None,
-        keep_hidden: bool = False,
+        score_norms: bool = False,
     ) -> TokenLogprobs:
         """Compute log-probabilities of given completions, with gradient.
 
@@ -284,29 +312,28 @@ class Policy(nn.Module, ABC):
             entropy_grad: let the gradient flow through the entropy too.
             compared: another model whose distributions are compared with the policy's; its hidden
                 states are [M, C, E].
-            keep_hidden: return the hidden states as well.
+            score_norms: return squared norms of the gradients by the logits as well.
 
         Returns:
             [M, C] log-probabilities and entropies, and divergences with `compared`; 0 on padding.
         """
         settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
+        settings["score_norms"] = score_norms
+        if rows.segments is not None:
+            split, places = rows.split_segments()
+            if compared is not None:
+                hidden = compared.hidden.flatten(0, 1)[places.clamp(min=0)]
+                compared = replace(compared, hidden=hidden)
+            found = self.logprobs(split, compared=compared, **settings)
+            return found.to_positions(places, rows.completion_ids.shape)
         if self.static_shapes:
-            return self.static_decoder.logprobs(
-                rows, compared=compared, keep_hidden=keep_hidden, **settings
-            )
-        masks, candidates = rows.on_host, rows.candidate_ids
-        hidden = self.hidden(rows)
-        indices = [masks.generated.flatten().nonzero().squeeze(1)]
-        if len(indices[0]) < len(hidden):  # observations need no logits
-            indices.append(masks.generated[masks.completion_mask].nonzero().squeeze(1))
-        # Indices from the host: a mask as index would wait for the device.
-        places, *among_hidden = to_device(indices, hidden.device)
-        for each in among_hidden:
-            hidden = hidden.index_select(0, each)
+            return self.static_decoder.logprobs(rows, compared=compared, **settings)
+        candidates = rows.candidate_ids
+        hidden, places = self._compute_generated_states(rows)
         if compared is not None:
             at_places = compared.hidden.flatten(0, 1).index_select(0, places)
             compared = replace(compared, hidden=at_places)
-        found = token_logprobs(
+        columns = token_logprobs(
             hidden,
             rows.completion_ids.flatten().index_select(0, places),
             self.head,
@@ -318,12 +345,11 @@ class Policy(nn.Module, ABC):
             **settings,
         )
         shape = rows.completion_ids.shape
-        padded = found[0].new_zeros(shape.numel())
-        grids = [padded.index_copy(0, places, each).view(shape) for each in found]
-        states = hidden.new_zeros(shape.numel(), hidden.shape[-1]) if keep_hidden else None
-        if states is not None:
-            states = states.index_copy(0, places, hidden).view(*shape, -1)
-        return replace(TokenLogprobs(*grids), hidden=states)
+        padded = columns[0].new_zeros(shape.numel())
+        grids = [padded.index_copy(0, places, each).view(shape) for each in columns]
+        return TokenLogprobs.from_columns(
+            grids, compared=compared is not None, score_norms=score_norms
+        )
 
     def chunk_size(self, num_tokens: int, num_models: int = 1) -> int:
         """Return the number of tokens whose logits exist at once, those of `num_models` models."""

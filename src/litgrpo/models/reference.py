@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from litgrpo.distributed.fsdp.units import gathered_root
 from litgrpo.models.adapters import INITIAL, TRAINED, read_adapter, use_initial_adapter
+from litgrpo.models.architectures import is_listed
+from litgrpo.models.kernels.linear import list_linear_layers
 from litgrpo.models.policy import Policy
 from litgrpo.types import TokenLogprobs, TokenRows
 
@@ -28,11 +31,18 @@ class Reference(nn.Module, ABC):
         """True if a prompt is computed once for all of its completions; see `Policy`."""
         return False
 
+    @property
+    def computes_elsewhere(self) -> bool:
+        """True if its weights are on servers: all rows are requested at once, rounding may vary."""
+        return False
+
     @abstractmethod
-    def logprobs(
-        self, rows: TokenRows, *, temperature: float = 1.0, keep_hidden: bool = False
-    ) -> TokenLogprobs:
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
         """Compute log-probabilities of completions, without gradient; see `Policy.logprobs`."""
+
+    @abstractmethod
+    def hidden_states(self, rows: TokenRows) -> Tensor:
+        """Compute [M, C, E] hidden states for `head`, without gradient; no log-probabilities."""
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
@@ -75,16 +85,33 @@ class FrozenReference(Reference):
         return super().train(False)
 
     @torch.no_grad()
-    def logprobs(
-        self, rows: TokenRows, *, temperature: float = 1.0, keep_hidden: bool = False
-    ) -> TokenLogprobs:
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
         """See `Reference.logprobs`."""
-        return self.policy.logprobs(rows, temperature=temperature, keep_hidden=keep_hidden)
+        with self.policy.autocast():
+            return self.policy.logprobs(rows, temperature=temperature)
+
+    @torch.no_grad()
+    def hidden_states(self, rows: TokenRows) -> Tensor:
+        """See `Reference.hidden_states`."""
+        with self.policy.autocast():
+            return self.policy.hidden_states(rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """See `Reference.head`."""
-        return self.policy.head(hidden)
+        with self.policy.autocast():
+            return self.policy.head(hidden)
+
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Keep weights of linear layers in the precision of their products; see `round_linears`.
+
+        From now on the reference computes in this precision, also if the trainer does not.
+
+        Args:
+            dtype: of the policy's autocast.
+        """
+        if round_linears(self.policy.bare_model, dtype):
+            self.policy.autocast_dtype = dtype
 
     def head_in_memory(self) -> AbstractContextManager[None]:
         """See `Reference.head_in_memory`."""
@@ -112,6 +139,30 @@ class FrozenReference(Reference):
             mine.lerp_(its.to(mine.dtype), alpha)
 
 
+@torch.no_grad()
+def round_linears(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Round the weights of a frozen model's linear layers to the precision that autocast uses.
+
+    Autocast rounds them in every product, so outputs are the same, bit for bit. Norms and
+    embeddings, also one that is the head, are used with all their digits and stay as they are.
+
+    Args:
+        model: is only computed under autocast to `dtype` from now on.
+        dtype: bfloat16 or float16.
+
+    Returns:
+        False if nothing changed: an unlisted model type may compute a layer without autocast.
+    """
+    if not is_listed(model):
+        return False
+    embedding: Any = model.get_input_embeddings()
+    for layer in list_linear_layers(model):
+        if layer.weight is not embedding.weight:
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.to(dtype)
+    return True
+
+
 class BaseModelReference(Reference):
     """The policy with its LoRA adapter disabled: a reference that costs no memory.
 
@@ -130,13 +181,18 @@ class BaseModelReference(Reference):
         return self._policy[0].computes_prompts_once
 
     @torch.no_grad()
-    def logprobs(
-        self, rows: TokenRows, *, temperature: float = 1.0, keep_hidden: bool = False
-    ) -> TokenLogprobs:
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
         """See `Reference.logprobs`."""
         (policy,) = self._policy
         with self._without_training(policy.model):
-            return policy.logprobs(rows, temperature=temperature, keep_hidden=keep_hidden)
+            return policy.logprobs(rows, temperature=temperature)
+
+    @torch.no_grad()
+    def hidden_states(self, rows: TokenRows) -> Tensor:
+        """See `Reference.hidden_states`."""
+        (policy,) = self._policy
+        with self._without_training(policy.model):
+            return policy.hidden_states(rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:

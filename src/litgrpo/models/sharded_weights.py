@@ -36,7 +36,10 @@ MAX_FILE_BYTES = 5 * 2**30
 WRAPPED, BASE = "base_model.model.", ".base_layer."  # inserted into names by PEFT
 ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 # Methods that compute with a policy's weights; each gathers those outside of the layers.
-ENTRIES = ("logprobs", "target_hidden_states", "dense_logits", "prefill", "decode_step")
+ENTRIES = (
+    *("logprobs", "hidden_states", "target_hidden_states", "dense_logits"),
+    *("prefill", "decode_step"),
+)
 
 
 # --- sharding a policy ---

@@ -427,7 +427,7 @@ class StaticDecoder(ABC):
         rows: TokenRows,
         *,
         compared: ComparedModel | None = None,
-        keep_hidden: bool = False,
+        score_norms: bool = False,
         **settings: Any,
     ) -> TokenLogprobs:
         """Compute `Policy.logprobs` for all positions and mask padding afterwards."""
@@ -444,10 +444,15 @@ class StaticDecoder(ABC):
             chunk_size=self.policy.chunk_size(mask.numel(), 1 if compared is None else 2),
             context_fn=recomputed.contexts,
             compared=compared,
+            score_norms=score_norms,
             **settings,
         )
         grids = [torch.where(mask, each.view_as(mask), 0.0) for each in found]
-        return replace(TokenLogprobs(*grids), hidden=hidden if keep_hidden else None)
+        return TokenLogprobs.from_columns(
+            grids,
+            compared=compared is not None,
+            score_norms=score_norms,
+        )
 
 
 class CausalStaticDecoder(StaticDecoder):

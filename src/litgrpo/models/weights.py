@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NO_LANGUAGE_MODEL = (
     "Models of type {!r} cannot be trained: transformers has no text generation class for them. "
-    f"{find_page('docs/models.md')} lists the supported types."
+    f"{find_page('docs/reference/models.md')} lists the supported types."
 )
 MAX_SHOWN = 3  # weight names in an error message
 # {part of a name: largest number in a config}: lists of modules, widths of tensors, other numbers.

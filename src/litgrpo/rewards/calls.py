@@ -135,6 +135,11 @@ class Call:
         """The arguments of some rows, not copied."""
         return {name: [values[row] for row in rows] for name, values in self.rows.items()}
 
+    def only(self, rows: Sequence[int]) -> Call:
+        """The same call for some of the rows."""
+        places = [self.places[row] for row in rows] if self.places else ()
+        return replace(self, rows=self.select(rows), num_rows=len(rows), places=places)
+
 
 @dataclass
 class Scores:

@@ -133,6 +133,8 @@ class Reward:
             mean of the prompt's completions in standard deviations, `batch` from that of all
             completions of this process.
         schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
+        tasks: score only rows of these tasks, by their column `task` (docs/howto/tasks.md); other
+            rows have no such reward. Empty: all rows.
 
     Example:
         >>> correct = Reward("litgrpo.rewards.correctness", weight=0.8)
@@ -148,6 +150,7 @@ class Reward:
     gate_threshold: float = 1.0
     normalize: Normalize = "none"
     schedule: dict[int, float] = field(default_factory=dict)
+    tasks: list[str] = field(default_factory=list)
 
     @property
     def is_normalized_or_gated(self) -> bool:
@@ -226,6 +229,30 @@ def find_main_reward(weights: Mapping[str, float]) -> str:
     return max(weights, key=lambda name: weights[name], default="")
 
 
+def find_success_rewards(
+    weights: Mapping[str, float], tasks: Mapping[str, Sequence[str]], given: str | None = None
+) -> dict[str, str]:
+    """Return {task: the reward that decides there}; the key "" is for all tasks not listed.
+
+    It is the given one where that scores the task, else the one with the largest weight of those
+    that do.
+
+    Args:
+        weights: {reward: weight}.
+        tasks: {reward: the tasks that it scores}; none means all.
+        given: `evaluation.success_reward`.
+
+    Example:
+        >>> find_success_rewards({"math": 1.0, "judge": 0.5}, {"math": ["gsm"], "judge": ["chat"]})
+        {'': 'math', 'gsm': 'math', 'chat': 'judge'}
+    """
+    found = {"": given or find_main_reward(weights)}
+    for task in (task for name in weights for task in tasks.get(name, [])):
+        scoring = {n: w for n, w in weights.items() if not tasks.get(n) or task in tasks[n]}
+        found[task] = given if given in scoring else find_main_reward(scoring)
+    return found
+
+
 def _name_of(function: str | Callable[..., Any]) -> str:
     if isinstance(function, str):
         return function.rpartition(".")[2]
@@ -245,14 +272,19 @@ def _check_weight(name: str, reward: Reward) -> None:
     )
 
 
-def _check_shaping(name: str, reward: Reward, names: Sequence[str]) -> None:
-    gate, others = reward.gate, [other for other in names if other != name]
+def _check_shaping(name: str, reward: Reward, rewards: Mapping[str, Reward]) -> None:
+    gate, others = reward.gate, [other for other in rewards if other != name]
     require(
         gate is None or gate in others,
         f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), others)}; "
         + (f"it must name another reward: {', '.join(others)}" if others else NO_OTHER),
     )
     one_of(f"normalize of reward '{name}'", reward.normalize, get_args(Normalize))
+    require(
+        gate is None or not rewards[gate].tasks or {*reward.tasks} == {*rewards[gate].tasks},
+        f"reward '{name}' is for the tasks {reward.tasks or 'all'}, but its gate '{gate}' for "
+        f"{rewards[gate].tasks if gate else []}; give both the same tasks",
+    )
     for iteration, factor in reward.schedule.items():
         require(
             isinstance(iteration, int) and iteration >= 0 and isfinite(factor),
@@ -297,7 +329,7 @@ def resolve_functions(rewards: Mapping[str, Reward]) -> dict[str, Callable[..., 
     require(bool(rewards), "there are no rewards; give at least one under `rewards`")
     for name, reward in rewards.items():
         _check_weight(name, reward)
-        _check_shaping(name, reward, list(rewards))
+        _check_shaping(name, reward, rewards)
     given = {name: reward.function or OWN.get(name, "") for name, reward in rewards.items()}
     for name, function in given.items():
         require(bool(function), f"reward '{name}' has no function; name one: function: my.reward")

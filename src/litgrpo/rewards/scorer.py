@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isnan
+from math import isnan, nan
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from litgrpo.arguments import one_of
+from litgrpo.arguments import one_of, require
 from litgrpo.rewards.calls import (
     DOUBLE_EPS,
     Call,
@@ -33,7 +33,7 @@ from litgrpo.rewards.reward import (
 )
 from litgrpo.rewards.reward_model import background_judges, judges_with_budget
 from litgrpo.rewards.runner import RewardRunner, StartedCalls
-from litgrpo.types import RewardTable, Rollout
+from litgrpo.types import TASK, RewardTable, Rollout
 
 EPS = 1e-4
 
@@ -133,7 +133,7 @@ def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
     """Return the columns of episodes; `completion_ids` are those of the last turn only."""
     assert rollout.turns is not None
     assert rollout.turn_rewards is not None
-    last = rollout.turns == rollout.turns.amax(1, keepdim=True)
+    last = (rollout.turns == rollout.turns.amax(1, keepdim=True)) & (rollout.turns >= 0)
     rewards = [
         [None if isnan(reward) else reward for reward in row[: len(states)]]
         for row, states in zip(rollout.turn_rewards.tolist(), rollout.turn_states, strict=True)
@@ -306,12 +306,17 @@ class Scorer:
             ValueError: a column is missing, or a function's own check rejects the values.
         """
         added = (*OF_ROLLOUT, *(OF_EPISODES if episodes else ()))
-        rows: dict[str, list[Any]] = {
-            **{"prompts": [], "prompt_texts": []},
-            **{name: list(values) for name, values in columns.items()},
-            **{name: [] for name in ("completions", *added)},
-        }
-        for name in self.components:
+        tasks = [_task_of(columns, row) for row in range(len(next(iter(columns.values()), [])))]
+        self._check_tasks({*tasks})
+        for name, reward in self.components.items():
+            scored = [n for n, task in enumerate(tasks) if not reward.tasks or task in reward.tasks]
+            if reward.tasks and not scored:
+                continue
+            rows: dict[str, list[Any]] = {
+                **{"prompts": [], "prompt_texts": []},
+                **{column: [values[row] for row in scored] for column, values in columns.items()},
+                **{column: [] for column in ("completions", *added)},
+            }
             call = self._call(name, rows, {"group_size": 0, "trainer_state": None})
             check = find_check(call.function)
             if check is not None:
@@ -320,6 +325,15 @@ class Scorer:
                     check(**{key: given[key] for key in known if key in given})
                 except UnusableReward as error:
                     raise ValueError(f"reward '{name}': {error}") from error
+
+    def _check_tasks(self, tasks: set[str]) -> None:
+        """Raise ValueError if no reward that counts scores the rows of a task."""
+        counting = {n: each.tasks for n, each in self.components.items() if self.weights[n]}
+        listed = "; ".join(f"{name}: {', '.join(given)}" for name, given in counting.items())
+        for task in sorted(tasks):
+            scored = any(not given or task in given for given in counting.values())
+            which = f"of the task {task!r}" if task else "without a column `task`"
+            require(scored, f"no reward scores the rows {which}; tasks of the rewards: {listed}")
 
     def _start(
         self,
@@ -334,7 +348,7 @@ class Scorer:
 
         `numbers` are the positions of the prompts in the data, for error messages.
         """
-        rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
+        rows = {**texts, **columns, **texts}  # in this order, and no column can replace the texts
         rows["prompt_texts"] = rows["prompts"]
         num_rows = len(rows["completions"])
         if min(group_size, num_rows) < 1 or num_rows % group_size:
@@ -353,6 +367,13 @@ class Scorer:
         calls = [
             replace(self._call(name, rows, context), places=places) for name in self.components
         ]
+        # Rewards of other tasks are not called.
+        scored = {call.name: self._find_rows(call.name, rows) for call in calls}
+        calls = [
+            call if len(scored[call.name]) == num_rows else call.only(scored[call.name])
+            for call in calls
+            if scored[call.name]
+        ]
         # 1. A remote judge sends its requests from a thread of this process.
         for call in calls:
             if call.name in self.background:
@@ -360,7 +381,13 @@ class Scorer:
         # 2. Worker processes start the user's functions. Built-in functions and reward models wait
         #    for PendingRewards.wait, which runs them in this process.
         started = self.runner.start(calls)
-        return PendingRewards(self, started, group_size, iteration)
+        tasks = [_task_of(rows, row) for row in range(0, num_rows, group_size)]
+        return PendingRewards(self, started, group_size, iteration, scored=scored, tasks=tasks)
+
+    def _find_rows(self, name: str, rows: Mapping[str, Sequence[Any]]) -> Sequence[int]:
+        """Return the numbers of the rows whose task a reward is for."""
+        wanted, count = self.components[name].tasks, range(len(rows["completions"]))
+        return [row for row in count if _task_of(rows, row) in wanted] if wanted else count
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
@@ -472,6 +499,8 @@ class PendingRewards:
         calls: the calls of its reward functions.
         group_size: G.
         iteration: finished iterations, for schedules.
+        scored: {component: numbers of the rows that it scores}.
+        tasks: [B] task of each prompt, "" without one.
         rollout: the episodes, if completions are episodes.
     """
 
@@ -481,11 +510,14 @@ class PendingRewards:
         calls: StartedCalls,
         group_size: int,
         iteration: int,
+        *,
+        scored: Mapping[str, Sequence[int]],
+        tasks: list[str],
         rollout: Rollout | None = None,
     ) -> None:
         self.scorer, self.calls = scorer, calls
         self.group_size, self.iteration = group_size, iteration
-        self.rollout = rollout
+        self.scored, self.tasks, self.rollout = scored, tasks, rollout
         self._table: RewardTable | None = None
 
     def wait(self) -> RewardTable:
@@ -501,13 +533,26 @@ class PendingRewards:
         """
         if self._table is None:
             # 3. Runs built-in functions and reward models in this thread, then blocks on workers.
-            scores = self.calls.wait()
+            names = [call.name for call in self.calls.calls]
+            found = dict(zip(names, self.calls.wait(), strict=True))
+            scores = [self._in_all_rows(found.get(n), rows) for n, rows in self.scored.items()]
             # 4. Gate, normalize and weight the components; mask rows that failed.
             table = self.scorer.combine(scores, self.group_size, self.iteration)
+            table = replace(table, tasks=self.tasks)
             if self.rollout is not None:
                 table = mask_failed_episodes(table, self.rollout)
             self._table = table
         return self._table
+
+    def _in_all_rows(self, scores: Scores | None, rows: Sequence[int]) -> Scores:
+        """Return the scores of all rows from those of some; a reward has none of other tasks."""
+        count = len(self.tasks) * self.group_size
+        if scores is not None and len(rows) == count:
+            return scores
+        found = Scores([nan] * count)
+        if scores is not None:
+            found.put(rows, scores)
+        return found
 
 
 def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:
@@ -517,6 +562,12 @@ def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:
         for column, noted in scores.extras.items():
             merged.setdefault(column, {}).update(noted)
     return merged
+
+
+def _task_of(rows: Mapping[str, Sequence[Any]], row: int) -> str:
+    """Return the task of a row, its column `task`; "" without one."""
+    task = rows[TASK][row] if TASK in rows else None
+    return "" if task is None else str(task)
 
 
 def _messages(role: str, text: Any) -> Any:

@@ -1,26 +1,34 @@
-"""One-step off-policy: generate the next rollout while training on the current one.
+"""Off-policy by k iterations: generate rollouts while training on earlier ones.
 
-Iteration n trains on the rollout that was generated with the weights before iteration n - 1;
-iteration 0 on its own. Staleness is exactly 1, never "up to 1", so that a run does not depend on
-how fast anything is.
+With `staleness: k` iteration n trains on the rollout that was generated with the weights before
+iteration n - k (the first k + 1 iterations: with the initial weights). Staleness is exactly k,
+never "up to k", so that a run does not depend on how fast anything is.
+
+With `max_staleness: k` rollouts may be generated up to k iterations ahead, and servers get new
+weights while they generate (in-flight updates, as in PipelineRL, arXiv:2509.19128, section 3). How
+old a token's weights are then depends on speed; `Rollout.token_versions` says it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
-
-import torch
 
 from litgrpo.distributed.collectives import all_gather_object
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
-from litgrpo.rollout.episodes import RolloutKey
+from litgrpo.rollout.episodes import EpisodeRunner, RolloutKey
+from litgrpo.rollout.groups import (
+    join_rollouts,
+    move_rollout,
+    pack_rollout,
+    select_groups,
+    unpack_rollout,
+)
 from litgrpo.types import PromptBatch, Rollout
-
-# Tensors of a rollout that an engine computes.
-TENSORS = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated", "candidate_ids")
 
 
 class Generator(Protocol):
@@ -28,6 +36,7 @@ class Generator(Protocol):
 
     seed: int
     engine: RolloutEngine
+    episodes: EpisodeRunner | None
 
     def build_request(self, prompts: PromptBatch, key: RolloutKey) -> RolloutRequest:
         """Build the engine's request for a rollout."""
@@ -42,65 +51,75 @@ class PendingRollout:
 
     Args:
         iteration: that trains on it.
-        version: finished iterations of the weights that generate it.
-        index: [B] positions of its prompts in the data; from a checkpoint, those of all ranks.
-        future: of the rollout, without texts.
+        future: of the rollout, without texts; from a checkpoint, of the prompts of all ranks.
     """
 
     iteration: int
-    version: int
-    index: torch.Tensor
     future: Future[Rollout]
 
 
 @dataclass
 class Prefetch:
-    """Generates the rollout of the next iteration.
+    """Generates the rollouts of the next iterations.
 
     With an engine that samples elsewhere (a server), generation overlaps the update. All other
     engines generate right away, with the same result.
 
     Args:
-        next_prompts: returns the prompts of the next iteration.
+        next_prompts: returns the prompts of the k-th next iteration, k = 1, 2, ...
+        steps: number of iterations ahead, k.
+        in_flight: the engine gets new weights while it generates (`max_staleness`).
     """
 
-    next_prompts: Callable[[], PromptBatch]
-    pending: PendingRollout | None = field(default=None, init=False)
+    next_prompts: Callable[[int], PromptBatch]
+    steps: int = 1
+    in_flight: bool = False
+    queue: deque[PendingRollout] = field(default_factory=deque, init=False)
     # The rollout that the current iteration trains on. A signal may drop this iteration; it then
     # repeats with the same rollout, which the checkpoint holds.
     current: PendingRollout | None = field(default=None, init=False)
 
-    def take_and_start_next(
-        self, rollouter: Generator, request: RolloutRequest, key: RolloutKey
-    ) -> tuple[Rollout, int]:
-        """Return the rollout of this iteration and its weight version, and start the next one.
+    def take(self, rollouter: Generator, request: RolloutRequest, key: RolloutKey) -> Rollout:
+        """Start the rollouts that may begin with the current weights, and return the one of now.
 
         Args:
             rollouter: generates.
             request: of this iteration.
             key: of this iteration's rollout.
         """
-        if self.pending is None:
-            rollout, version = rollouter.sample(request, key), key.iteration
-            self.current = None
-        else:
-            self.current, self.pending = self.pending, None
-            rollout, version = _take(self.current, request, key), self.current.version
-        self._start(rollouter, key.iteration)
-        return rollout, version
+        now = key.iteration
+        begin = self.queue[-1].iteration + 1 if self.queue else now
+        for iteration in range(begin, now + self.steps + 1):
+            own = request if iteration == now else None
+            self.queue.append(self._start(rollouter, own, iteration, ahead=iteration - now))
+        self.current = self.queue.popleft()
+        return _rollout_of(self.current, request, now)
 
-    def _start(self, rollouter: Generator, iteration: int) -> None:
-        prompts = self.next_prompts()
-        key = RolloutKey(rollouter.seed, "train", iteration + 1, 0)
-        request = rollouter.build_request(prompts, key)
-        future: Future[Rollout] = Future()
+    def _start(
+        self, rollouter: Generator, request: RolloutRequest | None, iteration: int, ahead: int
+    ) -> PendingRollout:
+        key = RolloutKey(rollouter.seed, "train", iteration, 0)
+        if request is None:
+            request = rollouter.build_request(self.next_prompts(ahead), key)
+        version = iteration - ahead
+
+        def generate() -> Rollout:
+            return replace(rollouter.sample(request, key), policy_version=version)
+
         if rollouter.engine.samples_elsewhere:
-            threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-prefetch")
-            future = threads.submit(rollouter.sample, request, key)
-            threads.shutdown(wait=False)
-        else:
-            future.set_result(rollouter.sample(request, key))
-        self.pending = PendingRollout(iteration + 1, iteration, prompts.index.cpu(), future)
+            # The environments of a rollout are reset for the next one.
+            together = self.in_flight and rollouter.episodes is None
+            threads = self._threads if together else self._one_thread
+            return PendingRollout(iteration, threads.submit(generate))
+        return PendingRollout(iteration, _finish_with(generate()))
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.steps + 1, thread_name_prefix="litgrpo-prefetch")
+
+    @cached_property
+    def _one_thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="litgrpo-prefetch")
 
     def wait(self) -> None:
         """Wait until nothing is being generated.
@@ -108,101 +127,76 @@ class Prefetch:
         Raises:
             ServerFailure: the engine's servers failed.
         """
-        if self.pending is not None:
-            self.pending.future.result()
+        for pending in self.queue:
+            pending.future.result()
 
-    def state_dict(self, iteration: int) -> dict[str, Any] | None:
-        """Return the rollout of an iteration as plain values and host tensors, if there is one.
+    def state_dict(self, iteration: int) -> list[dict[str, Any]]:
+        """Return the rollouts from an iteration on as plain values and host tensors.
 
-        Every rank must call this; the result holds the prompts of all ranks.
+        Every rank must call this; the result holds the prompts of all ranks. It is empty with
+        in-flight updates: a resumed run generates the next rollouts with its weights.
 
         Args:
             iteration: that resumes from the checkpoint.
         """
+        if self.in_flight:
+            return []
         self.wait()
-        candidates = [each for each in (self.pending, self.current) if each is not None]
-        pending = next((each for each in candidates if each.iteration == iteration), None)
-        if pending is None:
-            return None
-        rollout = pending.future.result()
-        tensors = {name: each.cpu() for name, each in _tensors_of(rollout).items()}
-        indices, parts = zip(*all_gather_object((pending.index, tensors)), strict=True)
-        return {
-            "iteration": pending.iteration,
-            "version": pending.version,
-            "group": rollout.group_size,
-            "index": torch.cat(indices),
-            "rollout": _stack_rows(parts),
-        }
+        known = ([] if self.current is None else [self.current]) + list(self.queue)
+        kept = [each for each in known if each.iteration >= iteration]
+        own = [_pack_without_columns(each.future.result()) for each in kept]
+        parts = zip(*all_gather_object(own), strict=True)
+        return [
+            {"iteration": each.iteration, "parts": list(of_ranks)}
+            for each, of_ranks in zip(kept, parts, strict=True)
+        ]
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore a saved rollout, if there is one; its prompts come with the next batch."""
-        self.pending = None
-        if state is not None:
-            future: Future[Rollout] = Future()
-            prompts = _prompts_without_tokens(state["index"])
-            future.set_result(Rollout(prompts, state["group"], **state["rollout"]))
-            numbers = state["iteration"], state["version"], state["index"]
-            self.pending = PendingRollout(*numbers, future)
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore saved rollouts; the columns of their prompts come with the next batches."""
+        self.queue.clear()
+        self.current = None
+        for saved in state:
+            parts = [unpack_rollout(values, "cpu") for values in saved["parts"]]
+            pending = PendingRollout(saved["iteration"], _finish_with(join_rollouts(parts)))
+            self.queue.append(pending)
+
+    def close(self) -> None:
+        """Wait until nothing is being generated, at the end of a run.
+
+        With in-flight updates, rollouts that have not begun are dropped.
+        """
+        if self.in_flight:
+            for pending in self.queue:
+                pending.future.cancel()
+        wait([pending.future for pending in self.queue])
 
 
-def _take(pending: PendingRollout, request: RolloutRequest, key: RolloutKey) -> Rollout:
+def _finish_with(rollout: Rollout) -> Future[Rollout]:
+    future: Future[Rollout] = Future()
+    future.set_result(rollout)
+    return future
+
+
+def _pack_without_columns(rollout: Rollout) -> dict[str, Any]:
+    on_host = move_rollout(replace(rollout, prompts=replace(rollout.prompts, columns={})), "cpu")
+    return pack_rollout(on_host)
+
+
+def _rollout_of(pending: PendingRollout, request: RolloutRequest, iteration: int) -> Rollout:
     """Return the rollout of a request, which was generated before.
 
     Raises:
         ValueError: it was generated for other prompts.
     """
-    index = request.prompts.index.cpu()
-    if pending.iteration != key.iteration or not bool(torch.isin(index, pending.index).all()):
+    rollout, prompts = pending.future.result(), request.prompts
+    known, wanted = rollout.prompts.index.cpu().tolist(), prompts.index.cpu().tolist()
+    if pending.iteration != iteration or not set(wanted) <= set(known):
         raise ValueError(
             f"The rollout that was generated ahead is for iteration {pending.iteration} and other "
-            f"prompts than those of iteration {key.iteration}: the data have changed."
+            f"prompts than those of iteration {iteration}: the data have changed."
         )
-    rollout, device = pending.future.result(), request.prompts.prompt_ids.device
-    if not torch.equal(pending.index, index):  # a checkpoint holds the prompts of all ranks
-        rollout = _select_prompts(rollout, pending.index, index)
-    tensors: dict[str, Any] = {name: each.to(device) for name, each in _tensors_of(rollout).items()}
-    return replace(rollout, prompts=request.prompts, **tensors)
-
-
-def _tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
-    return {name: getattr(rollout, name) for name in TENSORS if getattr(rollout, name) is not None}
-
-
-def _stack_rows(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Concatenate the rows of several rollouts, padding short ones on the right."""
-    found = {}
-    for name, first in parts[0].items():
-        sizes = zip(*[part[name].shape for part in parts], strict=True)
-        number, *widest = [sum(size) if dim == 0 else max(size) for dim, size in enumerate(sizes)]
-        rows = found[name] = first.new_zeros(number, *widest)
-        begin = 0
-        for part in [part[name] for part in parts]:
-            end = begin + len(part)
-            rows[(slice(begin, end), *[slice(size) for size in part.shape[1:]])] = part
-            begin = end
-    return found
-
-
-def _select_prompts(rollout: Rollout, known: torch.Tensor, wanted: torch.Tensor) -> Rollout:
-    """Select the groups of some prompts, without columns that none of them uses.
-
-    Args:
-        rollout: of all prompts.
-        known: [B] their positions in the data.
-        wanted: [b] positions of some of them.
-    """
-    group = rollout.group_size
-    places = torch.stack([(known == each).nonzero()[0, 0] for each in wanted])
-    rows = (places[:, None] * group + torch.arange(group)).flatten()
-    tensors = {name: each[rows] for name, each in _tensors_of(rollout).items()}
-    used = max(1, int(tensors["completion_mask"].sum(1).max()))
-    cut: dict[str, Any] = {
-        name: each if each.dim() == 1 else each[:, :used] for name, each in tensors.items()
-    }
-    return Rollout(_prompts_without_tokens(wanted), group, **cut)
-
-
-def _prompts_without_tokens(index: torch.Tensor) -> PromptBatch:
-    empty = torch.zeros(len(index), 1, dtype=torch.long)
-    return PromptBatch(empty, empty.bool(), [""] * len(index), {}, index)
+    if known != wanted:  # a checkpoint holds the prompts of all ranks
+        rollout = select_groups(rollout, [known.index(index) for index in wanted])
+    # An environment may have extended the prompts.
+    read = replace(rollout.prompts, columns=prompts.columns, set_name=prompts.set_name)
+    return move_rollout(replace(rollout, prompts=read), prompts.prompt_ids.device)

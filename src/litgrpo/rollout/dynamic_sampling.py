@@ -12,11 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from litgrpo.algorithms.advantages import Groups
 from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
+from litgrpo.rollout.groups import put_rows, with_groups
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
@@ -178,92 +178,25 @@ class DynamicSampling:
         return int(self.comm.max(torch.tensor(float(number))))
 
 
-# Fields of a rollout with one entry per row, and the value of missing columns.
-FILLING = {
-    "completion_ids": 0,
-    "completion_mask": 0,
-    "sampler_logprobs": 0,
-    "loss_mask": 0,
-    "truncated": 0,
-    "candidate_ids": -1,
-    "turns": -1,
-    "turn_rewards": math.nan,
-}
-LISTS = ("completions", "turn_states", "episodes")  # of N entries, or none
-
-
-def with_groups(rollout: Rollout, replaced: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
-    """Replace groups `replaced` [k] of a rollout by groups `donors` [k] of another one."""
-    group, places = rollout.group_size, torch.arange(rollout.group_size)
-    into = (replaced[:, None] * group + places).flatten()
-    rows = (donors[:, None] * group + places).flatten()
-    lists: dict[str, Any] = {name: list(getattr(rollout, name)) for name in LISTS}
-    for name in (name for name in LISTS if lists[name]):
-        for to, row in zip(into.tolist(), rows.tolist(), strict=True):
-            lists[name][to] = getattr(fresh, name)[row]
-    pairs = {name: (getattr(rollout, name), getattr(fresh, name)) for name in FILLING}
-    tensors: dict[str, Any] = {
-        name: _put(values, into, others, rows, FILLING[name])
-        for name, (values, others) in pairs.items()
-        if values is not None
-    }
-    prompts = with_prompts(rollout.prompts, replaced, fresh.prompts, donors)
-    return replace(rollout, prompts=prompts, **lists, **tensors)
-
-
-def with_prompts(
-    prompts: PromptBatch, replaced: Tensor, fresh: PromptBatch, donors: Tensor
-) -> PromptBatch:
-    """Replace prompts `replaced` [k] by `donors` [k] of another batch, padded to the longer one."""
-    pairs = list(zip(replaced.tolist(), donors.tolist(), strict=True))
-
-    def swap(values: list, others: list) -> list:
-        values = list(values)
-        for to, row in pairs:
-            values[to] = others[row]
-        return values
-
-    def put_flipped(values: Tensor, others: Tensor) -> Tensor:
-        # `_put` pads on the right, prompts are padded on the left: flip them and back.
-        return _put(values.flip(1), replaced, others.flip(1), donors).flip(1)
-
-    return PromptBatch(
-        prompt_ids=put_flipped(prompts.prompt_ids, fresh.prompt_ids),
-        prompt_mask=put_flipped(prompts.prompt_mask, fresh.prompt_mask),
-        prompts=swap(prompts.prompts, fresh.prompts),
-        columns={
-            name: swap(values, fresh.columns[name]) for name, values in prompts.columns.items()
-        },
-        index=_put(prompts.index, replaced, fresh.index, donors),
-    )
-
-
 def with_rewards(
     rewards: RewardTable, replaced: Tensor, fresh: RewardTable, donors: Tensor
 ) -> RewardTable:
     """Replace groups `replaced` [k] of a reward table by groups `donors` [k] of another one."""
 
     def put(parts: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _put(part, replaced, others[name], donors) for name, part in parts.items()}
+        return {
+            name: put_rows(part, replaced, others[name], donors) for name, part in parts.items()
+        }
 
+    tasks = list(rewards.tasks)
+    for to, row in zip(replaced.tolist(), donors.tolist(), strict=True) if tasks else ():
+        tasks[to] = fresh.tasks[row]
     return replace(
         rewards,
         components=put(rewards.components, fresh.components),
         processed=put(rewards.processed, fresh.processed),
-        total=_put(rewards.total, replaced, fresh.total, donors),
-        valid=_put(rewards.valid, replaced, fresh.valid, donors),
+        total=put_rows(rewards.total, replaced, fresh.total, donors),
+        valid=put_rows(rewards.valid, replaced, fresh.valid, donors),
         precision=max(rewards.precision, fresh.precision),
+        tasks=tasks,
     )
-
-
-def _put(values: Tensor, into: Tensor, fresh: Tensor, rows: Tensor, fill: float = 0) -> Tensor:
-    """Copy `values`, with rows `into` replaced by rows of `fresh`; both padded to one size."""
-    sizes = [max(a, b) for a, b in zip(values.shape[1:], fresh.shape[1:], strict=True)]
-
-    def widen(tensor: Tensor) -> Tensor:
-        ends = [end for a, b in zip(tensor.shape[1:], sizes, strict=True) for end in (b - a, 0)]
-        return pad(tensor, ends[::-1], value=fill)
-
-    values = widen(values).clone()
-    values[into.to(values.device)] = widen(fresh)[rows.to(values.device)]
-    return values

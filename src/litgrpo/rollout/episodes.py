@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -228,32 +229,26 @@ def episode_seed(rollout_key: RolloutKey, prompt: int) -> int:
     return int(np.random.Generator(np.random.Philox(key=key, counter=counter)).integers(2**31))
 
 
-@dataclass
-class Episodes:
-    """Plays a rollout's rows as episodes of an environment.
+class EpisodeRunner(ABC):
+    """Turns the prompts of a rollout into episodes.
 
-    Args:
-        pool: plays the environments.
-        turn_format: encodes observations.
-        settings: limits.
-        opener: renders a prompt with what an environment adds to it.
-        tools: names of the tools that the policy has, for statistics.
+    Attributes: `turn_format` encodes observations, `settings` are the limits, `tools` the names of
+    the tools in statistics, `waited` the seconds spent waiting since the last statistics.
     """
 
-    pool: EpisodePool
     turn_format: TurnFormat
     settings: EpisodeSettings
-    opener: Opener
-    tools: Sequence[str] = ()
-    waited: float = field(default=0.0, init=False)
+    tools: Sequence[str]
+    waited: float
 
+    @abstractmethod
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
     ) -> Rollout:
         """Sample episodes.
 
         Args:
-            engine: takes a listener.
+            engine: samples the turns.
             requests: N rows.
             rollout_key: seeds the environments.
 
@@ -265,21 +260,12 @@ class Episodes:
                 nothing can be added to a prompt.
             EnvironmentFailure: too many episodes failed.
         """
-        with self._waiting():
-            opened = self.pool.reset(self._starts(requests, rollout_key))
-        failures = [""] * len(opened)
-        for row, failed in [
-            (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
-        ]:
-            failures[row] = failed.reason
-        prompts = self._extend_prompts(requests, opened, failures)
-        listener = EpisodeListener(
-            self, requests, [EpisodeRecord(failed=each) for each in failures]
-        )
-        rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
-        return listener.complete_rollout(replace(rollout, prompts=prompts))
 
-    def _starts(self, requests: RolloutRequest, rollout_key: RolloutKey) -> list[EpisodeStart]:
+    @abstractmethod
+    def close(self) -> None:
+        """End all episodes and their processes."""
+
+    def starts(self, requests: RolloutRequest, rollout_key: RolloutKey) -> list[EpisodeStart]:
         """Return the start of each of the N episodes, equal within a group."""
         prompts, starts = requests.prompts, []
         for number, index in enumerate(prompts.index.tolist()):
@@ -293,37 +279,8 @@ class Episodes:
             starts += [EpisodeStart(*begins, key) for key in keys]
         return starts
 
-    def _extend_prompts(
-        self,
-        requests: RolloutRequest,
-        opened: Sequence[str | list[Message] | FailedEpisode],
-        failures: list[str],
-    ) -> PromptBatch:
-        """Append the environment's openings to the prompts.
-
-        Prompts that become too long are recorded in `failures`.
-        """
-        prompts, size = requests.prompts, requests.group_size
-        groups = [slice(first, first + size) for first in range(0, len(opened), size)]
-        added = [_common_opening(opened[group]) for group in groups]
-        if not any(added):
-            return prompts
-        pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
-        texts, rows = list(prompts.prompts), [ids[mask].tolist() for ids, mask in pairs]
-        for number in [number for number, more in enumerate(added) if more]:
-            try:
-                rows[number] = self.opener(prompts, number, added[number])
-            except PromptDropped as error:
-                failures[groups[number]] = [str(error)] * size
-            texts[number] = str(requests.policy.tokenizer.decode(rows[number]))
-        padded = pad_left(rows, requests.policy.pad_id)
-        device = prompts.prompt_ids.device
-        longer: dict[str, Any] = {"prompts": texts}
-        longer |= {"prompt_ids": padded[0].to(device), "prompt_mask": padded[1].to(device)}
-        return replace(prompts, **longer)
-
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Add the time within to the time spent waiting for environments."""
         started = time.perf_counter()
         yield
@@ -356,6 +313,77 @@ class Episodes:
             calls = torch.tensor([each.calls.get(tool, (0, 0)) for each in episodes]).float()
             stats[f"tools/{tool}_calls"], stats[f"tools/{tool}_failed"] = calls.mean(0)
         return {name: value.float() for name, value in stats.items()}
+
+
+@dataclass
+class Episodes(EpisodeRunner):
+    """Plays a rollout's rows as episodes of an environment.
+
+    Args:
+        pool: plays the environments.
+        turn_format: encodes observations.
+        settings: limits.
+        opener: renders a prompt with what an environment adds to it.
+        tools: names of the tools that the policy has, for statistics.
+    """
+
+    pool: EpisodePool
+    turn_format: TurnFormat
+    settings: EpisodeSettings
+    opener: Opener
+    tools: Sequence[str] = ()
+    waited: float = field(default=0.0, init=False)
+
+    def play(
+        self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
+    ) -> Rollout:
+        """See `EpisodeRunner.play`."""
+        with self.waiting():
+            opened = self.pool.reset(self.starts(requests, rollout_key))
+        failures = [""] * len(opened)
+        for row, failed in [
+            (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
+        ]:
+            failures[row] = failed.reason
+        prompts = self._extend_prompts(requests, opened, failures)
+        listener = EpisodeListener(
+            self, requests, [EpisodeRecord(failed=each) for each in failures]
+        )
+        rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
+        return listener.complete_rollout(replace(rollout, prompts=prompts))
+
+    def close(self) -> None:
+        """See `EpisodeRunner.close`."""
+        self.pool.close()
+
+    def _extend_prompts(
+        self,
+        requests: RolloutRequest,
+        opened: Sequence[str | list[Message] | FailedEpisode],
+        failures: list[str],
+    ) -> PromptBatch:
+        """Append the environment's openings to the prompts.
+
+        Prompts that become too long are recorded in `failures`.
+        """
+        prompts, size = requests.prompts, requests.group_size
+        groups = [slice(first, first + size) for first in range(0, len(opened), size)]
+        added = [_common_opening(opened[group]) for group in groups]
+        if not any(added):
+            return prompts
+        pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
+        texts, rows = list(prompts.prompts), [ids[mask].tolist() for ids, mask in pairs]
+        for number in [number for number, more in enumerate(added) if more]:
+            try:
+                rows[number] = self.opener(prompts, number, added[number])
+            except PromptDropped as error:
+                failures[groups[number]] = [str(error)] * size
+            texts[number] = str(requests.policy.tokenizer.decode(rows[number]))
+        padded = pad_left(rows, requests.policy.pad_id)
+        device = prompts.prompt_ids.device
+        longer: dict[str, Any] = {"prompts": texts}
+        longer |= {"prompt_ids": padded[0].to(device), "prompt_mask": padded[1].to(device)}
+        return replace(prompts, **longer)
 
 
 def _keep_text(text: str, include: bool) -> str:
@@ -409,13 +437,13 @@ class EpisodeListener:
             return
         self.asked.add(row)
         record.asked = time.perf_counter()
-        with self.episodes._waiting():
+        with self.episodes.waiting():
             self.episodes.pool.send(row, said)
 
     def take_observations(self, *, wait: bool) -> dict[int, list[int] | None]:
         """See `TurnListener.take_observations`."""
         found, self.over = self.over, {}
-        with self.episodes._waiting():
+        with self.episodes.waiting():
             answers = self.episodes.pool.receive(wait=wait and not found and bool(self.asked))
         self.asked -= answers.keys()
         return found | {row: self._encode_answer(row, answer) for row, answer in answers.items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import torch
 
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
@@ -14,7 +17,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.episodes import Episodes, RolloutKey
+from litgrpo.rollout.episodes import EpisodeRunner, RolloutKey
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, Rollout, Stats
@@ -24,6 +27,13 @@ def rollout_row_limit() -> RowLimit:
     """Return the limit on rows decoded at once, lowered after out-of-memory errors."""
     remedy = "lower model.max_completion_length, data.max_prompt_length or model.group_size"
     return RowLimit("model.engine.max_rows", remedy)
+
+
+def _with_token_versions(rollout: Rollout) -> Rollout:
+    if rollout.token_versions is not None:
+        return rollout
+    versions = torch.full_like(rollout.completion_ids, rollout.policy_version, dtype=torch.int32)
+    return replace(rollout, token_versions=versions)
 
 
 @dataclass
@@ -41,21 +51,23 @@ class Rollouter:
         clock: measures the phases.
         row_limit: rows decoded at once after out-of-memory errors.
 
-    `prefetch`, if set, generates the next iteration's rollout with this iteration's weights: during
+    `stored`, if set, reads the training rollout of an iteration instead of generating it.
+    `prefetch`, if set, generates rollouts of later iterations with this iteration's weights: during
     the update if the engine samples elsewhere, else before it.
-    `dataclasses.replace` resets it to None, so that the start-up checks do not prefetch.
+    `dataclasses.replace` resets both to None, so that the start-up checks generate, and only that.
     """
 
     policy: Policy
     group_size: int
     max_completion_length: int
     engine: RolloutEngine = field(default_factory=LocalEngine)
-    episodes: Episodes | None = None
+    episodes: EpisodeRunner | None = None
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     clock: Clock = field(default_factory=Clock)
     row_limit: RowLimit = field(default_factory=rollout_row_limit)
     prefetch: Prefetch | None = field(default=None, init=False)
+    stored: Callable[[int], Rollout] | None = field(default=None, init=False)  # by iteration
     generated_tokens: int = field(default=0, init=False)  # in training, by this rank
     _synced_iteration: int | None = field(default=None, init=False)  # the engine's weights
 
@@ -92,20 +104,40 @@ class Rollouter:
                 f"The data module yields {type(prompts).__name__}, but GRPO needs prompts without "
                 "completions. Use litgrpo.PromptData."
             )
+        if self.stored is not None and purpose == "train":
+            rollout = self.stored(iteration)
+            self.generated_tokens += int(rollout.lengths.sum())
+            return rollout
         key = RolloutKey(self.seed, purpose, iteration, attempt)
         request = self.build_request(prompts, key, group_size, sampling)
         self.policy.eval()
-        if self.prefetch is not None:
-            self.prefetch.wait()  # the engine's weights must not change while it generates
+        # Groups that replace others (dynamic sampling) are generated with the current weights.
+        ahead = self.prefetch if purpose == "train" and attempt == 0 else None
+        if self.prefetch is not None and self._must_wait(iteration, has_turn=ahead is not None):
+            self.prefetch.wait()
         self.sync_weights(iteration)
-        version = iteration
-        if self.prefetch is not None and purpose == "train":
-            rollout, version = self.prefetch.take_and_start_next(self, request, key)
+        if ahead is not None:
+            rollout = ahead.take(self, request, key)
         else:
-            rollout = self.sample(request, key)
+            rollout = replace(self.sample(request, key), policy_version=iteration)
         if purpose == "train":
             self.generated_tokens += int(rollout.lengths.sum())
-        return replace(rollout, completions=self._decode(rollout), policy_version=version)
+            if self.prefetch is not None:
+                rollout = _with_token_versions(rollout)
+        return replace(rollout, completions=self._decode(rollout))
+
+    def _must_wait(self, iteration: int, *, has_turn: bool) -> bool:
+        """Return True if pending rollouts have to be finished first.
+
+        Args:
+            iteration: number of finished iterations.
+            has_turn: the rollout is one of those that are generated ahead.
+        """
+        assert self.prefetch is not None
+        if self.episodes is not None and not has_turn:
+            return True  # the environments of a rollout are reset for the next one
+        # Without in-flight updates the weights must not change while the engine generates.
+        return iteration != self._synced_iteration and not self.prefetch.in_flight
 
     def generate_greedy(self, prompts: PromptBatch, iteration: int) -> Rollout:
         """Generate one greedy completion per prompt with the current weights, in training.
@@ -143,7 +175,9 @@ class Rollouter:
     def sync_weights(self, iteration: int) -> None:
         """Hand the policy's weights to an engine that has its own copy, once per iteration."""
         if iteration != self._synced_iteration:
-            self.engine.sync_weights(self.policy, iteration)
+            in_flight = self.prefetch is not None and self.prefetch.in_flight
+            update = self.engine.update_in_flight if in_flight else self.engine.sync_weights
+            update(self.policy, iteration)
             self._synced_iteration = iteration
 
     def forget_weights(self) -> None:
@@ -183,18 +217,28 @@ class Rollouter:
 
     def _decode(self, rollout: Rollout) -> list[str]:
         if rollout.completions:  # episodes have texts already
-            texts = list(rollout.completions)
-        else:
-            stops = self.sampling.stop_token_ids
-            texts = self.policy.completion_texts(rollout.token_lists(), stops)
+            return list(rollout.completions)
+        stops = self.sampling.stop_token_ids
+        texts = self.policy.completion_texts(rollout.token_lists(), stops)
         if self.stop_strings is not None:
             keep = self.sampling.include_stop_str_in_output
             texts = self.stop_strings.cut_all(texts, rollout, keep)
         return texts
 
-    def episode_stats(self, rollout: Rollout) -> Stats:
-        """Return what to log about a rollout's episodes."""
-        return {} if self.episodes is None else self.episodes.stats(rollout)
+    def stats(self, rollout: Rollout, iteration: int) -> Stats:
+        """Return what to log about a rollout's episodes and the age of its weights.
+
+        Args:
+            rollout: of this iteration.
+            iteration: number of finished iterations.
+        """
+        stats = {} if self.episodes is None else self.episodes.stats(rollout)
+        if rollout.token_versions is not None and self.prefetch is not None:
+            age, sampled = (iteration - rollout.token_versions).float(), rollout.loss_mask
+            total = torch.where(sampled, age, 0.0)
+            stats["async/staleness_mean"] = torch.stack([total.sum(), sampled.sum()])
+            stats["async/staleness_max"] = total.max()
+        return stats
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:

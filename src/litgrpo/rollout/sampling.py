@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -282,3 +284,33 @@ def draw_uniforms(
     prompts = index.tolist()
     rows = [stream(prompt, sample) for prompt in prompts for sample in range(group_size)]
     return torch.from_numpy(np.stack(rows))
+
+
+def draw_call_uniforms(
+    rollout_key: Sequence[int | str],
+    row: Sequence[int],
+    context: Sequence[int],
+    repetition: int,
+    length: int,
+) -> Tensor:
+    """Draw the random numbers of one reply to an agent, one per token that it may have.
+
+    The stream depends on the row and on the tokens that the reply follows, and not on the order in
+    which an agent's parallel calls arrive.
+
+    Args:
+        rollout_key: `RolloutKey` of the rollout.
+        row: key of the episode.
+        context: tokens that the reply follows.
+        repetition: number of earlier replies to the same tokens in this row.
+        length: maximal tokens of the reply.
+
+    Returns:
+        [length] float64 in [0, 1), on the CPU.
+    """
+    seed, purpose, iteration, attempt = rollout_key
+    number = iteration if purpose == "train" else 0  # as in `draw_uniforms`
+    named = repr((seed, purpose, number, attempt, *row[2:], list(context), repetition))
+    digest = hashlib.blake2b(named.encode(), digest_size=16).digest()
+    key = np.frombuffer(digest, dtype=np.uint64)
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(length))

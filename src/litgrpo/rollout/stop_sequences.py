@@ -110,6 +110,7 @@ class StopStrings:
         used = len(columns) if static_shapes else max(1, int(mask.sum(1).max()))
         found = ends <= torch.tensor([len(row) for row in ids], device=device)
         kept, candidates = mask[:, :used], rollout.candidate_ids
+        versions = rollout.token_versions
         if candidates is not None:
             candidates = candidates[:, :used].masked_fill(~kept[..., None], -1)
         return replace(
@@ -120,6 +121,7 @@ class StopStrings:
             sampler_logprobs=rollout.sampler_logprobs[:, :used].masked_fill(~kept, 0.0),
             truncated=rollout.truncated & ~found,
             candidate_ids=candidates,
+            token_versions=None if versions is None else versions[:, :used],
         )
 
     def cut_all(self, texts: list[str], rollout: Rollout, include: bool) -> list[str]:

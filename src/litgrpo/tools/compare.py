@@ -111,7 +111,7 @@ def compare(
         f"algorithms is {algorithms}; give at least 2 different algorithms.", algorithms
     )
     has_matplotlib = find_spec("matplotlib") is not None
-    require(has_matplotlib, "the plot needs matplotlib: pip install 'litgrpo[compare]'")
+    require(has_matplotlib, "the plot needs matplotlib: pip install matplotlib")
     overrides = {name: find_override(name) for name in algorithms}
     metrics = ("pass@1", f"pass@{samples}")
     evaluation = ["--model.evaluation.num_samples", str(samples)]

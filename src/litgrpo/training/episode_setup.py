@@ -10,14 +10,16 @@ from typing import Any, Protocol
 from litgrpo.arguments import find_page
 from litgrpo.data.modules import SourceData
 from litgrpo.data.rendering import build_prompt_format
+from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
 from litgrpo.environments.response_log import ResponseLog
 from litgrpo.environments.workers import episode_pool
 from litgrpo.instantiate import instantiate_environment
 from litgrpo.models.limits import check_length
 from litgrpo.models.policy import Policy
+from litgrpo.rollout.agents.agent_episodes import AgentEpisodes
 from litgrpo.rollout.engines.base import RolloutEngine
-from litgrpo.rollout.episodes import Episodes, EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeRunner, Episodes, EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.template_probes import build_template_format
 from litgrpo.rollout.turn_format import InlineFormat, TurnFormat
@@ -64,10 +66,12 @@ def check_environment(
         check_own_reward(rewards)
         return None
     environment = instantiate_environment(environment)
-    if not isinstance(environment, Environment):
+    if isinstance(environment, Agent):
+        check_agent_settings(episode)
+    elif not isinstance(environment, Environment):
         raise ValueError(
             f"environment is {environment!r:.80}, which has no `reset(row, seed)` or "
-            f"`step(action)`; see {find_page('docs/environments.md')}."
+            f"`step(action)`; see {find_page('docs/reference/environments.md')}."
         )
     if not engine.supports_episodes:
         raise ValueError(
@@ -75,6 +79,33 @@ def check_environment(
             "between generated tokens. Set engine: {class_path: LocalEngine}."
         )
     return environment
+
+
+# Settings of observations that do not apply to the requests of an agent.
+NOT_FOR_AGENTS = (
+    *("max_observation_tokens", "max_observation_chars", "close_truncated_turns"),
+    *("on_timeout", "record_responses"),
+)
+
+
+def check_agent_settings(episode: EpisodeSettings) -> None:
+    """Check that only settings are given that have an effect on an agent.
+
+    Raises:
+        ValueError: another one is set.
+    """
+    defaults = EpisodeSettings()
+    given = [n for n in NOT_FOR_AGENTS if getattr(episode, n) != getattr(defaults, n)]
+    if given:
+        raise ValueError(
+            f"model.episode.{given[0]} has no effect with litgrpo.environments.Agent: its requests "
+            "are not cut, and it is not replayed. Leave it out."
+        )
+    if episode.num_workers == 0:
+        raise ValueError(
+            "model.episode.num_workers is 0; litgrpo.environments.Agent needs worker processes, "
+            "because an agent waits while the policy generates. Set 1 or more, or leave it out."
+        )
 
 
 def check_own_reward(rewards: Mapping[str, Any]) -> None:
@@ -93,7 +124,7 @@ def check_own_reward(rewards: Mapping[str, Any]) -> None:
 
 def build_episodes(
     module: EpisodeModule, environment: Any, settings: EpisodeSettings, policy: Policy
-) -> Episodes | None:
+) -> EpisodeRunner | None:
     """Build the player of episodes; None without an environment.
 
     Args:
@@ -104,6 +135,14 @@ def build_episodes(
     """
     if environment is None:
         return None
+    if isinstance(environment, Agent):
+        turn_format = _build_turn_format(module, settings, policy, has_tools=False)
+        if policy.bare_model.config.is_encoder_decoder:
+            raise ValueError(
+                "litgrpo.environments.Agent needs a decoder-only model: an encoder reads only the "
+                "first messages of a conversation."
+            )
+        return AgentEpisodes(environment, turn_format, settings)
     tools = [str(each.get("function", each)["name"]) for each in schemas_of(environment)]
     pool = build_episode_pool(module, settings)
     turn_format = _build_turn_format(module, settings, policy, has_tools=bool(tools))

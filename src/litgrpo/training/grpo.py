@@ -22,13 +22,19 @@ from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import NAMES, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.checkpointing.io import use_verified_io
+from litgrpo.checkpointing.rollouts import SaveRollouts, StoredRollouts, describe_settings
 from litgrpo.data.loader import BatchLoader
-from litgrpo.data.modules import reward_columns, validation_set_names
+from litgrpo.data.modules import (
+    curriculum_of,
+    reward_columns,
+    task_names,
+    validation_set_names,
+)
 from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.environments.base import shown_schemas_of
+from litgrpo.environments.base import shown_schemas_of, tools_by_task
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.loading import (
@@ -44,7 +50,7 @@ from litgrpo.models.loading import (
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.models.transformers_compat import checkpoints_activations
-from litgrpo.rewards.reward import Reward, RewardFormat, find_main_reward, name_rewards
+from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
@@ -55,9 +61,11 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
 from litgrpo.rollout.sampling import Purpose, Sampling
+from litgrpo.rollout.served_reference import ReferenceServers, ServedReference
 from litgrpo.tensors import FEW_LOGITS
 from litgrpo.training import hyper_parameters, kernel_choice, settings_checks
 from litgrpo.training.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
+from litgrpo.training.data_completions import DataCompletions
 from litgrpo.training.episode_setup import build_episodes, check_environment
 from litgrpo.training.initial_policy import initial_logprobs, measure_initial_policy
 from litgrpo.training.iteration_metrics import (
@@ -76,6 +84,7 @@ from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.run_setup import (
     GRPO_RATES,
     build_optimizer,
+    find_autocast_dtype,
     log_that_run_is_complete,
     make_sharding,
     passes_over_data,
@@ -88,9 +97,9 @@ from litgrpo.training.settings_checks import (
 )
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.steppers import TrainerComm, TrainerStepper, is_attached
-from litgrpo.training.turn_end import add_turn_end
+from litgrpo.training.turn_end import add_turn_end, completion_end
 from litgrpo.training.update_config import UpdateConfig
-from litgrpo.types import PromptBatch, RewardTable, Stats, StepReport, TrainingBatch
+from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats, StepReport, TrainingBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,9 +139,9 @@ class GRPO(LightningModule):
         overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
             loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
         reference: reference model of the KL term: Hub id or folder; with LoRA also the folder of
-            other adapters; None: the initial policy (with LoRA: the model without adapters).
-            Nothing is loaded if the KL coefficient is 0. A better model as reference is a teacher:
-            docs/distillation.md.
+            other adapters; address of a vLLM server, or `ReferenceServers`; None: the initial
+            policy (with LoRA: the model without adapters). Nothing is loaded if the KL coefficient
+            is 0. A better model as reference is a teacher: docs/howto/distillation.md.
         controllers: adaptive coefficients of entropy and KL, and a moving reference.
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of all weights.
@@ -143,6 +152,12 @@ class GRPO(LightningModule):
         environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
             such as `litgrpo.environments.Tools`; None: every completion is a single turn.
         episode: limits and format of multi-turn episodes.
+        save_rollouts: write every training rollout to `rollouts/` in the run folder.
+        stored_rollouts: run folder whose `rollouts/` are trained on, iteration by iteration, in
+            place of newly sampled ones (docs/howto/stored_rollouts.md). Evaluation samples as
+            always. An importance correction is added; training ends after the last stored rollout.
+        data_completions: train on completions of the data in a part of the iterations, for
+            distillation (docs/howto/distillation.md); null: all completions are sampled.
         seed: random seed for generation.
 
     Example:
@@ -177,7 +192,7 @@ class GRPO(LightningModule):
         max_generated_tokens: int | None = None,
         dynamic_sampling_attempts: int = 0,
         overlong_buffer_frac: float = 0.0,
-        reference: str | None = None,
+        reference: str | ReferenceServers | None = None,
         controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         lora: LoRA | None = None,
@@ -186,6 +201,9 @@ class GRPO(LightningModule):
         reward_runner: RewardRunner | None = None,
         environment: object | None = None,
         episode: EpisodeSettings = EpisodeSettings(),  # noqa: B008 (frozen)
+        save_rollouts: bool = False,
+        stored_rollouts: str | None = None,
+        data_completions: DataCompletions | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -195,13 +213,33 @@ class GRPO(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold trained weights only
 
+        settings_checks.check_data_completions(
+            data_completions,
+            objective,
+            sampling,
+            group_size,
+            update,
+            controllers,
+            environment=environment,
+            stored_rollouts=stored_rollouts,
+            dynamic_sampling_attempts=dynamic_sampling_attempts,
+        )
         settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
-        settings_checks.check_async(update, dynamic_sampling_attempts, environment)
-        settings_checks.check_observation_nll(objective, environment, sampling)
+        settings_checks.check_async(update, engine)
+        settings_checks.check_stored_rollouts(
+            stored_rollouts,
+            objective,
+            update,
+            environment,
+            dynamic_sampling_attempts=dynamic_sampling_attempts,
+            save_rollouts=save_rollouts,
+        )
         rewards = name_rewards(rewards)
         settings_checks.check_greedy(objective, rewards, dynamic_sampling_attempts)
         self.pretrained = save_in_memory_model(pretrained)
-        self.reference_path = reference
+        self.reference_path = settings_checks.read_reference(
+            reference, objective, sampling, engine, moves=controllers.reference is not None
+        )
         self.group_size, self.max_completion_length = group_size, max_completion_length
         self.sampling = settings_checks.with_candidates(sampling)
         self.engine, self.update = engine, update
@@ -211,18 +249,19 @@ class GRPO(LightningModule):
         self.precision, self.lora = precision, lora
         self.check_invariants = check_invariants
         self.environment: Any = check_environment(environment, episode, engine, rewards)
+        settings_checks.check_observation_nll(objective, self.environment, sampling)
         self.episode, self.seed = episode, seed
+        self.save_rollouts, self.stored_rollouts = save_rollouts, stored_rollouts
+        self.data_completions = data_completions
 
-        objective = with_importance_correction(objective, engine, update)
+        objective = with_importance_correction(objective, engine, update, stored_rollouts)
         self.coefficients = FixedCoefficients(objective)
         if controllers != Controllers():
             self.coefficients = AdaptiveCoefficients(controllers, objective)
-        if evaluation.success_reward is None:  # never the punishment that is added below
-            weights = {name: each.weight for name, each in rewards.items()}
-            evaluation = replace(evaluation, success_reward=find_main_reward(weights))
-        rewards |= overlong_reward(overlong_buffer_frac, max_completion_length)
+        overlong = overlong_reward(overlong_buffer_frac, max_completion_length)
+        rewards |= overlong
         self.scorer = self.scorer_class(rewards, reward_format, reward_runner, max_iterations)
-        self.evaluator = Evaluator(evaluation, self.scorer)
+        self.evaluator = Evaluator(evaluation, self.scorer, ignored=overlong)
 
         # Loaded and built by `configure_model`.
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -231,9 +270,11 @@ class GRPO(LightningModule):
         self.learner: Learner
         self.rollouter: Rollouter
         self.dynamic_sampling: DynamicSampling | None = None
+        self.stored: StoredRollouts | None = None
         self.clock = Clock()
         self.cpu_contention = CpuContention()
         self.stepper: TrainerStepper | None = None
+        self.task_names: list[str] = []  # whose metrics are logged
         self._built_for: tuple[torch.device, str] | None = None
         # Limits after out-of-memory errors outlive the trainer.
         self.rollout_limit, self.learning_limit = rollout_row_limit(), learning_row_limit()
@@ -263,12 +304,18 @@ class GRPO(LightningModule):
             settings_checks.check_reference_prompts(
                 self, self.coefficients.objective, self.environment
             )
+            settings_checks.check_data_of_completions(self, self.data_completions)
             settings_checks.check_batch(
                 self, self.group_size, self.max_completion_length, self.update.num_mini_batches
             )
         settings_checks.check_trainer_precision(str(self.trainer.precision))
         settings_checks.check_device(
-            device, self.engine, self.coefficients.objective, self.precision
+            device,
+            self.engine,
+            self.coefficients.objective,
+            self.precision,
+            self.stored_rollouts,
+            self.data_completions,
         )
         backend(device).prepare()
         if device.type == "cpu":
@@ -278,8 +325,17 @@ class GRPO(LightningModule):
             # Lightning warns about a class that overrides the hook if a data module is used.
             self.transfer_batch_to_device = _keep_on_host  # type: ignore[assignment,method-assign]
         self.evaluator.start(backend(device).data_device, validation_set_names(self.trainer))
-        for columns in reward_columns(self.trainer):
+        sets = reward_columns(self.trainer)
+        for columns in sets:
             self.scorer.check(columns, episodes=self.environment is not None)
+        if stage == "fit" and self.stored_rollouts:
+            trainer, tokenizer = self.trainer, self.fit_tokenizer()
+            settings = describe_settings(self, tokenizer, trainer.world_size)
+            self.stored = StoredRollouts.find(
+                self.stored_rollouts, settings, trainer.global_rank, trainer.world_size
+            )
+        self.task_names = task_names(self.trainer) if stage == "fit" else []
+        settings_checks.check_tasks(self.task_names, sets, self.scorer)
         if stage != "predict":
             rule = self.evaluator.success_rule
             rank_zero_info(f"Correct: {rule} (model.evaluation.success_reward)")
@@ -315,6 +371,7 @@ class GRPO(LightningModule):
             self._built_for = device, precision
         if is_attached(self):
             check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
+            settings_checks.check_served_reference(self, self.reference, self.max_completion_length)
             kernel_choice.use_everywhere(self, policy)
 
     def _load_policy(self) -> Policy:
@@ -333,15 +390,24 @@ class GRPO(LightningModule):
 
     def _load_reference(self, policy: Policy) -> None:
         sharding = make_sharding(self)
-        if self.reference is None and self.coefficients.objective.needs_reference:
+        given = self.reference_path
+        needed = self.reference is None and self.coefficients.objective.needs_reference
+        if needed and isinstance(given, ReferenceServers):
+            self.reference = ServedReference(given, policy)
+        elif needed and not isinstance(given, ReferenceServers):
             self.reference = load_reference(
                 policy,
-                self.reference_path,
+                given,
                 self.pretrained,
                 self.precision,
                 self.lora,
                 sharding=sharding,
             )
+            dtype = find_autocast_dtype(self)
+            rounds = sharding is None and not self.coefficients.moves_reference
+            rounds = rounds and not backend(policy.model.device).static_shapes
+            if isinstance(self.reference, FrozenReference) and rounds and dtype is not None:
+                self.reference.round_weights(dtype)
         if sharding is not None and isinstance(self.reference, FrozenReference):
             sharding.shard(self.reference.policy)
 
@@ -357,11 +423,15 @@ class GRPO(LightningModule):
             clock=self.clock,
             row_limit=self.rollout_limit,
         )
-        if self.update.staleness:
+        if self.update.rollouts_ahead:
             settings_checks.check_async_sharding(policy, self.engine)
             if is_attached(self):
                 next_prompts = partial(self._next_prompts, backend(device).data_device)
-                rollouter.prefetch = Prefetch(next_prompts)
+                rollouter.prefetch = Prefetch(
+                    next_prompts,
+                    self.update.rollouts_ahead,
+                    in_flight=self.update.max_staleness > 0,
+                )
         return rollouter
 
     def _build_learner(self, policy: Policy, device: torch.device, precision: str) -> Learner:
@@ -385,7 +455,12 @@ class GRPO(LightningModule):
             reference=self.reference,
             exact_logprobs=self.engine.exact_logprobs,
             reuse_sampler_logprobs=can_reuse_sampler_logprobs(
-                precision, self.precision, self.engine, self.environment, self.update
+                precision,
+                self.precision,
+                self.engine,
+                self.environment,
+                self.update,
+                self.stored_rollouts,
             ),
             comm=comm,
             micro_batching=micro_batching,
@@ -416,13 +491,13 @@ class GRPO(LightningModule):
                     # A hook that XLA cannot trace; checkpoints without reentry need none.
                     part.bare_model.disable_input_require_grads()
 
-    def _next_prompts(self, device: torch.device) -> PromptBatch:
+    def _next_prompts(self, device: torch.device, ahead: int) -> PromptBatch:
         loader = self.trainer.train_dataloader
         if not isinstance(loader, BatchLoader):
             raise ValueError(
-                "model.update.staleness is 1, which needs litgrpo.PromptData. Set it to 0."
+                "model.update.staleness and max_staleness need litgrpo.PromptData. Set them to 0."
             )
-        return loader.peek().to(device)
+        return loader.peek(ahead).to(device)
 
     def configure_callbacks(self) -> list[Callback]:
         """Return start-up checks, metrics and a progress bar that counts iterations."""
@@ -431,6 +506,8 @@ class GRPO(LightningModule):
             callbacks.append(NoLearningSignal())
         if self.check_invariants:
             callbacks.insert(0, InvariantChecks())
+        if self.save_rollouts:
+            callbacks.append(SaveRollouts())
         return callbacks + replace_stock_bar(self)
 
     def configure_optimizers(self) -> Any:
@@ -442,10 +519,12 @@ class GRPO(LightningModule):
     # --- training ---
 
     def on_train_start(self) -> None:
-        """Connect dynamic sampling to the training data; a resumed run may be complete already."""
+        """Connect the sources of rollouts; a resumed run may be complete already."""
         self.stepper = TrainerStepper(self)
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.connect(self.trainer.train_dataloader)
+        if self.stored is not None:
+            self.rollouter.stored = partial(self.stored.read, device=self.device)
         self._stop_if_done()
         if self.trainer.should_stop:
             log_that_run_is_complete(self)
@@ -495,7 +574,9 @@ class GRPO(LightningModule):
         """
         assert self.stepper is not None
         iteration = self.iteration
-        rollout = self.rollouter.generate(prompts, "train", iteration)
+        rollout, on_policy = self._take_rollout(prompts)
+        if self.stored is not None:
+            prompts = rollout.prompts  # stored, too
 
         # Workers run the user's reward functions. Meanwhile get the old log-probabilities (if there
         # are several steps per rollout) and the reference's (if there is a KL term). Built-in
@@ -506,6 +587,7 @@ class GRPO(LightningModule):
             logprobs = self.learner.old_and_reference_logprobs(rollout)
             with self.clock.phase("time/reward_s"):
                 rewards = pending.wait()
+            self._update_curriculum(prompts, rewards)
             if self.learner.objective.advantages.needs_greedy:
                 rewards = self._with_greedy_rewards(prompts, rewards)
             stats = rewards.stats() | rollout.stats()
@@ -513,6 +595,7 @@ class GRPO(LightningModule):
             # Which groups stay depends on their rewards: log-probabilities have to wait.
             with self.clock.phase("time/reward_s"):
                 rewards = pending.wait()
+            self._update_curriculum(prompts, rewards)
             rollout, rewards, stats = self.dynamic_sampling.replace_zero_variance_groups(
                 rollout, rewards, iteration
             )
@@ -523,8 +606,14 @@ class GRPO(LightningModule):
         reports = self.learner.update(batch, self.stepper)
 
         self.log_dict(rewards.metrics)
-        stats |= self.rollouter.episode_stats(rollout)
+        stats |= self.rollouter.stats(rollout, iteration)
         stats |= self.learner.reward_kl_stats(rollout, logprobs)
+        order = curriculum_of(self.trainer)
+        stats |= {} if order is None else order.stats()
+        if self.data_completions is not None:
+            stats["data/on_policy"] = torch.tensor(float(on_policy))
+        if not on_policy:  # -log p of tokens that were not sampled is no estimate of the entropy
+            stats["policy/data_nll"] = stats.pop("policy/entropy")
         self._finish_iteration(stats, batch, reports)
         return {
             "rollout": rollout,
@@ -532,6 +621,25 @@ class GRPO(LightningModule):
             "reports": reports,
             "advantages": group_advantages(batch, rewards),
         }
+
+    def _take_rollout(self, prompts: PromptBatch) -> tuple[Rollout, bool]:
+        """Return the completions that an iteration trains on, and True if they were sampled."""
+        given, iteration = self.data_completions, self.iteration
+        if given is None or given.is_on_policy(self.seed, iteration):
+            return self.rollouter.generate(prompts, "train", iteration), True
+        assert self.policy is not None
+        self.policy.eval()
+        with self.clock.phase("time/logprobs_s"):
+            end_id = completion_end(self, self.policy)
+            return given.read_rollout(prompts, self.learner, end_id, iteration), False
+
+    def _update_curriculum(self, prompts: PromptBatch, rewards: RewardTable) -> None:
+        """Let the curriculum know the success of the prompts of all ranks."""
+        order = curriculum_of(self.trainer)
+        if order is not None:
+            comm, valid = self.learner.comm, rewards.valid.sum(1).to(self.evaluator.device)
+            success = self.evaluator.find_correct(rewards).sum(1) / valid  # NaN without valid rows
+            order.record(comm.gather(prompts.index.to(success.device)), comm.gather(success))
 
     def _with_greedy_rewards(self, prompts: PromptBatch, rewards: RewardTable) -> RewardTable:
         """Return the rewards with those of one greedy completion per prompt (ReMax)."""
@@ -570,6 +678,9 @@ class GRPO(LightningModule):
         tokens = self.max_generated_tokens or torch.inf
         if self.iteration >= iterations or self.generated_tokens >= tokens:
             self.trainer.should_stop = True
+        elif self.stored is not None and self.iteration >= self.stored.last:
+            self.trainer.should_stop = True
+            rank_zero_info(f"Trained on all {self.stored.last} stored rollouts: training ends.")
 
     def _seed_device(self) -> None:
         # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration
@@ -612,10 +723,10 @@ class GRPO(LightningModule):
 
     @property
     def success(self) -> dict[str, Any]:
-        """Reward and threshold that make a completion correct."""
+        """Rewards by task, "" for all others, and the threshold that make a completion correct."""
         evaluator = self.evaluator
         return {
-            "reward": evaluator.success_reward,
+            "rewards": evaluator.success_rewards,
             "threshold": evaluator.settings.success_threshold,
         }
 
@@ -627,7 +738,8 @@ class GRPO(LightningModule):
     @property
     def shown_tools(self) -> Any:
         """Schemas of the environment's tools, which the chat format lists in prompts."""
-        return shown_schemas_of(self.environment)
+        by_task = tools_by_task(self.environment)
+        return shown_schemas_of(self.environment) if by_task is None else by_task
 
     def predict_step(self, prompts: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Answer prompts."""
@@ -673,7 +785,7 @@ class GRPO(LightningModule):
         self.rollout_limit.max_rows = checkpoint["lowered"].get("max_rows")
         self.rollouter.forget_weights()
         if self.rollouter.prefetch is not None:
-            self.rollouter.prefetch.load_state_dict(checkpoint.get("ahead"))
+            self.rollouter.prefetch.load_state_dict(checkpoint.get("ahead", []))
         kernel_choice.restore(self, checkpoint)
         if self.update.micro_batch_tokens == "auto" and kernel_choice.follows_memory(self):
             tokens = checkpoint["micro_batch_tokens"]
@@ -700,8 +812,12 @@ class GRPO(LightningModule):
         """Stop watching the CPU, and shut down workers of reward functions and environments."""
         self.cpu_contention.stop()
         self.scorer.close()
-        if self._built_for is not None and self.rollouter.episodes is not None:
-            self.rollouter.episodes.pool.close()
+        if self._built_for is None:
+            return
+        if self.rollouter.prefetch is not None:
+            self.rollouter.prefetch.close()
+        if self.rollouter.episodes is not None:
+            self.rollouter.episodes.close()
 
 
 def _keep_on_host(batch: Any, *_: Any) -> Any:

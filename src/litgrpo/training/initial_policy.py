@@ -27,7 +27,7 @@ class EvaluatedModule(Protocol):
 
     iteration: int
     pretrained: Any
-    reference_path: str | None
+    reference_path: Any
     precision: Precision
     policy: Policy | None
     reference: Reference | None

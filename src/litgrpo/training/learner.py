@@ -129,32 +129,57 @@ class Learner:
         With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
         1). It is None as well if the old policy of the objective is the sampler. With several steps
         and an exact engine it is the sampler's, without a forward pass. A stale or inexact sampler
-        is handled by `importance_correction`. Without a KL term `ref` is None.
+        is handled by `importance_correction`. Without a KL term `ref` is None. Advantages that need
+        the norms of scores cost one forward pass in any case.
 
         Args:
             rollout: N completions.
         """
 
         def compute(max_rows: int | None) -> RolloutLogprobs:
-            old = self._old_logprobs(rollout, max_rows)
+            old, norms = self._before_update(rollout, max_rows)
             if self.reference is None:
-                return RolloutLogprobs(old)
-            temperature = self.sampling.policy_temperature
-            exact = self.objective.divergence is not None
-            found = self._compute_under(
-                self.reference, rollout.reference_tokens, temperature, max_rows, keep_hidden=exact
-            )
-            return RolloutLogprobs(old, found.logprobs, found.hidden)
+                return RolloutLogprobs(old, score_norms=norms)
+            tokens, ref, hidden = rollout.reference_tokens, None, None
+            if self.objective.needs_reference_logprobs:
+                temperature = self.sampling.policy_temperature
+                found = self._compute_under(self.reference, tokens, temperature, max_rows)
+                ref = found.logprobs
+            if self.objective.divergence is not None:
+                hidden = self._compute_hidden(self.reference, tokens, max_rows)
+            return RolloutLogprobs(old, ref, hidden, norms)
 
         return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
 
-    def _old_logprobs(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
-        if self.config.num_steps == 1 or self.objective.old_policy == "sampler":
-            return None  # not needed: see `Objective.old_policy`
-        if self.reuse_sampler_logprobs:
-            return rollout.sampler_logprobs
+    def _before_update(
+        self, rollout: Rollout, max_rows: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return [N, C] old log-probabilities and score norms; None for what is not needed."""
+        needs_norms = self.objective.advantages.needs_score_norms
+        # Not needed: see `Objective.old_policy`.
+        needs_old = self.config.num_steps > 1 and self.objective.old_policy != "sampler"
+        reused = rollout.sampler_logprobs if self.reuse_sampler_logprobs else None
+        if not needs_norms and not (needs_old and reused is None):
+            return (reused if needs_old else None), None
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
-        return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs
+        compute = partial(self.logprobs, score_norms=True) if needs_norms else self.logprobs
+        found = self.micro_batching.compute_logprobs(rollout.tokens, compute, limits)
+        old = found.logprobs if reused is None else reused
+        return (old if needs_old else None), found.score_norms
+
+    def add_policy_logprobs(self, rollout: Rollout) -> Rollout:
+        """Return given completions with the policy's log-probabilities as those of the sampler.
+
+        Args:
+            rollout: N completions.
+        """
+
+        def compute(max_rows: int | None) -> TokenLogprobs:
+            limits = self._limits(max_rows, self.policy.computes_prompts_once)
+            return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits)
+
+        found = self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
+        return replace(rollout, sampler_logprobs=found.logprobs)
 
     def logprobs_under(self, reference: Reference, tokens: TokenRows, temperature: float) -> Tensor:
         """Return [N, C] log-probabilities under a frozen model, computed in micro-batches.
@@ -179,15 +204,27 @@ class Learner:
         tokens: TokenRows,
         temperature: float,
         max_rows: int | None,
-        *,
-        keep_hidden: bool = False,
     ) -> TokenLogprobs:
         def compute(rows: TokenRows) -> TokenLogprobs:
             with self.policy.autocast():
-                return reference.logprobs(rows, temperature=temperature, keep_hidden=keep_hidden)
+                return reference.logprobs(rows, temperature=temperature)
 
+        if reference.computes_elsewhere:
+            return compute(tokens)
         limits = self._limits(max_rows, reference.computes_prompts_once)
         return self.micro_batching.compute_logprobs(tokens, compute, limits)
+
+    def _compute_hidden(
+        self, reference: Reference, tokens: TokenRows, max_rows: int | None
+    ) -> Tensor:
+        """Return [N, C, E] hidden states of a frozen model."""
+
+        def compute(rows: TokenRows) -> dict[str, Tensor]:
+            with self.policy.autocast():
+                return {"hidden": reference.hidden_states(rows)}
+
+        limits = self._limits(max_rows, reference.computes_prompts_once)
+        return self.micro_batching.compute_fields(tokens, compute, limits)["hidden"]
 
     @time_phase("time/learn_s")
     def build_batch(
@@ -213,10 +250,14 @@ class Learner:
             correct = self.objective.positive_nll.find_correct(rewards).to(mask.device)
         rewards = self.objective.subtract_kl(rewards, rollout.sampler_logprobs, logprobs.ref, mask)
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
-        advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
+        advantages = self.objective.token_advantages(
+            rewards, mask, self.comm, turns, logprobs.score_norms
+        )
         by_completion = completion_advantages(advantages).view_as(rewards.total)
         if self.objective.advantage_clip is None:
-            check_centered(by_completion, self.objective.advantages, self.objective.gamma)
+            # An agent may end without a call: a row without tokens shows no advantage.
+            shown = mask.any(1).view_as(rewards.total).all(1).to(by_completion.device)
+            check_centered(by_completion[shown], self.objective.advantages, self.objective.gamma)
         has_advantage = (advantages != 0).view(-1, self.group_size * advantages.shape[1]).any(1)
         informative = has_advantage.repeat_interleave(self.group_size)
         # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
@@ -253,6 +294,7 @@ class Learner:
             ref_logprobs=logprobs.ref,
             nll_weights=nll_weights,
             ref_hidden=logprobs.ref_hidden,
+            segments=tokens.segments,
         )
 
     def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
@@ -400,12 +442,15 @@ class Learner:
         batch = self.objective.select_tokens(batch, before, self.comm)
         return batch, self.micro_batching.on_device(totals)
 
-    def logprobs(self, tokens: TokenRows, ref_hidden: Tensor | None = None) -> TokenLogprobs:
+    def logprobs(
+        self, tokens: TokenRows, ref_hidden: Tensor | None = None, *, score_norms: bool = False
+    ) -> TokenLogprobs:
         """Compute log-probabilities and entropies under the policy, with gradient.
 
         Args:
             tokens: M rows.
             ref_hidden: [M, C, E] hidden states of the reference, to compute divergences as well.
+            score_norms: compute `TokenLogprobs.score_norms` as well.
         """
         compared, divergence = None, self.objective.divergence
         if ref_hidden is not None and divergence is not None:
@@ -417,6 +462,7 @@ class Learner:
                 temperature=self.sampling.policy_temperature,
                 entropy_grad=self.objective.entropy_coef != 0,
                 compared=compared,
+                score_norms=score_norms,
             )
 
     def _find_non_finite(self, batch: TrainingBatch) -> dict[int, str]:

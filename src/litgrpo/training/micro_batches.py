@@ -21,6 +21,7 @@ from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch, to_device
 
 Rows = TypeVar("Rows", TokenRows, TrainingBatch)
 LogprobsOf = Callable[[TokenRows], TokenLogprobs]
+FieldsOf = Callable[[TokenRows], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,17 @@ class MicroBatching(ABC):
         """Yield micro-batches of the given rows [m], or of all rows."""
 
     @abstractmethod
+    def compute_fields(
+        self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
+    ) -> dict[str, Tensor]:
+        """Compute {name: [N, C, ...]} of all rows, without gradient, micro-batch by micro-batch.
+
+        Args:
+            tokens: N rows.
+            fields_of: computes {name: [M, C, ...]} of a micro-batch.
+            limits: of a micro-batch.
+        """
+
     def compute_logprobs(
         self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
     ) -> TokenLogprobs:
@@ -94,6 +106,8 @@ class MicroBatching(ABC):
             logprobs_of: computes those of a micro-batch.
             limits: of a micro-batch.
         """
+        fields = self.compute_fields(tokens, lambda rows: logprobs_of(rows).row_fields(), limits)
+        return TokenLogprobs(**fields)
 
     def sums(self) -> StepSums:
         """Return an empty accumulator for the micro-batches of a step."""
@@ -142,14 +156,14 @@ class RaggedBatches(MicroBatching):
             yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets))
 
     @torch.no_grad()
-    def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
-    ) -> TokenLogprobs:
+    def compute_fields(
+        self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
+    ) -> dict[str, Tensor]:
         """Compute micro-batches, and write each to its rows."""
         shape, device = tokens.completion_ids.shape, tokens.completion_ids.device
         found: dict[str, Tensor] = {}
         for rows in self.buckets(tokens, limits):
-            part = logprobs_of(tokens.select(rows)).row_fields()
+            part = fields_of(tokens.select(rows))
             (chosen,) = to_device([rows], device)
             for name, values in part.items():
                 if name not in found:
@@ -157,7 +171,7 @@ class RaggedBatches(MicroBatching):
                     size = (*shape, *values.shape[2:])
                     found[name] = torch.zeros(size, dtype=dtype, device=device)
                 found[name][chosen, : values.shape[1]] = values.to(found[name].dtype)
-        return TokenLogprobs(**found)
+        return found
 
 
 class EvenBatches(RaggedBatches):
@@ -199,14 +213,14 @@ class EvenBatches(RaggedBatches):
             yield MicroBatch(filler, is_last=number == fillers, is_filler=True)
 
     @torch.no_grad()
-    def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
-    ) -> TokenLogprobs:
+    def compute_fields(
+        self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
+    ) -> dict[str, Tensor]:
         """Compute as many passes as the rank with the most micro-batches."""
-        found = super().compute_logprobs(tokens, logprobs_of, limits)
+        found = super().compute_fields(tokens, fields_of, limits)
         buckets = self.buckets(tokens, limits)
         for _ in range(self.count_fillers(len(buckets))):
-            logprobs_of(tokens.select(buckets[0][:1]))
+            fields_of(tokens.select(buckets[0][:1]))
         return found
 
 

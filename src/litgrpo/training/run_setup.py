@@ -20,7 +20,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.strategy import strategy_of
 from litgrpo.distributed.messages import log, rank, rank_zero_info
 from litgrpo.models.sharded_weights import PolicySharding
-from litgrpo.training.lightning_compat import count_training_batches
+from litgrpo.training.lightning_compat import count_training_batches, find_trainer
 from litgrpo.training.optim import DefaultAdamW, Warmup
 
 DEFAULT_EPOCHS = 3  # transformers' and TRL's num_train_epochs
@@ -255,6 +255,14 @@ def _warn_of_lost_updates(optimizer: Optimizer) -> None:
             "model.precision.dtype to float32 (model.precision.autocast_dtype bfloat16 keeps the "
             "speed), or raise model.optimizer.lr."
         )
+
+
+def find_autocast_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype of a module's matrix products, if lower than that of its weights."""
+    name, trainer = module.precision.autocast_dtype, find_trainer(module)
+    if name is None and trainer is not None:
+        name = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(trainer.precision))
+    return None if name is None else getattr(torch, name)
 
 
 def make_sharding(module: Any) -> PolicySharding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,32 @@ import torch
 from lightning import LightningModule
 
 from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
-from litgrpo.arguments import at_least
+from litgrpo.arguments import at_least, did_you_mean
 from litgrpo.data.modules import SourceData
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet, StreamedPrompts
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.environments.agent import Agent
 from litgrpo.models.limits import check_lengths, check_tokens
 from litgrpo.models.loading import Precision
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.base import RolloutEngine
+from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.served_reference import (
+    SERVER_SCHEMES,
+    ReferenceServers,
+    ServedReference,
+)
+from litgrpo.training.controllers import Controllers
+from litgrpo.training.data_completions import DataCompletions
 from litgrpo.training.update_config import UpdateConfig
+from litgrpo.types import REFERENCE_PROMPT, TASK
 
 # Of a rollout's token: its id (8 bytes), random number, log-probability and masks.
 BYTES_PER_TOKEN = 18
@@ -85,19 +96,126 @@ def check_batch(module: LightningModule, group_size: int, completion: int, steps
         )
 
 
-def check_async(
-    update: UpdateConfig, dynamic_sampling_attempts: int, environment: object | None
-) -> None:
-    """Check that the next iteration's prompts do not depend on this iteration's result.
+def check_async(update: UpdateConfig, engine: RolloutEngine) -> None:
+    """Check that the engine can do what `max_staleness` asks for.
 
     Raises:
-        ValueError: a stale rollout is combined with dynamic sampling or an environment.
+        ValueError: it cannot receive weights while it generates.
     """
-    if update.staleness and (dynamic_sampling_attempts or environment):
+    if update.max_staleness and not engine.updates_in_flight:
         raise ValueError(
-            "model.update.staleness is 1: the next rollout is generated before this one is "
-            "finished, which dynamic_sampling_attempts and environment do not allow. Set staleness "
-            "to 0, or remove them."
+            f"model.update.max_staleness is {update.max_staleness}, which needs an engine that "
+            f"receives weights while it generates (ServerEngine); {type(engine).__name__} does "
+            f"not. Set it to 0, or set model.update.staleness to {update.max_staleness}."
+        )
+
+
+def check_stored_rollouts(
+    stored_rollouts: str | None,
+    objective: Objective,
+    update: UpdateConfig,
+    environment: object | None,
+    **others: object,
+) -> None:
+    """Check that no other option needs training rollouts that are sampled.
+
+    Args:
+        stored_rollouts: folder of the rollouts to train on; None: they are sampled.
+        objective: may need greedy completions.
+        update: may generate rollouts ahead.
+        environment: of multi-turn episodes.
+        others: {option: value} of further options that must be off.
+
+    Raises:
+        ValueError: one of them is on.
+    """
+    if not stored_rollouts:
+        return
+    given: dict[str, object] = {
+        "model.update.staleness": update.staleness,
+        "model.update.max_staleness": update.max_staleness,
+    }
+    given |= {f"model.{name}": value for name, value in others.items()}
+    if environment is not None:  # stored prompts have the openings of their episodes already
+        name = f"{type(objective.advantages).__name__} with model.environment"
+        given[name] = objective.advantages.needs_greedy
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"model.stored_rollouts is {stored_rollouts}, so training rollouts are read and "
+                f"not sampled, which does not allow {name}. Leave out one of the two."
+            )
+
+
+def check_data_completions(
+    given: DataCompletions | None,
+    objective: Objective,
+    sampling: Sampling,
+    group_size: int,
+    update: UpdateConfig,
+    controllers: Controllers,
+    **others: object,
+) -> None:
+    """Check that a run can train on completions that the policy did not sample.
+
+    Args:
+        given: completions of the data; None: all are sampled.
+        objective: must learn from a divergence alone.
+        sampling: of the other iterations.
+        group_size: G.
+        update: may generate rollouts ahead.
+        controllers: may follow the entropy of samples.
+        others: {option: value} of further options that must be off.
+
+    Raises:
+        ValueError: rewards or estimates need sampled completions, or another option does.
+    """
+    if given is None:
+        return
+    needed = {
+        "model.objective.reward_coef to 0, because there is nothing to compare data with": (
+            objective.reward_coef != 0
+        ),
+        "model.objective.kl_estimator to reverse_kl, forward_kl or jsd, because estimates need "
+        "tokens that the policy sampled": objective.divergence is None,
+        "model.group_size to 1, because the data have one completion per prompt": group_size != 1,
+        "model.sampling.top_k, top_p and min_p to 0, 1.0 and 0.0, because tokens of the data need "
+        "not be candidates": sampling.truncated,
+        "model.objective.kl_in_reward to null": objective.kl_in_reward is not None,
+        "model.objective.positive_nll to null": objective.positive_nll is not None,
+        "model.objective.advantages to Normalized": objective.advantages.needs_greedy,
+        "model.update.staleness to 0": bool(update.staleness),
+        "model.update.max_staleness to 0": bool(update.max_staleness),
+        "model.controllers.entropy to null": controllers.entropy is not None,
+        **{f"model.{name} to its default": bool(value) for name, value in others.items()},
+    }
+    for remedy, unmet in needed.items():
+        if unmet:
+            raise ValueError(
+                f"model.data_completions is set: set {remedy}, or leave out data_completions."
+            )
+
+
+def check_data_of_completions(module: LightningModule, given: DataCompletions | None) -> None:
+    """Check before a fit that the training data have the completions.
+
+    Args:
+        module: attached to its trainer.
+        given: completions of the data; None: all are sampled.
+
+    Raises:
+        ValueError: a completion is missing, or a curriculum needs the success of the policy.
+    """
+    data = module.trainer.datamodule  # type: ignore[attr-defined]
+    if given is None or not isinstance(data, SourceData):
+        return
+    rows = data.sets["train"]
+    if isinstance(rows, PromptSet | StreamedPrompts):
+        given.check_columns(rows.columns)
+    if getattr(data, "curriculum", None) is not None:
+        raise ValueError(
+            "model.data_completions is set, but data.curriculum follows the success of sampled "
+            "completions. Leave out one of the two."
         )
 
 
@@ -107,7 +225,8 @@ def check_observation_nll(
     """Check that there are observations, and that their log-probabilities are over all tokens.
 
     Raises:
-        ValueError: a cross-entropy term of observations without an environment, or with a filter.
+        ValueError: a cross-entropy term of observations without an environment, with an agent, or
+            with a filter.
     """
     if objective.observation_nll_coef == 0:
         return
@@ -117,12 +236,41 @@ def check_observation_nll(
             f"{given}, but there is no model.environment, so no observations to predict. Set it to "
             "0, or set an environment."
         )
+    if isinstance(environment, Agent):
+        raise ValueError(
+            f"{given}, but model.environment is an Agent, whose observations include replies of "
+            "the policy in other segments. Set it to 0."
+        )
     if sampling.truncated:
         raise ValueError(
             f"{given}, but model.sampling has top_k, top_p or min_p: log-probabilities are then "
             "over the tokens that could be sampled, and observations were not sampled. Remove the "
             "filters, or set it to 0."
         )
+
+
+def check_tasks(
+    trained: Collection[str], sets: Sequence[Mapping[str, Sequence[Any]]], scorer: Scorer
+) -> None:
+    """Check that the tasks that rewards name are tasks of the data.
+
+    Args:
+        trained: tasks of the training prompts; empty if they are not known.
+        sets: {column: values} of the sets of prompts.
+        scorer: has the rewards.
+
+    Raises:
+        ValueError: a reward names another task.
+    """
+    known = {*trained, *(str(task) for columns in sets for task in columns.get(TASK, []))}
+    for name, reward in scorer.components.items():
+        for task in reward.tasks if trained else ():
+            if task not in known:
+                raise ValueError(
+                    f"model.rewards.{name}.tasks has {task!r}, but no prompt is of that task"
+                    f"{did_you_mean(task, known)}. The tasks of the data are "
+                    f"{', '.join(sorted(known))}."
+                )
 
 
 def check_greedy(
@@ -159,7 +307,7 @@ def check_async_sharding(policy: Policy, engine: RolloutEngine) -> None:
     """
     if is_sharded(policy) and not engine.samples_elsewhere:
         raise ValueError(
-            "model.update.staleness is 1, but this engine generates with weights that "
+            "model.update.staleness is set, but this engine generates with weights that "
             "trainer.strategy shards. Set staleness to 0, or use trainer.strategy ddp or a "
             "ServerEngine."
         )
@@ -187,6 +335,89 @@ def check_reference_prompts(
             "data.reference_template replaces the prompts, but model.environment adds its first "
             "observation to them. Leave out one of the two."
         )
+
+
+def read_reference(
+    given: str | ReferenceServers | None,
+    objective: Objective,
+    sampling: Sampling,
+    engine: RolloutEngine,
+    *,
+    moves: bool,
+) -> str | ReferenceServers | None:
+    """Return the reference of a run; the address of a server becomes `ReferenceServers`.
+
+    Args:
+        given: folder, Hub id, address or servers; None: the initial policy.
+        objective: compares with it.
+        sampling: of the rollouts.
+        engine: may sample with servers.
+        moves: a controller moves the reference.
+
+    Raises:
+        ValueError: servers cannot return what this run needs of the reference.
+    """
+    if isinstance(given, str) and given.startswith(SERVER_SCHEMES):
+        given = ReferenceServers([given])
+    if not isinstance(given, ReferenceServers) or not objective.needs_reference:
+        return given
+    problem = ""
+    if objective.divergence is not None:
+        problem = (
+            "model.objective.kl_estimator is a divergence over the vocabulary, but servers return "
+            "log-probabilities of the sampled tokens: set it to k3"
+        )
+    elif sampling.policy_temperature != 1:
+        problem = (
+            f"model.sampling.temperature is {sampling.temperature}, but servers return "
+            "log-probabilities at temperature 1: set it to 1.0"
+        )
+    elif sampling.truncated:
+        problem = (
+            f"model.sampling has top_k {sampling.top_k}, top_p {sampling.top_p} and min_p "
+            f"{sampling.min_p}, but servers return log-probabilities over all tokens: set them to "
+            "0, 1.0 and 0.0"
+        )
+    elif moves:
+        problem = (
+            "model.controllers.reference moves the weights of the reference, but those of servers "
+            "stay as they are: leave it out"
+        )
+    elif isinstance(engine, ServerEngine) and {url.rstrip("/") for url in engine.urls} & {
+        *given.urls
+    }:
+        problem = (
+            "model.engine.urls has the same server, whose weights become the policy's: start "
+            "another one"
+        )
+    if problem:
+        raise ValueError(
+            f"model.reference is a vLLM server ({given.urls[0]}). {problem}, or load the reference "
+            "from a folder or Hub id."
+        )
+    return given
+
+
+def check_served_reference(module: LightningModule, reference: object, completion: int) -> None:
+    """Check before a fit that servers can compute the reference of the data's rows.
+
+    Args:
+        module: attached to its trainer.
+        reference: of the KL term; only a `ServedReference` is checked.
+        completion: limit on the tokens of a completion.
+
+    Raises:
+        RuntimeError: no server responds, or one has another tokenizer or a shorter context.
+    """
+    trainer: Any = module.trainer
+    if not isinstance(reference, ServedReference) or trainer.state.fn != "fit":
+        return
+    longest, data = 0, trainer.datamodule
+    if isinstance(data, SourceData) and isinstance(data.sets["train"], PromptSet | StreamedPrompts):
+        rows = data.sets["train"]
+        hinted = max(map(len, rows.columns.get(REFERENCE_PROMPT, [])), default=0)
+        longest = max(rows.max_tokens, hinted) + completion
+    reference.check(longest)
 
 
 def check_temperature(sampling: Sampling, group_size: int) -> None:
@@ -217,7 +448,12 @@ def check_trainer_precision(precision: str) -> None:
 
 
 def check_device(
-    device: torch.device, engine: RolloutEngine, objective: Objective, precision: Precision
+    device: torch.device,
+    engine: RolloutEngine,
+    objective: Objective,
+    precision: Precision,
+    stored_rollouts: str | None = None,
+    data_completions: DataCompletions | None = None,
 ) -> None:
     """Check that a device that compiles a program per shape (XLA) can compute this run.
 
@@ -233,6 +469,15 @@ def check_device(
             "device compiles a program for each shape. Set engine: {class_path: StaticEngine}, as "
             "the config overrides for such devices in configs/hardware do."
         )
+    for name, value in (
+        ("stored_rollouts", stored_rollouts),
+        ("data_completions", data_completions),
+    ):
+        if value:
+            raise ValueError(
+                f"model.{name} is set, but shapes of their completions differ, and this device "
+                "compiles a program for each shape. Train on a CPU or a GPU, or leave it out."
+            )
     if isinstance(objective.aggregation, MicroBatchTokenMean):
         raise ValueError(
             "model.objective.loss_aggregation divides by the tokens of a micro-batch, which has a "
@@ -293,18 +538,25 @@ def with_candidates(sampling: Sampling) -> Sampling:
 
 
 def with_importance_correction(
-    objective: Objective, engine: RolloutEngine, update: UpdateConfig
+    objective: Objective,
+    engine: RolloutEngine,
+    update: UpdateConfig,
+    stored_rollouts: str | None = None,
 ) -> Objective:
     """Add an importance correction if the sampler's probabilities are not the trainer's.
 
     With `old_policy: sampler` the ratio of the objective corrects for them already.
     """
     corrected = objective.importance_correction is not None or objective.old_policy == "sampler"
-    if corrected or (engine.exact_logprobs and not update.staleness):
+    on_policy = not (update.rollouts_ahead or stored_rollouts)
+    if corrected or (engine.exact_logprobs and on_policy):
         return objective
     reason = f"{type(engine).__name__} has its own log-probabilities"
-    if update.staleness:
-        reason = "model.update.staleness is 1, so rollouts are off-policy"
+    if update.rollouts_ahead:
+        name = "staleness" if update.staleness else "max_staleness"
+        reason = f"model.update.{name} is {update.rollouts_ahead}, so rollouts are off-policy"
+    if stored_rollouts:
+        reason = "model.stored_rollouts is set, so rollouts are off-policy"
     rank_zero_info(
         f"{reason}: model.objective.importance_correction is on. Log-probabilities before the "
         "update are recomputed if there are several optimizer steps per rollout."
@@ -318,6 +570,7 @@ def can_reuse_sampler_logprobs(
     engine: RolloutEngine,
     environment: object | None,
     update: UpdateConfig,
+    stored_rollouts: str | None = None,
 ) -> bool:
     """Return True if the sampler's log-probabilities are the trainer's, up to float32 rounding.
 
@@ -326,7 +579,8 @@ def can_reuse_sampler_logprobs(
     """
     full_precision = trainer_precision == "32-true" and precision.autocast_dtype is None
     full_precision = full_precision and precision.dtype in EXACT_DTYPES
-    return full_precision and engine.exact_logprobs and environment is None and not update.staleness
+    on_policy = not (update.rollouts_ahead or stored_rollouts)
+    return full_precision and engine.exact_logprobs and environment is None and on_policy
 
 
 def overlong_reward(fraction: float, max_completion_length: int) -> dict[str, Reward]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from litgrpo.algorithms.losses import EntropyTotals
 from litgrpo.distributed.device import Backend, to_host
 from litgrpo.training.iteration_metrics import StepSums
-from litgrpo.training.micro_batches import BatchLimits, LogprobsOf, MicroBatch, MicroBatching, Rows
-from litgrpo.types import LossOutput, Stats, TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.training.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching, Rows
+from litgrpo.types import LossOutput, Stats, TokenRows, TrainingBatch
 
 
 class StaticSums(StepSums):
@@ -120,22 +120,22 @@ class StaticBatches(MicroBatching):
             chosen, **{name: self.device.rows_to(value) for name, value in values.items()}
         )
 
-    def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
-    ) -> TokenLogprobs:
-        """Compute log-probabilities and entropies, and copy them to the host with one wait."""
+    def compute_fields(
+        self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
+    ) -> dict[str, Tensor]:
+        """Compute micro-batches, and copy the results to the host with one wait."""
         parts: list[Tensor] = []
         names: list[str] = []
         with torch.no_grad():
             for micro in self.split(tokens, None, limits):
-                found = logprobs_of(micro.rows).row_fields()
+                found = fields_of(micro.rows)
                 names = list(found)
                 parts += found.values()
                 self.device.flush()
         parts = to_host(parts)
         num_rows = len(tokens)  # without the filler rows at the end
         columns = (torch.cat(parts[n :: len(names)])[:num_rows] for n in range(len(names)))
-        return TokenLogprobs(**dict(zip(names, columns, strict=True)))
+        return dict(zip(names, columns, strict=True))
 
     def sums(self) -> StepSums:
         """Return sums that are read at the end of a step."""

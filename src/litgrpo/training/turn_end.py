@@ -34,10 +34,7 @@ def add_turn_end(module: Any, policy: Policy) -> None:
         module: may have data in a chat format, and `sampling`.
         policy: gets the end token.
     """
-    data = module.trainer.datamodule if is_attached(module) else None
-    if not isinstance(data, SourceData) or data.final_format is None:
-        return
-    token_id = find_turn_end(*data.final_format)
+    token_id = _turn_end_of_data(module)
     sampling = getattr(module, "sampling", None)  # SFT has none
     known = {*policy.eos_ids, *(sampling.stop_token_ids if sampling is not None else ())}
     if token_id is None or token_id in known:
@@ -51,6 +48,24 @@ def add_turn_end(module: Any, policy: Policy) -> None:
         f"End tokens: the chat template ends turns with {text!r} ({token_id}), so completions end "
         "there as well; it is added to the generation config of the saved model"
     )
+
+
+def completion_end(module: Any, policy: Policy) -> int:
+    """Return the token that ends a completion of the data: that of a turn, or the end token.
+
+    Args:
+        module: may have data in a chat format.
+        policy: that would generate it.
+    """
+    token_id = _turn_end_of_data(module)
+    return int(policy.tokenizer.eos_token_id) if token_id is None else token_id
+
+
+def _turn_end_of_data(module: Any) -> int | None:
+    data = module.trainer.datamodule if is_attached(module) else None
+    if not isinstance(data, SourceData) or data.final_format is None:
+        return None
+    return find_turn_end(*data.final_format)
 
 
 def find_turn_end(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -13,7 +13,13 @@ TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} 
 # Stack frames of these files are skipped: a cause names the line of the user's code.
 INTERNAL = tuple(
     str(Path(__file__).parents[1] / path)
-    for path in ("workers", "rewards/calls", "rewards/runner", "environments/episode")
+    for path in (
+        "workers",
+        "rewards/calls",
+        "rewards/runner",
+        "environments/episode",
+        "environments/agent",
+    )
 )
 
 

@@ -109,7 +109,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
             import torch_xla.runtime as xr
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "XLASPMDStrategy needs torch-xla: pip install 'litgrpo[tpu]'."
+                "XLASPMDStrategy needs torch-xla: pip install torch==2.9.0 torch-xla==2.9.0."
             ) from error
         import numpy as np
         import torch_xla.distributed.spmd as xs

@@ -8,6 +8,8 @@ import importlib.machinery
 import os
 import sys
 
+TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so")
+
 
 class AddDevice:
     """Importer of torch: the device's library first, which torch looks for while it loads."""
@@ -22,6 +24,9 @@ class AddDevice:
         load = spec.loader.exec_module
 
         def load_with_device(module):
+            for library in TORCH_LIBRARIES:  # those of this environment
+                path = os.path.join(os.path.dirname(spec.origin), "lib", library)
+                ctypes.CDLL(path, mode=os.RTLD_LAZY)
             ctypes.CDLL(os.environ["CUDA_DEVICE_LIBRARY"], mode=os.RTLD_LAZY)
             load(module)
             from tests.cuda_device import device

@@ -150,8 +150,12 @@ class Gradients(GRPO):
     def training_step(self, prompts, batch_idx):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
         rewards = self.scorer.start(rollout, self.iteration).wait()
-        self.coefficients.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
         logprobs = self.learner.old_and_reference_logprobs(rollout)
+        self.coefficients.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
+        hidden = self.learner.old_and_reference_logprobs(rollout).ref_hidden
+        self.coefficients.objective = PUBLISHED["otb"]
+        norms = self.learner.old_and_reference_logprobs(rollout).score_norms
+        logprobs = replace(logprobs, ref_hidden=hidden, score_norms=norms)
         self.policy.train()
         self.found = {}
         for name, objective in (PUBLISHED | DISTILLING).items():

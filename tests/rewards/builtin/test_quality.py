@@ -69,7 +69,7 @@ def test_a_text_that_is_cut_off_or_empty_earns_nothing(monkeypatch):
 def test_without_vader_its_extra_is_named(monkeypatch):
     _vader.cache_clear()
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    with raises_for('pip install "litgrpo[real]"'):
+    with raises_for("pip install vaderSentiment"):
         cheerful(["?"], ["good"], truncated=[False])
 
 

@@ -113,6 +113,14 @@ def test_one_answer_between_tags_counts():
     assert reward.extract_one_answer("a b", require_tags=False) == "a b"
 
 
+def test_scores_below_the_limit_count_as_nothing(monkeypatch):
+    scores = {"1": 0.05, "2": 0.5, "3": 1.0}
+    monkeypatch.setattr(reward, "score_answer", lambda name, answer, *_: scores[answer])
+    answers = [f"<answer>{text}</answer>" for text in scores]
+    found = reward.reasoning_gym([], answers, ["{}"] * 3, ["countdown"] * 3, min_score=0.5)
+    assert found == [0.0, 0.5, 1.0]
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"min_score": 2}, {"min_score": -0.1}, {"timeout_s": 0}, {"isolation": "never"}],

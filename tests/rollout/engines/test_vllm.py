@@ -3,7 +3,7 @@
 import sys
 import threading
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ from tests.support.training import loader, module, train
 from tests.support.turns_support import TEXTS as EPISODES
 from tests.support.turns_support import assert_same as assert_same_turns
 from tests.support.turns_support import ending, play_turns, requests_of
-from tests.support.vllm_stand_in import StandIn
+from tests.support.vllm_stand_in import LLM, StandIn
 
 GENERATE = "/inference/v1/generate"
 
@@ -205,6 +205,17 @@ def test_a_server_that_comes_back_is_waited_for(folder):
     assert_same(found[0], LocalEngine().generate(requests_for(policy)))
 
 
+def test_a_server_that_fails_to_load_the_weights_is_given_up_after_retries(server):
+    policy = spread_lengths(tiny_policy("qwen2"))
+    server.faults = {"/collective_rpc": [500] * 2}
+    engine = sync(engine_of(server), policy)  # the third attempt succeeds
+    server.faults = {"/collective_rpc": [500] * 2}
+    sync(engine, policy, 1)  # counted from 0 again
+    server.faults = {"/collective_rpc": [500] * 3}
+    with raises_for(server.url, "3 times", "model.pretrained", error=ServerFailure):
+        sync(engine, policy, 2)
+
+
 @pytest.mark.parametrize(
     ("status", "named"), [(400, "status 400"), (404, "VLLM_SERVER_DEV_MODE=1")]
 )
@@ -337,8 +348,11 @@ def test_what_a_server_says_is_checked_before_it_is_used(name):
     [
         (completion(reason="abort"), ServerUnavailable),
         (completion(reason=None), ServerUnavailable),
-        (completion(choice={"weight_versions": [{"version": "w"}]}), StaleWeights),
-        (completion(choice={"weight_versions": [{"version": n} for n in "vw"]}), StaleWeights),
+        (completion(choice={"weight_versions": [{"version": "w", "start": 0}]}), StaleWeights),
+        (
+            completion(choice={"weight_versions": [{"version": n, "start": 0} for n in "vw"]}),
+            StaleWeights,
+        ),
         (completion(choice={"weight_versions": None}), StaleWeights),
     ],
 )
@@ -493,65 +507,6 @@ def test_rank_0_publishes_and_each_rank_requests_its_own_prompts(server, tmp_pat
         prompts = prompt_batch(TEXTS[rank])
         asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
         assert found[rank][3] == LocalEngine().generate(asked).token_lists()
-
-
-class LLM:
-    """Samples as the stand-in server does."""
-
-    def __init__(self, model, **given):
-        self.given, self.did, self.seeds, self.loaded = given, [], [], load_policy(model).eval()
-        self.behind = SimpleNamespace(policy=self.loaded, version="", mode="")
-        self.behind.alter = None
-
-    def generate(self, prompts, params, *, use_tqdm):
-        self.did.append("generate")
-        assert self.behind.policy is not None, "asleep, or without weights"
-        assert all(each["seed"] is None for each in params)  # vLLM would draw row by row
-        self.seeds.append(torch.initial_seed())
-        params = [each | {"seed": 5 + n} for n, each in enumerate(params)]  # of the stand-in
-        return [self.one(p["prompt_token_ids"], q) for p, q in zip(prompts, params, strict=True)]
-
-    def one(self, ids, params):
-        found = StandIn.sample(self.behind, {"token_ids": ids, "sampling_params": params})
-        (choice,) = found["choices"]
-        logprobs = [
-            {each["token_id"]: SimpleNamespace(logprob=each["logprob"])}
-            for each in choice["logprobs"]["content"]
-        ]
-        return SimpleNamespace(
-            outputs=[
-                SimpleNamespace(
-                    token_ids=choice["token_ids"],
-                    logprobs=logprobs,
-                    finish_reason=choice["finish_reason"],
-                )
-            ]
-        )
-
-    def collective_rpc(self, method, kwargs):
-        assert "sleep" not in self.did or self.did.count("wake") == self.did.count("sleep")
-        self.behind.policy = self.loaded
-        if "weights_path" in kwargs:
-            self.did.append(f"{method} from files")
-            self.behind.policy = load_policy(kwargs["weights_path"]).eval()
-            return
-        self.did.append(method)
-        given = dict(kwargs["weights_iterator"])
-        assert len(given) == len(list(self.loaded.model.parameters()))
-        with torch.no_grad():
-            for name, weight in given.items():  # raises for an unknown name, as vLLM does
-                self.loaded.model.get_parameter(name).copy_(weight)
-
-    def reset_prefix_cache(self):
-        self.did.append("reset")
-
-    def wake_up(self):
-        self.did.append("wake")
-
-    def sleep(self, level):
-        assert level == 2
-        self.behind.policy = None  # weights are dropped
-        self.did.append("sleep")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Train and pack the corpus, and print the tables of docs/doctor.md.
+"""Train and pack the corpus, and print the tables of docs/reference/doctor.md.
 
 python -m tests.tools.doctor [FOLDER]
 """

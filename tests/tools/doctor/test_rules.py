@@ -100,7 +100,7 @@ FOUND = [
         {},
     ),
 ]
-# Patterns that users ask about and that are normal; see docs/doctor.md.
+# Patterns that users ask about and that are normal; see docs/reference/doctor.md.
 NORMAL = [
     (
         "clip_saturated",

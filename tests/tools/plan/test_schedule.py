@@ -7,6 +7,11 @@ import pytest
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.schedule import read_schedule
 
+OTB = "litgrpo.algorithms.advantages.OptimalTokenBaseline"
+REMAX = "litgrpo.algorithms.advantages.ReMax"
+M2PO = "litgrpo.algorithms.losses.M2PO"
+DATA = {"model.init_args.data_completions": {"column": "solution", "on_policy_frac": 0.4}}
+OBJECTIVE, UPDATE = "model.init_args.objective", "model.init_args.update"
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
 
 
@@ -23,7 +28,21 @@ def settings():
         ({}, "scores_old", False),
         ({"model.init_args.update.epochs_per_rollout": 2}, "steps", 2),
         ({"model.init_args.update.staleness": 1}, "scores_old", True),
+        ({"model.init_args.objective.advantages.class_path": OTB}, "scores_old", True),
         ({"model.init_args.objective.kl_coef": 0.1}, "scores_reference", True),
+        ({}, "greedy", False),
+        ({f"{OBJECTIVE}.advantages.class_path": REMAX}, "greedy", True),
+        ({}, "scorings", 0),
+        ({f"{OBJECTIVE}.surrogate.class_path": M2PO}, "scorings", 250),
+        (
+            {f"{OBJECTIVE}.surrogate.class_path": M2PO, f"{UPDATE}.epochs_per_rollout": 3},
+            "scorings",
+            750,
+        ),
+        ({f"{OBJECTIVE}.top_entropy_quantile": 0.2}, "scorings", 250),
+        ({f"{OBJECTIVE}.kl_coef": 0.1}, "scorings", 250),
+        (DATA, "sampled", 100),
+        (DATA, "scorings", 150),
         ({"trainer.limit_val_batches": 2}, "val_prompts", 200),
         ({"trainer.limit_val_batches": 0}, "evaluations", 0),
         ({"val_prompts": 7}, "val_prompts", 7),

@@ -48,6 +48,27 @@ def test_autocast_computes_in_half_the_bytes_and_keeps_the_weights():
     assert mixed.work.cache_bytes == 2
 
 
+def test_the_linear_layers_of_a_reference_take_half_the_bytes_under_autocast():
+    def count(*words):
+        recipe = read_sizes(
+            PlanCLI(["-c", GEMMA, "--model.precision.dtype", "float32", *words]).config
+        )
+        (item,) = [item for item in recipe.count_memory(2) if item.name == "reference"]
+        return item.size, recipe.models.policy
+
+    mixed = ("--model.precision.autocast_dtype", "bfloat16")
+    (full, policy), (half, _) = count(), count(*mixed)
+    kept = [weight for weight in policy.weights if weight.dim() == 1] + [
+        policy.bare_model.get_input_embeddings().weight
+    ]
+    assert half == (full + sum(each.nbytes for each in kept)) / 2
+    # Sharded weights, and those that the policy's are mixed into, stay as they are.
+    sharded = ("-c", str(CONFIGS / "hardware" / "fsdp2.yaml"))
+    assert count(*mixed, *sharded)[0] == count(*sharded)[0]
+    moving = ("--model.controllers.reference.every", "1")
+    assert count(*mixed, *moving)[0] == full
+
+
 @pytest.mark.parametrize(
     ("words", "own"),
     [
@@ -55,6 +76,8 @@ def test_autocast_computes_in_half_the_bytes_and_keeps_the_weights():
         (["--model.lora.rank", "4"], False),
         (["--model.objective.kl_coef", "0"], False),
         (["--model.lora.rank", "4", "--model.reference", "google/gemma-2-2b"], True),
+        (["--model.reference", "http://10.0.0.4:8000"], False),
+        (["--model.reference.urls", "[http://10.0.0.4:8000]"], False),
     ],
 )
 def test_the_reference_is_a_separate_model_if_necessary(words, own):

@@ -113,6 +113,17 @@ def test_evaluations_and_saves_are_counted():
     assert (plan.evaluations, plan.saves) == (0, 1)
 
 
+def test_greedy_completions_are_a_rollout_of_one_per_prompt(gemma):
+    with_greedy = gemma.with_settings(schedule=replace(gemma.schedule, greedy=True))
+    prompts, _ = gemma.work.rollouts[0]
+    alone = replace(gemma.work, rollouts=((prompts, 1),))
+    expected = phases(of(gemma.with_settings(work=alone)))
+    found = phases(of(with_greedy))["greedy"]
+    both = expected["prefill"].once.high + expected["decoding"].once.high
+    assert found.once.high == pytest.approx(both)
+    assert found.times == gemma.schedule.iterations
+
+
 def test_the_total_is_that_of_all_phases(gemma):
     found = of(gemma).phases()
     assert total_seconds(found).high == pytest.approx(sum(phase.whole.high for phase in found))

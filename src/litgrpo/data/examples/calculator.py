@@ -112,7 +112,7 @@ def demonstrations(size: int = 100_000, seed: int = 0) -> list[Row]:
         the role `tool` are excluded from the loss.
     """
     # The texts that seed the generators are part of the data: another text gives other rows, and
-    # the embedded models and the numbers in docs/results.md were made with these.
+    # the embedded models and the numbers in docs/evidence/results.md were made with these.
     rng = random.Random(f"supervised {seed}")
     problems = (_draw(rng, DEMONSTRATED) for _ in range(size))
     return [problem.row | {"completion": demonstrate(problem, rng)} for problem in problems]

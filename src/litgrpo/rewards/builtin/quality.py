@@ -126,7 +126,7 @@ def cheerful(
 
     This is VADER's compound score shifted to [0, 1]: 0.5 is neutral. VADER adds up word scores and
     ignores the meaning: a list of happy words gets nearly 1. Keep the policy near the initial
-    policy with `objective.kl_coef`. Needs `pip install "litgrpo[real]"`.
+    policy with `objective.kl_coef`. Needs `pip install vaderSentiment`.
 
     Args:
         prompts: N prompts; not read.
@@ -157,5 +157,5 @@ def _vader() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise ValueError('cheerful needs vaderSentiment: pip install "litgrpo[real]".') from error
+        raise ValueError("cheerful needs vaderSentiment: pip install vaderSentiment.") from error
     return SentimentIntensityAnalyzer()

@@ -93,7 +93,7 @@ class RolloutEngine(ABC):
     The result is a pure function of weights, prompts, uniforms and sampling: engines with
     `exact_logprobs` return the same tokens, up to ties at rounding.
 
-    Example: an engine in 20 lines is in docs/contributing.md.
+    Example: an engine in 20 lines is in docs/project/contributing.md.
     """
 
     @property
@@ -130,12 +130,28 @@ class RolloutEngine(ABC):
         """True if the engine accepts requests with a listener (multi-turn episodes)."""
         return False
 
+    @property
+    def updates_in_flight(self) -> bool:
+        """True if the engine can receive weights while it generates."""
+        return type(self).update_in_flight is not RolloutEngine.update_in_flight
+
     def sync_weights(self, policy: Policy, version: int) -> None:  # noqa: B027 (optional)
         """Receive updated weights; a no-op for engines that sample with the policy itself.
 
         Args:
             policy: has the new weights.
             version: number of finished iterations; the next rollouts have this version.
+        """
+
+    def update_in_flight(self, policy: Policy, version: int) -> None:  # noqa: B027 (optional)
+        """Receive updated weights while rollouts are generated (`model.update.max_staleness`).
+
+        Their rows continue with the new weights, and `Rollout.token_versions` has the version of
+        each token.
+
+        Args:
+            policy: has the new weights.
+            version: number of finished iterations.
         """
 
     @abstractmethod

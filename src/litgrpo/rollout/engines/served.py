@@ -57,6 +57,8 @@ class SampleResult:
         ids: token ids, at least one.
         logprobs: log-probability of each.
         finish_reason: `stop` after an end token or a stop string, `length` after `max_tokens`.
+        versions: number of finished iterations of the weights that sampled each token; empty: those
+            of the last `sync_weights` sampled all.
 
     Example:
         >>> SampleResult(ids=[29896, 2], logprobs=[-0.11, -0.02], finish_reason="stop").ids
@@ -66,6 +68,7 @@ class SampleResult:
     ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    versions: list[int] = field(default_factory=list)
 
 
 def check_result(request: SampleRequest, result: SampleResult) -> None:
@@ -203,6 +206,8 @@ class ServedRow:
         ids: token ids of its completion.
         logprobs: log-probability of each; 0 for observation tokens.
         turns: turn number of each; -1 for observation tokens.
+        versions: number of finished iterations of the weights that sampled each; -1 for observation
+            tokens, and for all if the sampler does not say.
         turn: number of the current turn.
         truncated: a token limit ended its last turn.
     """
@@ -211,14 +216,18 @@ class ServedRow:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     turn: int = 0
     truncated: bool = False
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
+    def add(
+        self, ids: Sequence[int], logprobs: Sequence[float], turn: int, versions: Sequence[int] = ()
+    ) -> None:
         """Append tokens of a turn, or observation tokens (turn -1)."""
         self.ids += ids
         self.logprobs += logprobs
         self.turns += [turn] * len(ids)
+        self.versions += versions or [-1] * len(ids)
 
 
 class ServedRows:
@@ -281,7 +290,7 @@ class ServedRows:
         here, stops, ids = self.rows[row], self.request.stops, result.ids
         if stops is not None:
             ids = ids[: stops.length(ids)]  # a server may return tokens after the stop string
-        here.add(ids, result.logprobs[: len(ids)], here.turn)
+        here.add(ids, result.logprobs[: len(ids)], here.turn, result.versions[: len(ids)])
         has_end = ids[-1] in self.request.end_ids
         if stops is not None:
             has_end = has_end or stops.completes(ids)
@@ -320,6 +329,7 @@ class ServedRows:
             return torch.tensor(padded, dtype=dtype, device=device)
 
         turns = pad_right([row.turns for row in self.rows], -1, torch.int16)
+        versions = pad_right([row.versions for row in self.rows], -1, torch.int32)
         lengths = torch.tensor([len(row.ids) for row in self.rows], device=device)
         mask = torch.arange(width, device=device) < lengths[:, None]
         return Rollout(
@@ -332,5 +342,6 @@ class ServedRows:
             sampler_logprobs=pad_right([row.logprobs for row in self.rows], 0.0, torch.float32),
             truncated=torch.tensor([row.truncated for row in self.rows], device=device),
             loss_mask=turns >= 0,
+            token_versions=versions if bool((versions >= 0).any()) else None,
             turns=None if request.listener is None else turns,
         )

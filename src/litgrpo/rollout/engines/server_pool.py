@@ -8,10 +8,13 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TypeVar
 
-from litgrpo.distributed.collectives import broadcast_object
+from litgrpo.distributed.collectives import all_gather_object, broadcast_object
 from litgrpo.distributed.messages import log, rank
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.served import SampleChannel, SampleRequest, SampleResult
@@ -22,131 +25,57 @@ from litgrpo.rollout.engines.vllm_client import (
     ServerUnavailable,
     StaleWeights,
 )
-from litgrpo.rollout.engines.weight_transfer import WeightSender
+from litgrpo.rollout.engines.weight_transfer import WeightSender, WeightsRejected
 
+Result = TypeVar("Result")
 # Seconds between two attempts if all servers are unavailable.
 PAUSE_S = 0.5
 # Seconds during which an unavailable server gets no requests, if others are available.
 UNAVAILABLE_S = 5.0
 
 
-class ServerPool:
-    """Servers that hold the same weights.
+class ServerRing:
+    """Servers of the same model, of which some may be unavailable.
 
     Args:
         servers: one or more.
-        sender: sends the weights.
-        logprobs_mode: `--logprobs-mode` that servers must run with.
         wait_s: seconds of retries if no server is available.
-        retries: how often a server with stale weights gets them again, per row.
+        option: option that has `wait_s`, for messages.
+
+    Example::
+
+        ring = ServerRing([Server("http://10.0.0.2:8000")], wait_s=300.0, option="model.engine")
+        ring.ask(0, threading.Event(), lambda server: server.version)
     """
 
-    def __init__(
-        self,
-        servers: list[Server],
-        sender: WeightSender,
-        logprobs_mode: str,
-        wait_s: float,
-        retries: int,
-    ) -> None:
-        self.servers, self.sender, self.logprobs_mode = servers, sender, logprobs_mode
-        self.unchecked = {server.url for server in servers}
-        self.wait_s, self.retries = wait_s, retries
-        self.version = ""
+    def __init__(self, servers: list[Server], wait_s: float, option: str) -> None:
+        self.servers, self.wait_s, self.option = servers, wait_s, option
         # {url: time.monotonic() until which the server gets no requests}
         self.unavailable: dict[str, float] = {}
-        self.locks = {server.url: threading.Lock() for server in servers}
 
-    def publish(self, policy: Policy, number: int) -> None:
-        """Send the policy's weights to all servers; every rank must call this.
-
-        An unavailable server gets them once it responds again.
+    def ask(self, prompt: int, stop: threading.Event, send: Callable[[Server], Result]) -> Result:
+        """Return the result of a request, from any server that is available.
 
         Args:
-            policy: policy with the new weights.
-            number: number of finished iterations.
-
-        Raises:
-            ServerFailure: no server accepts them.
-        """
-        # The suffix distinguishes runs that share a server, and repeated publishes of an iteration.
-        version = broadcast_object(f"{number}-{uuid.uuid4().hex[:12]}")
-        failure: ServerFailure | None = None
-        self.sender.prepare(policy, version)
-        self.version = version
-        if rank() == 0:
-            try:
-                self._send_to_all()
-            except ServerFailure as error:
-                failure = error
-        # All ranks raise together; otherwise the others would wait for rank 0 in a collective.
-        self.sender.location, failure = broadcast_object((self.sender.location, failure))
-        if failure is not None:
-            raise failure
-
-    def _send_to_all(self) -> None:
-        timer = RetryTimer(self.wait_s, threading.Event())
-        with ThreadPoolExecutor(len(self.servers)) as threads:
-            while not any(threads.map(self._try_update, self.servers)):
-                timer.wait(", ".join(self.unavailable))
-
-    def _try_update(self, server: Server, reason: str = "") -> bool:
-        """Update a server's weights, and return True if it is available; see `update`."""
-        try:
-            self.update(server, reason)
-        except ServerUnavailable as error:
-            self._mark_unavailable(server, error)
-            return False
-        return True
-
-    def update(self, server: Server, reason: str = "") -> None:
-        """Send the current weights to a server, if it has others.
-
-        Args:
-            server: a server of this pool.
-            reason: logged as a warning if weights are sent.
-
-        Raises:
-            ServerUnavailable: the server cannot receive them now.
-        """
-        with self.locks[server.url]:
-            if server.url in self.unchecked:
-                server.check_logprobs(self.logprobs_mode)
-                self.unchecked.discard(server.url)
-            if server.version != self.version:
-                with server.updating_weights(self.version):
-                    self.sender.send(server)
-                log.log(logging.WARNING if reason else logging.DEBUG, "%s%s", server.url, reason)
-            self.unavailable.pop(server.url, None)
-
-    def sample(self, request: SampleRequest, stop: threading.Event) -> SampleResult:
-        """Return the result of a request, from any server that has the current weights.
-
-        Args:
-            request: request for a turn of a row.
+            prompt: number of a prompt; see `_choose`.
             stop: set if the result is not needed any more.
+            send: sends the request to a server; repeated after `ServerUnavailable`.
 
         Raises:
-            ServerFailure: no server responded for `wait_s` seconds, or one keeps stale weights.
+            ServersUnavailable: no server responded for `wait_s` seconds.
         """
-        timer, updates = RetryTimer(self.wait_s, stop), 0
+        timer = RetryTimer(self.wait_s, stop, self.option)
         while True:
-            server = self._choose(request.prompt)
+            server = self._choose(prompt)
             try:
-                return server.complete(request, self.version)
-            except StaleWeights as stale:
-                updates += 1
-                if updates > self.retries:
-                    raise ServerFailure(
-                        f"{server.url} samples with weights of version {stale.found}, although "
-                        f"version {self.version} was sent {updates} times. None of its tokens were "
-                        "trained on. Restart the server."
-                    ) from stale
-                self._try_update(server, f" had weights of version {stale.found}; sent again")
+                result = send(server)
             except ServerUnavailable as error:
                 self._mark_unavailable(server, error)
                 if all(map(self._is_unavailable, self.servers)):
                     timer.wait(", ".join(self.unavailable))
+            else:
+                self.unavailable.pop(server.url, None)
+                return result
 
     def _choose(self, prompt: int) -> Server:
         """Return the server of a prompt, or the next one that is not marked as unavailable.
@@ -166,16 +95,163 @@ class ServerPool:
         self.unavailable[server.url] = time.monotonic() + UNAVAILABLE_S
 
 
+class ServerPool(ServerRing):
+    """Servers that hold the same weights, which they receive from the trainer.
+
+    Args:
+        servers: one or more.
+        sender: sends the weights.
+        logprobs_mode: `--logprobs-mode` that servers must run with.
+        wait_s: seconds of retries if no server is available.
+        retries: how often a server with stale weights gets them again, per row, and how often a
+            server that fails to load weights gets them again.
+    """
+
+    def __init__(
+        self,
+        servers: list[Server],
+        sender: WeightSender,
+        logprobs_mode: str,
+        wait_s: float,
+        retries: int,
+    ) -> None:
+        super().__init__(servers, wait_s, "model.engine")
+        self.sender, self.logprobs_mode, self.retries = sender, logprobs_mode, retries
+        self.unchecked = {server.url for server in servers}
+        self.version = ""
+        self.in_flight = False  # rows may be sampled by several versions
+        self.run, self.num_published = "", 0
+        self.rejected = Counter[str]()  # failures to load the weights in a row, by URL
+        self.locks = {server.url: threading.Lock() for server in servers}
+
+    def publish(self, policy: Policy, number: int, *, in_flight: bool = False) -> None:
+        """Send the policy's weights to all servers; every rank must call this.
+
+        An unavailable server gets them once it responds again.
+
+        Args:
+            policy: policy with the new weights.
+            number: number of finished iterations.
+            in_flight: rows that are being sampled continue with the new weights.
+
+        Raises:
+            ServerFailure: no server accepts them.
+        """
+        # The version distinguishes runs that share a server, and publishes of the same iteration.
+        # The collective also keeps rank 0 from sending while other ranks sample with old weights.
+        self.run = all_gather_object(self.run or uuid.uuid4().hex[:12])[0]
+        self.num_published += 1
+        version = f"{number}-{self.num_published}-{self.run}"
+        failure: ServerFailure | None = None
+        with ExitStack() as locks:  # a server that restarts now needs weights and version together
+            for lock in self.locks.values():
+                locks.enter_context(lock)
+            self.sender.prepare(policy, version)
+            self.version, self.in_flight = version, in_flight
+        if rank() == 0:
+            try:
+                self._send_to_all()
+            except ServerFailure as error:
+                failure = error
+        self.sender.finish_publish()
+        # All ranks raise together; otherwise the others would wait for rank 0 in a collective.
+        self.sender.location, failure = broadcast_object((self.sender.location, failure))
+        if failure is not None:
+            raise failure
+
+    def _send_to_all(self) -> None:
+        timer = RetryTimer(self.wait_s, threading.Event(), self.option)
+        with ThreadPoolExecutor(len(self.servers)) as threads:
+            while not any(threads.map(self._try_update, self.servers)):
+                timer.wait(", ".join(self.unavailable))
+
+    def _try_update(self, server: Server) -> bool:
+        """Update a server's weights, and return True if it is available; see `update`."""
+        try:
+            self.update(server)
+        except ServerUnavailable as error:
+            self._mark_unavailable(server, error)
+            return False
+        return True
+
+    def update(self, server: Server, reason: str = "") -> None:
+        """Send the current weights to a server, if it has others.
+
+        Args:
+            server: a server of this pool.
+            reason: logged as a warning if weights are sent.
+
+        Raises:
+            ServerUnavailable: the server cannot receive them now.
+            ServerFailure: it fails to load them again and again.
+        """
+        with self.locks[server.url]:
+            if server.url in self.unchecked:
+                server.check_logprobs(self.logprobs_mode)
+                self.unchecked.discard(server.url)
+            try:
+                updated = self.sender.update(server, self.version, in_flight=self.in_flight)
+            except WeightsRejected as error:
+                self.rejected[server.url] += 1
+                if self.rejected[server.url] <= self.retries:
+                    raise
+                raise ServerFailure(
+                    f"{error}: the server failed to load the policy's weights "
+                    f"{self.rejected[server.url]} times. Its log has the cause; usually it serves "
+                    "another model than the one that is trained. Start it with the model of "
+                    "model.pretrained."
+                ) from error
+            self.rejected[server.url] = 0
+            if updated:
+                log.log(logging.WARNING if reason else logging.DEBUG, "%s%s", server.url, reason)
+            self.unavailable.pop(server.url, None)
+
+    def sample(self, request: SampleRequest, stop: threading.Event) -> SampleResult:
+        """Return the result of a request, from any server that has the current weights.
+
+        Args:
+            request: request for a turn of a row.
+            stop: set if the result is not needed any more.
+
+        Raises:
+            ServerFailure: no server responded for `wait_s` seconds, or one keeps stale weights.
+        """
+        updates = 0
+
+        def complete(server: Server) -> SampleResult:
+            nonlocal updates
+            while True:
+                try:
+                    return server.complete(
+                        request,
+                        self.version,
+                        in_flight=self.in_flight,
+                        is_adapter=self.sender.is_adapter,
+                    )
+                except StaleWeights as stale:
+                    updates += 1
+                    if updates > self.retries:
+                        raise ServerFailure(
+                            f"{server.url} samples with weights of version {stale.found}, although "
+                            f"version {self.version} was sent {updates} times. None of its tokens "
+                            "were trained on. Restart the server."
+                        ) from stale
+                    self.update(server, f" had weights of version {stale.found}; sent again")
+
+        return self.ask(request.prompt, stop, complete)
+
+
 class RetryTimer:
     """Pauses between retries, up to a time limit.
 
     Args:
         limit_s: seconds of retries since the first call of `wait`.
         stop: ends a pause early.
+        option: option that has the limit as `wait_s`.
     """
 
-    def __init__(self, limit_s: float, stop: threading.Event) -> None:
-        self.limit_s, self.stop = limit_s, stop
+    def __init__(self, limit_s: float, stop: threading.Event, option: str) -> None:
+        self.limit_s, self.stop, self.option = limit_s, stop, option
         self.began = math.inf
 
     def wait(self, urls: str) -> None:
@@ -192,7 +268,7 @@ class RetryTimer:
         if now - self.began >= self.limit_s or self.stop.wait(PAUSE_S):
             raise ServersUnavailable(
                 f"No vLLM server responds: {urls} unavailable for {now - self.began:.0f} s "
-                f"(model.engine.wait_s is {self.limit_s:g}). Restart a server, then resume with "
+                f"({self.option}.wait_s is {self.limit_s:g}). Restart a server, then resume with "
                 "--auto_resume true; this rollout was not trained on."
             )
 

@@ -32,6 +32,10 @@ from litgrpo.rollout.engines.server_pool import ServerChannel, ServerPool
 from litgrpo.rollout.engines.vllm_client import Server, ServerFailure, normalize_url
 from litgrpo.rollout.engines.weight_transfer import FolderSender, FolderTransfer, WeightTransfer
 
+# Fractions of a device's memory. A vLLM that stays awake shares it with the update; one that sleeps
+# leaves some for cuBLAS, NCCL and memory that torch cannot join.
+AWAKE_FRAC, RESERVED_FRAC = 0.4, 0.05
+
 
 @dataclass(frozen=True)
 @check_field_types
@@ -40,7 +44,8 @@ class ServerEngine(ServedEngine):
 
     Every response names the version of the weights that sampled it, and responses of another
     version are rejected. A restarted server gets the weights again, and its rows are requested
-    again. Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; see docs/scale.md.
+    again. Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out
+    (docs/explanation/scale.md).
 
     Args:
         urls: addresses of the servers, in a private network; prompts are distributed over them.
@@ -52,7 +57,8 @@ class ServerEngine(ServedEngine):
         timeout_s: seconds that a request or a weight update may take, to the last byte of the
             response.
         wait_s: if no server responds, retry for this many seconds.
-        retries: how often a server with stale weights gets them again, per row.
+        retries: how often a server with stale weights gets them again, per row, and how often a
+            server that fails to load weights gets them again.
         max_concurrent_requests: maximal rows requested at the same time by this process; servers
             queue them.
         allow_public: allow public addresses. Anyone who reaches such a server can run code there.
@@ -109,6 +115,16 @@ class ServerEngine(ServedEngine):
         """
         self.pool.publish(policy, version)
 
+    def update_in_flight(self, policy: Policy, version: int) -> None:
+        """Send the weights to all servers; see `RolloutEngine.update_in_flight`.
+
+        Servers pause, load them, compute the keys and values of running rows again, and continue.
+
+        Raises:
+            ServerFailure: no server accepts them.
+        """
+        self.pool.publish(policy, version, in_flight=True)
+
     @contextmanager
     def channel(self, request: RolloutRequest) -> Iterator[SampleChannel]:
         """See `ServedEngine.channel`; has up to `max_concurrent_requests` threads."""
@@ -146,7 +162,9 @@ class ColocatedEngine(ServedEngine):
     would make vLLM draw row by row.
 
     Args:
-        gpu_memory_utilization: fraction of the device's memory for vLLM.
+        gpu_memory_utilization: fraction of the device's memory for vLLM; null: what the weights and
+            the optimizer state leave, because the update does not run at the same time. Without
+            `enable_sleep_mode` null is 0.4.
         max_model_len: maximal tokens of a row; None: the model's limit.
         enable_sleep_mode: release vLLM's memory during training; GPUs only.
         engine_args: further arguments of vLLM's `LLM`.
@@ -156,7 +174,7 @@ class ColocatedEngine(ServedEngine):
         True
     """
 
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     enable_sleep_mode: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -166,9 +184,9 @@ class ColocatedEngine(ServedEngine):
     def __post_init__(self) -> None:
         """Check the ranges."""
         require(
-            0 < self.gpu_memory_utilization < 1,
+            self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization < 1,
             f"model.engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be "
-            "between 0 and 1.",
+            "between 0 and 1, or null.",
         )
         at_least("model.engine.max_model_len", self.max_model_len, 1)
 
@@ -201,15 +219,38 @@ class ColocatedEngine(ServedEngine):
                 f"ColocatedEngine needs vLLM in this environment ({error}): pip install vllm, or "
                 "use litgrpo.rollout.engines.vllm.ServerEngine."
             ) from error
+        torch.cuda.empty_cache()
         defaults: dict[str, Any] = {
-            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "gpu_memory_utilization": self._choose_memory(policy),
             "max_model_len": self.max_model_len,
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": self.enable_sleep_mode,
         }
-        torch.cuda.empty_cache()
         llm = LLM(self.sender.location, **defaults | self.engine_args)
         return RunningVllm(llm, has_names_of_files(policy, Path(self.sender.location)))
+
+    def _choose_memory(self, policy: Policy) -> float:
+        """Return the fraction of the device's memory for vLLM.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        if self.gpu_memory_utilization is not None:
+            return self.gpu_memory_utilization
+        if not self.enable_sleep_mode or policy.model.device.type != "cuda":
+            return AWAKE_FRAC
+        free, total = torch.cuda.mem_get_info(policy.model.device)
+        # Adam's two running means come with the first update. A resumed run has them already, and
+        # its KV cache is smaller than it could be.
+        states = sum(2 * each.nbytes for each in policy.parameters() if each.requires_grad)
+        share = (free - states) / total - RESERVED_FRAC
+        require(
+            share > 0,
+            f"ColocatedEngine: {free / 2**30:.1f} GiB of the device are free, and the optimizer "
+            f"state takes {states / 2**30:.1f} GiB, so nothing is left for vLLM. Train an adapter "
+            "(model.lora), or use ServerEngine on another device.",
+        )
+        return share
 
     def sync_weights(self, policy: Policy, version: int) -> None:
         """Let the next rollout load the weights; see `RolloutEngine.sync_weights`."""

@@ -11,7 +11,9 @@ import socket
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,18 +29,27 @@ from litgrpo.http_client import (
     close_client,
     make_client,
     read_field,
+    repr_of,
     send,
     wait_for,
 )
-from litgrpo.rollout.engines.served import SampleRequest, SampleResult, check_result
+from litgrpo.rollout.engines.served import (
+    MAX_LOGPROB,
+    MIN_LOGPROB,
+    SampleRequest,
+    SampleResult,
+    check_result,
+)
 from litgrpo.text.visible import excerpt
 
 # Largest responses: of the routes for weights and settings, and for each generated token.
 MAX_BYTES, MAX_BYTES_PER_TOKEN = 16 * MIB, 4096
 GENERATE = "/inference/v1/generate"
+# Routes of every vLLM server; the others need flags.
+COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 MISSING_ROUTE = (
     "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out; see "
-    f"{find_page('docs/scale.md')}."
+    f"{find_page('docs/explanation/scale.md')}."
 )
 
 
@@ -54,8 +65,16 @@ class ServersUnavailable(ServerFailure):
     exit_code = 75  # EX_TEMPFAIL: schedulers may restart the run later
 
 
+class NotFound(ServerFailure):
+    """A server does not have what a request names."""
+
+
 class ServerUnavailable(ConnectionError):
     """A server cannot be reached, or reports an internal error; a retry may help."""
+
+
+class InternalError(ServerUnavailable):
+    """A server reports an internal error (500)."""
 
 
 class StaleWeights(Exception):
@@ -70,10 +89,15 @@ class StaleWeights(Exception):
         self.found = found
 
 
-def normalize_url(url: str, allow_public: bool) -> str:
+def normalize_url(url: str, allow_public: bool, option: str = "model.engine.urls") -> str:
     """Return an address without trailing slash.
 
     Host names are resolved at the first request, not here: a server may start later.
+
+    Args:
+        url: address of a server.
+        allow_public: allow a public address.
+        option: that has the address, for messages.
 
     Raises:
         ValueError: it is not a URL, or a public address.
@@ -81,13 +105,12 @@ def normalize_url(url: str, allow_public: bool) -> str:
     parts = urlsplit(url)
     require(
         parts.scheme in ("http", "https") and bool(parts.hostname),
-        f"model.engine.urls has {excerpt(url)!r:.100}; expected an address such as "
-        "http://127.0.0.1:8000.",
+        f"{option} has {excerpt(url)!r:.100}; expected an address such as http://127.0.0.1:8000.",
     )
     require(
         "@" not in parts.netloc and not parts.query,
-        f"model.engine.urls has an address of {parts.hostname} with a user name, a password or a "
-        "query; these are written to files and logs. Use a server in a private network without a "
+        f"{option} has an address of {parts.hostname} with a user name, a password or a query; "
+        "these are written to files and logs. Use a server in a private network without a "
         "password.",
     )
     try:
@@ -129,7 +152,7 @@ class Server:
     @cached_property
     def client(self) -> httpx.AsyncClient:
         """HTTP client with persistent connections and without a proxy."""
-        client = make_client(base_url=self.url, trust_env=False)
+        client = make_client(base_url=self.url, direct=True)
         weakref.finalize(self, close_client, client)
         return client
 
@@ -165,6 +188,7 @@ class Server:
         body: Any = None,
         params: dict[str, str] | None = None,
         max_bytes: int = MAX_BYTES,
+        is_json: bool = True,
     ) -> Any:
         """Send a request and return the JSON of its response.
 
@@ -174,6 +198,7 @@ class Server:
             body: sent as JSON.
             params: query.
             max_bytes: largest response.
+            is_json: False for a route whose response is a text, which is not returned.
 
         Raises:
             ServerUnavailable: the server cannot be reached, closes the connection, takes longer
@@ -184,13 +209,15 @@ class Server:
         try:
             reply = wait_for(self._send(method, path, max_bytes, body=body, params=params))
             if reply.is_server_error:
-                raise ServerUnavailable(f"{self.url}{path} ({reply.describe()})")
+                internal = reply.status == HTTPStatus.INTERNAL_SERVER_ERROR
+                failure = InternalError if internal else ServerUnavailable
+                raise failure(f"{self.url}{path} ({reply.describe()})")
             if not reply.is_success:
-                hint = f" {MISSING_ROUTE}" if reply.status in (404, 405) else ""
-                raise ServerFailure(
-                    f"{self.url}{path} rejected the request ({reply.describe()}).{hint}"
-                )
-            return reply.json() if reply.content else {}
+                missing = reply.status in (404, 405) and path not in (COMPLETIONS, TOKENIZE)
+                hint = f" {MISSING_ROUTE}" if missing else ""
+                kind = NotFound if reply.status == HTTPStatus.NOT_FOUND else ServerFailure
+                raise kind(f"{self.url}{path} rejected the request ({reply.describe()}).{hint}")
+            return reply.json() if is_json and reply.content else {}
         except TLSFailed as error:
             raise ServerFailure(f"{self.url} cannot be reached: {error}") from error
         except ConnectionLost as error:
@@ -232,6 +259,18 @@ class Server:
         """Version of its weights."""
         return str(self.read("GET", "/weight_info", "weight_version", kind=str))
 
+    def list_models(self) -> list[str]:
+        """Return the names of the model and of its adapters.
+
+        Raises:
+            ServerFailure: the response is not a list of names.
+        """
+        found = self.read("GET", "/v1/models", "data", kind=list)
+        try:
+            return [read_field(each, "id", str) for each in found]
+        except MalformedReply as error:
+            raise ServerFailure(f"{self.url}/v1/models returned {error}.") from error
+
     def check_logprobs(self, mode: str) -> None:
         """Raise if the server returns log-probabilities of another distribution than it samples.
 
@@ -250,26 +289,45 @@ class Server:
             )
 
     @contextmanager
-    def updating_weights(self, version: str) -> Iterator[None]:
+    def updating_weights(self, version: str, *, in_flight: bool = False) -> Iterator[None]:
         """Pause the server while its weights are replaced, and set their version.
 
-        Running requests are finished first. The prefix cache holds keys and values of the old
-        weights, so it is reset before the version changes.
+        The prefix cache holds keys and values of the old weights, so it is reset before the version
+        changes.
+
+        Args:
+            version: of the new weights.
+            in_flight: running requests continue after the update, and the server computes the keys
+                and values of their tokens again; if not, they are finished first.
+
+        Raises:
+            ServerUnavailable: the server could not reset its cache.
         """
-        self.post("/pause", mode="wait")
+        self.post("/pause", mode="keep" if in_flight else "wait")
         try:
             yield
-            self.post("/reset_prefix_cache")
+            options = {"reset_running_requests": "true"} if in_flight else {}
+            if not self.read("POST", "/reset_prefix_cache", "success", kind=bool, **options):
+                raise ServerUnavailable(f"{self.url} (it could not reset its prefix cache)")
             self.post("/update_weight_version", {"new_version": version})
         finally:
             self.post("/resume")
 
-    def complete(self, request: SampleRequest, version: str) -> SampleResult:
+    def complete(
+        self,
+        request: SampleRequest,
+        version: str,
+        *,
+        in_flight: bool = False,
+        is_adapter: bool = False,
+    ) -> SampleResult:
         """Generate the next turn of a row.
 
         Args:
             request: request for the turn.
             version: version of the weights that must sample it.
+            in_flight: newer versions may sample it, too.
+            is_adapter: the weights are an adapter with the name of the version.
 
         Raises:
             StaleWeights: other weights sampled.
@@ -279,21 +337,98 @@ class Server:
         body = {"token_ids": request.ids, "sampling_params": request.params}
         num_tokens = len(request.ids) + request.params["max_tokens"]
         max_bytes = MIB + MAX_BYTES_PER_TOKEN * num_tokens
-        response = self.call("POST", GENERATE, body, max_bytes=max_bytes)
+        if is_adapter:
+            body["model"] = version
+        try:
+            response = self.call("POST", GENERATE, body, max_bytes=max_bytes)
+        except NotFound as error:
+            if is_adapter:
+                raise StaleWeights("another adapter") from error
+            raise
         try:
             choice = read_choice(response)
             if choice["finish_reason"] not in ("stop", "length"):
                 reason = excerpt(str(choice["finish_reason"]))
                 raise ServerUnavailable(f"{self.url} (finish_reason {reason!r})")
-            # A weight update during the request would give several versions.
-            versions = read_versions(choice)
-            if versions != {version}:
-                raise StaleWeights(excerpt(" and ".join(sorted(versions))))
+            # A weight update during the request gives several versions.
+            spans = read_versions(choice)
+            if is_adapter:  # the server would have rejected another name
+                spans = [(version, 0)]
+            wrong = [
+                found
+                for found, _ in spans
+                if found != version and not (in_flight and is_newer(found, version))
+            ]
+            if wrong:
+                raise StaleWeights(excerpt(" and ".join(sorted(wrong))))
             result = read_result(response, choice, request)
+            if in_flight:
+                versions = token_versions(spans, len(result.ids))
+                result = replace(result, versions=versions)
             check_result(request, result)
         except MalformedReply as error:
             raise ServerFailure(f"{self.url} returned {error}.") from error
         return result
+
+    def tokenize(self, text: str) -> tuple[list[int], int]:
+        """Return the token ids of a text without special tokens before it, and the longest row.
+
+        Raises:
+            ServerUnavailable, ServerFailure: see `call`.
+        """
+        found = self.post(TOKENIZE, {"prompt": text, "add_special_tokens": False})
+        try:
+            ids = read_field(found, "tokens", list)
+            return ids, read_field(found, "max_model_len", int)
+        except MalformedReply as error:
+            raise ServerFailure(f"{self.url} returned {error}.") from error
+
+    def prompt_logprobs(self, ids: list[int], start: int) -> list[float]:
+        """Return the log-probabilities of the tokens of a row from `start` on.
+
+        They are those of the whole softmax at temperature 1, for any `--logprobs-mode` of
+        log-probabilities: samplers and filters do not apply to a prompt.
+
+        Args:
+            ids: tokens of the row.
+            start: first token to return, at least 1: nothing predicts the first one.
+
+        Raises:
+            ServerUnavailable: see `call`.
+            ServerFailure: see `call`; or the response does not match the request.
+        """
+        assert start > 0
+        # A server generates at least one token; it is not used.
+        body = {"prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
+        max_bytes = MIB + MAX_BYTES_PER_TOKEN * len(ids)
+        response = self.call("POST", COMPLETIONS, body, max_bytes=max_bytes)
+        try:
+            entries = read_field(read_choice(response), "prompt_logprobs", list)
+            if len(entries) != len(ids):
+                raise MalformedReply(f"log-probabilities of {len(entries)} tokens, not {len(ids)}")
+            pairs = zip(ids[start:], entries[start:], strict=True)
+            return [read_prompt_logprob(entry, token) for token, entry in pairs]
+        except MalformedReply as error:
+            raise ServerFailure(f"{self.url} returned {error}.") from error
+
+
+def read_prompt_logprob(entry: Any, token: int) -> float:
+    """Return the log-probability of a token of a prompt.
+
+    Args:
+        entry: {token id: its values}.
+        token: id of the token.
+
+    Raises:
+        MalformedReply: it is missing, or no log-probability.
+    """
+    found = read_field(read_field(entry, str(token), dict), "logprob", float, int)
+    if not MIN_LOGPROB <= found <= MAX_LOGPROB:
+        raise MalformedReply(
+            f"log-probability {repr_of(found)}; expected {MIN_LOGPROB:g} to 0 (--logprobs-mode "
+            "raw_logprobs or processed_logprobs)"
+        )
+    return float(found)
 
 
 def read_choice(response: Any) -> dict[str, Any]:
@@ -309,10 +444,57 @@ def read_choice(response: Any) -> dict[str, Any]:
     return dict(choices[0])
 
 
-def read_versions(choice: dict[str, Any]) -> set[str]:
-    """Return the versions of the weights that sampled a choice; {"None"} if it names none."""
+def read_versions(choice: dict[str, Any]) -> list[tuple[str, int | None]]:
+    """Return the versions of the weights that sampled a choice, and their first tokens.
+
+    Raises:
+        MalformedReply: a field is missing or of another type.
+    """
     spans = read_field(choice, "weight_versions", list, type(None)) or []
-    return {str(read_field(span, "version", str, type(None))) for span in spans} or {"None"}
+    versions = [str(read_field(span, "version", str, type(None))) for span in spans] or ["None"]
+    begins = [read_field(span, "start", int, type(None)) for span in spans] or [0]
+    return list(zip(versions, begins, strict=True))
+
+
+def is_newer(found: str, version: str) -> bool:
+    """Return True if the same run published a version after another one.
+
+    Args:
+        found: version of a server, "<iteration>-<number of the publish>-<run>" if litgrpo set it.
+        version: version of this run.
+
+    Example:
+        >>> is_newer("7-8-5f0c9a1be2d4", "6-7-5f0c9a1be2d4")
+        True
+        >>> is_newer("default", "6-7-5f0c9a1be2d4")
+        False
+    """
+    parts, own = found.split("-"), version.split("-")
+    same_run = len(parts) == len(own) and parts[2] == own[2] and parts[1].isdecimal()
+    return same_run and int(parts[1]) > int(own[1])
+
+
+def token_versions(spans: list[tuple[str, int | None]], num_tokens: int) -> list[int]:
+    """Return the iteration of the weights that sampled each token.
+
+    Args:
+        spans: versions and their first tokens.
+        num_tokens: tokens of the turn.
+
+    Raises:
+        MalformedReply: spans do not begin with the first token, or are not in order.
+
+    Example:
+        >>> token_versions([("6-7-5f0c9a1be2d4", 0), ("7-8-5f0c9a1be2d4", 2)], num_tokens=3)
+        [6, 6, 7]
+    """
+    begins = [-1 if start is None else start for _, start in spans]
+    if begins[0] != 0 or begins != sorted(set(begins)) or begins[-1] >= num_tokens:
+        raise MalformedReply(f"weight versions that begin at tokens {begins} of {num_tokens}")
+    ends = [*begins[1:], num_tokens]
+    numbers = [int(version.split("-")[0]) for version, _ in spans]
+    sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return [number for number, size in zip(numbers, sizes, strict=True) for _ in range(size)]
 
 
 def read_result(response: Any, choice: dict[str, Any], request: SampleRequest) -> SampleResult:

@@ -1,4 +1,4 @@
-"""Send the policy's weights to vLLM servers: through a folder, or over NCCL."""
+"""Send the policy's weights to vLLM servers: through a folder, as an adapter, or over NCCL."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import require
 from litgrpo.distributed.collectives import all_gather_object, broadcast_object
 from litgrpo.distributed.messages import rank
-from litgrpo.models.adapters import merge_adapter
+from litgrpo.models.adapters import TRAINED, save_adapter
 from litgrpo.models.export import export
 from litgrpo.models.policy import Policy
 from litgrpo.models.sharded_weights import gather_weights
-from litgrpo.rollout.engines.vllm_client import Server, ServerUnavailable
+from litgrpo.rollout.engines.vllm_client import InternalError, Server, ServerUnavailable
 from litgrpo.temporary import TemporaryFolder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# Adapters of earlier versions that stay on the disk; rows are at most as many iterations behind.
+KEPT_ADAPTERS = 16
+
+
+class WeightsRejected(ServerUnavailable):
+    """A server that works could not load the weights; another attempt may succeed."""
 
 
 class WeightSender(ABC):
@@ -37,10 +43,37 @@ class WeightSender(ABC):
     """
 
     location: Any = None
+    # True if servers have the weights as an adapter with the name of the version, beside others.
+    is_adapter = False
 
     @abstractmethod
     def prepare(self, policy: Policy, version: str) -> None:
         """Collect the weights for later sends; every rank must call this, and rank 0 keeps them."""
+
+    def update(self, server: Server, version: str, *, in_flight: bool) -> bool:
+        """Send the weights to a server if it has others, and return True if it had.
+
+        Args:
+            server: has any weights.
+            version: of the weights.
+            in_flight: rows that are being sampled continue with the new weights.
+
+        Raises:
+            ServerUnavailable: the server cannot receive them now.
+            WeightsRejected: it received them and reports an internal error.
+        """
+        if server.version == version:
+            return False
+        with server.updating_weights(version, in_flight=in_flight):
+            self.send_checked(server)
+        return True
+
+    def send_checked(self, server: Server) -> None:
+        """Send the weights; an error while loading them is distinguished from a lost server."""
+        try:
+            self.send(server)
+        except InternalError as error:
+            raise WeightsRejected(str(error)) from error
 
     @abstractmethod
     def send(self, server: Server) -> None:
@@ -49,6 +82,9 @@ class WeightSender(ABC):
         Raises:
             ServerUnavailable: the server cannot receive them now.
         """
+
+    def finish_publish(self) -> None:  # noqa: B027 (optional)
+        """Let the policy change: later sends are to servers that restart during an update."""
 
 
 class WeightTransfer(ABC):
@@ -143,28 +179,101 @@ class FolderSender(WeightSender):
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
 
+@dataclass(frozen=True)
+@check_field_types
+class AdapterTransfer(WeightTransfer):
+    """Send the LoRA adapter alone, through a folder that trainer and servers see.
+
+    Servers keep the base model that they were started with, which must be the policy's; the
+    start-up checks compare the two. They need VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora,
+    --max-lora-rank of at least `model.lora.rank` and --max-cpu-loras 2. The adapter of each version
+    has its own name, which every request gives, so no row is sampled with another version. A row
+    that runs during an update (`model.update.max_staleness`) keeps its adapter.
+
+    Args:
+        path: folder for the versions; None: a temporary folder, for servers on the same machine.
+
+    Example:
+        >>> AdapterTransfer("/shared/adapters").path
+        '/shared/adapters'
+    """
+
+    path: str | None = None
+
+    def sender(self) -> WeightSender:
+        """Create an `AdapterSender`."""
+        return AdapterSender(FolderTransfer(self.path))
+
+
+class AdapterSender(FolderSender):
+    """Writes the trained adapter in PEFT's format, which servers load beside the base model.
+
+    Args:
+        settings: folder.
+    """
+
+    is_adapter = True
+
+    def prepare(self, policy: Policy, version: str) -> None:
+        """See `WeightSender.prepare`.
+
+        Raises:
+            ValueError: vLLM has no adapters of this kind.
+        """
+        check_adapter(policy)
+        folder = self.root / version if rank() == 0 else Path()
+        save_adapter(policy.model, folder)
+        if rank() != 0:
+            return
+        for file in folder.iterdir():
+            file.chmod(0o644)  # the server may run as another user
+        # A row that is still being sampled may need the adapter of an earlier version.
+        self.written.append(folder)
+        for previous in self.written[:-KEPT_ADAPTERS]:
+            shutil.rmtree(previous, ignore_errors=True)
+        self.written, self.location = self.written[-KEPT_ADAPTERS:], str(folder)
+
+    def update(self, server: Server, version: str, *, in_flight: bool) -> bool:
+        """See `WeightSender.update`; the server does not pause."""
+        names = server.list_models()
+        if version in names:
+            return False
+        self.send_checked(server)
+        run = version.rpartition("-")[2]
+        for name in (name for name in names if name.rpartition("-")[2] == run):
+            server.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
+        return True
+
+    def send(self, server: Server) -> None:
+        """See `WeightSender.send`."""
+        body = {"lora_name": Path(self.location).name, "lora_path": self.location}
+        server.call("POST", "/v1/load_lora_adapter", body, is_json=False)
+
+
+def check_adapter(policy: Policy) -> None:
+    """Check that vLLM can load the policy's adapter.
+
+    Raises:
+        ValueError: there is none, or it is of a kind that vLLM does not have.
+    """
+    name = "model.engine.weight_transfer is AdapterTransfer"
+    remedy = "use litgrpo.rollout.engines.weight_transfer.FolderTransfer, which merges adapters."
+    require(policy.has_adapter, f"{name}, but model.lora is not set. Set it, or {remedy}")
+    settings = policy.model.peft_config[TRAINED]
+    for option in ("use_dora", "modules_to_save"):
+        require(
+            not getattr(settings, option),
+            f"{name}, but model.lora.{option} is {getattr(settings, option)}, which vLLM cannot "
+            f"load as an adapter. Leave it out, or {remedy}",
+        )
+
+
 def is_sharded(policy: Policy) -> bool:
     """Return True if ranks hold shards of the policy.
 
     This reads the module types and not the weights, which may be gathered at the moment.
     """
     return any(isinstance(part, FSDPModule) for part in policy.modules())
-
-
-def gather_to_host(policy: Policy) -> dict[str, Tensor] | None:
-    """Gather sharded weights in rank 0's host memory.
-
-    Other ranks hold one whole tensor at a time. Adapters are merged.
-
-    Returns:
-        {name: whole tensor} on rank 0, {} on other ranks; None if the policy is not sharded.
-    """
-    if not is_sharded(policy):
-        return None
-    is_first = rank() == 0
-    # Every rank must iterate to the end: each tensor is gathered by a collective.
-    weights = gather_weights(policy.model)
-    return {name: each.detach().cpu() for name, each in weights if is_first}
 
 
 @dataclass(frozen=True)
@@ -205,15 +314,26 @@ class NcclSender(WeightSender):
             "litgrpo.rollout.engines.weight_transfer.FolderTransfer.",
         )
         self.settings, self.trainers = settings, dict[str, Any]()
-        self.state: dict[str, Tensor] = {}
+        self.host: dict[str, Tensor] = {}
+        self.device: dict[str, Tensor] = {}  # the policy's tensors, until it may change
 
     def prepare(self, policy: Policy, version: str) -> None:
-        """See `WeightSender.prepare`."""
-        state = gather_to_host(policy)
-        if state is None and rank() == 0:
-            model = merge_adapter(policy.model) if policy.has_adapter else policy.model
-            state = {name: each.detach().cpu() for name, each in model.state_dict().items()}
-        self.state = drop_tied_head(state or {}, policy)
+        """See `WeightSender.prepare`; also copies the weights to pinned memory, without waiting."""
+        own = {parameter.data_ptr() for parameter in policy.parameters()}
+        # Every rank must iterate to the end: each sharded tensor is gathered by a collective.
+        for name, whole in gather_weights(policy.model):
+            if rank() == 0:
+                weight = whole.detach()
+                if name not in self.host:
+                    self.host[name] = torch.empty_like(weight, device="cpu", pin_memory=True)
+                self.host[name].copy_(weight, non_blocking=True)
+                if weight.data_ptr() in own:  # neither gathered nor merged with an adapter
+                    self.device[name] = weight
+
+    def finish_publish(self) -> None:
+        """Send from the host from now on, with the copies complete."""
+        self.device.clear()
+        torch.cuda.synchronize()
 
     def send(self, server: Server) -> None:
         """See `WeightSender.send`."""
@@ -222,8 +342,12 @@ class NcclSender(WeightSender):
         # A restarted server has lost its group; it reports the version "default".
         if server.url not in self.trainers or server.version == "default":
             self.trainers[server.url] = self._join_group(server)
-        self.trainers[server.url].source.state = self.state
         self.trainers[server.url].send_weights()
+
+    def iterate_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the last `prepare`, each on the GPU that sends it."""
+        for name, copied in self.host.items():
+            yield name, self.device.get(name, copied).cuda()
 
     def _join_group(self, server: Server) -> Any:
         """Create the NCCL group with a server, and return vLLM's sender for it."""
@@ -241,32 +365,23 @@ class NcclSender(WeightSender):
         info = NCCLTrainerInitInfo(address, port, workers + 1, rank=0)
         client = HTTPVLLMWeightSyncClient(server.url, server.timeout_s)
         return NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=client, source=make_weight_source(self.state)
+            info, client=client, source=make_weight_source(self)
         )
 
 
-def make_weight_source(state: dict[str, Tensor]) -> Any:
-    """Wrap {name: tensor on the host} as vLLM's source of weights, sent one tensor at a time."""
+def make_weight_source(sender: NcclSender) -> Any:
+    """Wrap the weights of a sender as vLLM's source of weights, sent one tensor at a time."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-    class HostWeights(WeightSource):
-        """Weights in host memory; `state` may be replaced between two transfers."""
-
-        def __init__(self) -> None:
-            self.state = state
+    class Weights(WeightSource):
+        """The weights of the last `NcclSender.prepare`."""
 
         def metadata(self) -> list[Any]:
             """Return names, types and shapes."""
-            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.state.items()]
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in sender.host.items()]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             """Yield each tensor on the GPU that sends it."""
-            return ((name, tensor.cuda()) for name, tensor in self.state.items())
+            return sender.iterate_weights()
 
-    return HostWeights()
-
-
-def drop_tied_head(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
-    """Remove the output head if it is tied to the embedding; servers tie it themselves."""
-    tied = policy.bare_model.config.tie_word_embeddings
-    return {name: each for name, each in state.items() if not (tied and name == "lm_head.weight")}
+    return Weights()

@@ -17,6 +17,7 @@ from litgrpo.arguments import require
 from litgrpo.cli.console import keep_quiet
 from litgrpo.data.modules import PromptData
 from litgrpo.data.sources import read_rows
+from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import EpisodeStart
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.evaluation.evaluator import Evaluation
@@ -67,6 +68,11 @@ def audit_environment(
     )
     data = build_data(recipe, reference_source, limit)
     module = build_module({key: settings[key] for key in SAMPLING_SETTINGS if key in settings})
+    require(
+        not isinstance(module.environment, Agent),
+        "audit plays an environment with scripted turns; an Agent cannot be played that way. Test "
+        "it with a server that returns fixed replies.",
+    )
     rollout, rewards = sample_episodes(module, data, str(settings["pretrained"]))
     starts = episode_starts(rollout, data, module.seed)
     episode = module.episode

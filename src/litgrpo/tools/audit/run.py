@@ -18,7 +18,7 @@ from torch import Tensor
 
 from litgrpo.arguments import one_of, require
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
-from litgrpo.rewards.reward import find_main_reward
+from litgrpo.rewards.reward import find_success_rewards
 from litgrpo.tools.audit.cases import (
     CORRECT_KINDS,
     HONEST,
@@ -64,12 +64,14 @@ def audit_rewards(
     Returns:
         The report; `passed` is True if it has no fault.
     """
-    success = success or find_main_reward(scorer.weights)
-    one_of("success_reward", success, scorer.components)
+    if success is not None:
+        one_of("success_reward", success, scorer.components)
+    tasks = {name: each.tasks for name, each in scorer.components.items()}
+    deciding = find_success_rewards(scorer.weights, tasks, success)
     require(len(problems) > 0, "there are no problems to audit with")
     answer_format = answer_format or find_answer_format(scorer)
     answers = _ScoredCases(
-        success, threshold, partial(_cases, answer_format=answer_format, seed=seed)
+        deciding, threshold, partial(_cases, answer_format=answer_format, seed=seed)
     )
     # max_failed_frac=1: the audit counts failures, so none may stop it.
     runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
@@ -85,7 +87,7 @@ def audit_rewards(
     failed = patient.failures
     lines = [answers.line(kind) for kind in answers.kinds()]
     return Report(
-        success=success,
+        success=", ".join(dict.fromkeys(deciding.values())),
         problems=len(problems),
         variants=[line for line in lines if line.kind in CORRECT_KINDS],
         attacks=[line for line in lines if line.kind not in CORRECT_KINDS],
@@ -186,15 +188,15 @@ class _ScoredCases:
     """Rewards of all completions.
 
     Args:
-        success: the reward that decides if an answer is correct.
+        deciding: {task: the reward that decides if an answer is correct}, "" for all others.
         threshold: least value of this reward for a correct answer.
         cases: returns every completion of a problem.
     """
 
     def __init__(
-        self, success: str, threshold: float, cases: Callable[[Problem], list[Case]]
+        self, deciding: Mapping[str, str], threshold: float, cases: Callable[[Problem], list[Case]]
     ) -> None:
-        self.success, self.threshold, self.cases = success, threshold, cases
+        self.deciding, self.threshold, self.cases = deciding, threshold, cases
         self.batches: list[_Batch] = []
 
     def add(self, scorer: Scorer, problems: Sequence[Problem]) -> None:
@@ -242,7 +244,7 @@ class _ScoredCases:
         )
 
     def _is_correct(self, table: RewardTable) -> Tensor:
-        return (table.components[self.success] >= self.threshold) & table.valid
+        return table.find_correct(self.deciding, self.threshold)
 
     def part(
         self, name: str, failed: dict[str, int], slowest_s: float, slowest_on: str
@@ -261,7 +263,7 @@ class _ScoredCases:
             slowest_s=slowest_s,
             slowest_on=slowest_on,
             failed=failed,
-            unfair={} if name == self.success else _unfair(kinds),
+            unfair={} if name in self.deciding.values() else _unfair(kinds),
         )
 
     def conflicts(self) -> dict[str, float]:

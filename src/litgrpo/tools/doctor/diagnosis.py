@@ -21,7 +21,7 @@ class Rule:
     """A rule of the doctor.
 
     Args:
-        name: its name in logs, and the section of docs/doctor.md.
+        name: its name in logs, and the section of docs/reference/doctor.md.
         check: returns a finding, or None.
         needs: metrics without which it cannot be checked; or `HELD_OUT`, `SAMPLES`, ...
         passed: sentence printed if it finds nothing.

@@ -18,7 +18,7 @@ def render_line(finding: Finding) -> str:
 
     Example:
         >>> print(render_line(Finding("loops", "12% repeat themselves.", "warning", 40)))
-        doctor: warning since iteration 40: 12% repeat themselves. (docs/doctor.md#loops)
+        doctor: warning since iteration 40: 12% repeat themselves. (docs/reference/doctor.md#loops)
     """
     start = f"doctor: {finding.severity} since iteration {finding.first_iteration}"
     line = f"{start}: {finding.problem}"

@@ -1,7 +1,7 @@
 """Rules about the learning signal: prompts, groups, completions that do not end, rewards.
 
 Every rule is a function of a `RunLog`. Thresholds were fixed on one half of the labelled runs and
-measured on the other; see docs/doctor.md. The functions at the end are shared with
+measured on the other; see docs/reference/doctor.md. The functions at the end are shared with
 `rules_policy`.
 """
 
@@ -471,7 +471,7 @@ def correctness_component(run: RunLog) -> str:
     It is that of the config; without one, the first that was logged.
     """
     names = [*run.metrics.reward_components(), ""]
-    return run.config.success_reward or names[0]
+    return run.config.success_rewards.get("", names[0])
 
 
 def describe_changes(metrics: RunMetrics, *names: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.metric_table import TRL, VERL
 from litgrpo.callbacks.run_folder import CONFIG
 from litgrpo.evaluation.evaluator import format_success_rule
-from litgrpo.rewards.reward import find_main_reward
+from litgrpo.rewards.reward import find_success_rewards
 from litgrpo.tools.run_folder import (
     METRICS,
     Columns,
@@ -218,7 +218,7 @@ class RunMetrics:
     """All metrics of a run.
 
     Args:
-        series: {name as in docs/metrics.md: series}.
+        series: {name as in docs/reference/metrics.md: series}.
 
     Example:
         >>> metrics = RunMetrics.from_rows([{"step": 1, "reward/mean": 0.25}])
@@ -315,21 +315,27 @@ class RunConfig:
         return float(found) if isinstance(found, int | float) else default
 
     @property
-    def success_reward(self) -> str:
-        """The reward that decides whether a completion is correct; "" if it is not known."""
+    def success_rewards(self) -> dict[str, str]:
+        """{task: the reward that decides whether a completion is correct}, "" for all others.
+
+        Empty if it is not known.
+        """
         named = self.get("model.evaluation.success_reward")
         rewards = self.get("model.rewards", {})
-        if named is not None or not isinstance(rewards, Mapping):
-            return str(named or "")
+        if not isinstance(rewards, Mapping):
+            return {"": str(named)} if named else {}
         weights = {name: self.get(f"model.rewards.{name}.weight", 1.0) for name in rewards}
-        return find_main_reward({n: w for n, w in weights.items() if isinstance(w, int | float)})
+        tasks = {name: self.get(f"model.rewards.{name}.tasks", []) for name in rewards}
+        known = {n: float(w) for n, w in weights.items() if isinstance(w, int | float)}
+        found = find_success_rewards(known, tasks, named)
+        return found if found[""] else {}
 
     @property
     def success_rule(self) -> str:
         """Rule by which a completion is correct, in words; "" if it is not known."""
-        reward = self.success_reward
+        deciding = self.success_rewards
         threshold = self.number("model.evaluation.success_threshold", 1.0)
-        return format_success_rule(reward, threshold) if reward else ""
+        return format_success_rule(deciding, threshold) if deciding else ""
 
     @property
     def steps_per_iteration(self) -> float:

@@ -7,6 +7,10 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from litgrpo.algorithms.losses import StepSurrogate
+from litgrpo.arguments import import_by_path
+from litgrpo.rollout.served_reference import SERVER_SCHEMES
+
 DEFAULT_VAL_PROMPTS = 500
 DEFAULT_ITERATIONS = 1000  # if the recipe sets no limit
 LOCAL_ENGINES = ("LocalEngine", "StaticEngine")
@@ -27,7 +31,11 @@ class Schedule:
         epochs_per_rollout: epochs over a rollout.
         steps: optimizer steps per iteration.
         scores_old: old log-probabilities are computed before the update.
-        scores_reference: reference log-probabilities are computed.
+        scores_reference: reference log-probabilities or hidden states are computed.
+        selection_passes: forward passes over a rollout that select tokens (Clip-Cov, KL-Cov, M2PO,
+            `top_entropy_quantile`).
+        greedy: each training prompt gets a greedy completion as well (ReMax).
+        on_policy_frac: fraction of iterations that sample; the others train on data.
         replays_graph: decoding replays a recorded or compiled program on every device.
         records_on_cuda: decoding replays a CUDA graph if the model has a fused decoder.
         is_sft: supervised training, without rollouts.
@@ -49,6 +57,9 @@ class Schedule:
     steps: int = 1
     scores_old: bool = False
     scores_reference: bool = False
+    selection_passes: int = 0
+    greedy: bool = False
+    on_policy_frac: float = 1.0
     replays_graph: bool = False
     records_on_cuda: bool = False
     is_sft: bool = False
@@ -61,14 +72,38 @@ class Schedule:
         return 1 + -(-self.iterations // self.validate_every)
 
     @property
+    def sampled(self) -> int:
+        """Iterations that sample their completions."""
+        return round(self.iterations * self.on_policy_frac)
+
+    @property
+    def scorings(self) -> int:
+        """Forward passes over a rollout outside of the update, in the whole run."""
+        passes = self.scores_old + self.scores_reference + self.selection_passes
+        return self.iterations * passes + self.iterations - self.sampled
+
+    @property
     def saves(self) -> int:
         """Checkpoints: one at each interval and one at the end."""
         return -(-self.iterations // (self.save_every or self.iterations))
 
 
+def has_advantages(model: Namespace, name: str) -> bool:
+    """Return True if the advantages are of the class of this name."""
+    return bool(model.objective.advantages.class_path.rpartition(".")[2] == name)
+
+
+def selects_tokens(model: Namespace) -> bool:
+    """Return True if tokens are selected by a forward pass before each optimizer step."""
+    surrogate: Any = import_by_path(model.objective.surrogate.class_path)
+    return issubclass(surrogate, StepSurrogate) or model.objective.top_entropy_quantile < 1
+
+
 def needs_reference(model: Namespace) -> bool:
-    """Return True if the objective of a recipe's GRPO needs a reference."""
-    return bool(model.objective.kl_coef or model.objective.get("kl_in_reward"))
+    """Return True if the trainer computes log-probabilities under a reference, not servers."""
+    given = model.reference
+    served = isinstance(given, Namespace) or (given or "").startswith(SERVER_SCHEMES)
+    return not served and bool(model.objective.kl_coef or model.objective.get("kl_in_reward"))
 
 
 def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
@@ -98,14 +133,17 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
     name = engine.class_path.rpartition(".")[2]
     dtype = engine.get("init_args", Namespace()).get("dtype")
     # With exact sampler log-probabilities no old ones need to be computed.
-    exact = name in LOCAL_ENGINES and not dtype and not update.staleness
+    exact = name in LOCAL_ENGINES and not dtype and not (update.staleness or update.max_staleness)
     return Schedule(
         **common,
         val_completions=model.evaluation.num_samples + model.evaluation.greedy,
         epochs_per_rollout=update.epochs_per_rollout,
         steps=update.epochs_per_rollout * update.num_mini_batches,
-        scores_old=not exact,
+        scores_old=not exact or has_advantages(model, "OptimalTokenBaseline"),
         scores_reference=needs_reference(model),
+        selection_passes=update.epochs_per_rollout * selects_tokens(model),
+        greedy=has_advantages(model, "ReMax"),
+        on_policy_frac=(model.get("data_completions") or {}).get("on_policy_frac", 1.0),
         replays_graph=name != "LocalEngine",
         records_on_cuda=name == "LocalEngine" and model.environment is None,
     )

@@ -22,6 +22,7 @@ from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.distributed.sharding import MIN_SHARD_SIZE, DividesWeights
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.loading import ASSETS, LoRA, add_adapters, resolve_pretrained
+from litgrpo.models.reference import round_linears
 from litgrpo.models.weights import choose_attention
 from litgrpo.tools.plan.memory import (
     IterationSizes,
@@ -91,6 +92,7 @@ class RecipeSizes:
         reward_models: names of reward models, whose memory is not counted.
         flash: attention saves no scores.
         publisher: class that sends weights to servers.
+        moves_reference: the policy's weights are mixed into the reference.
 
     Example:
         recipe = read_sizes(PlanCLI(["-c", "configs/quickstart.yaml"]).config)
@@ -111,6 +113,7 @@ class RecipeSizes:
     reward_models: tuple[str, ...] = ()
     flash: bool = False
     publisher: str = "FolderTransfer"
+    moves_reference: bool = False
 
     @property
     def distributed(self) -> bool:
@@ -144,6 +147,8 @@ class RecipeSizes:
         reference = None
         if self.reference is not None:
             reference = MetaModel(self.reference, getattr(torch, self.dtype))
+            if self.compute and not self.shards_model and not self.moves_reference:
+                round_linears(reference.bare_model, getattr(torch, self.compute))
         return RecipeModels(
             policy=policy,
             states=step_optimizer(self.optimizer, policy.trained),
@@ -233,6 +238,7 @@ def read_sizes(settings: Namespace, static_shapes: bool = True) -> RecipeSizes:
         optimizer=read_optimizer(model, GRPO_RATES),
         work=grpo_sizes(model, data, None if static_shapes else config, common["compute"]),
         publisher=read_publisher(model),
+        moves_reference=bool((model.get("controllers") or {}).get("reference")),
         **common,
     )
 

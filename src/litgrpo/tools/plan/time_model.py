@@ -40,6 +40,7 @@ SETTINGS = {
         CALLS: "data.batch_size up; model.engine: ServerEngine",
         GATHERING: "fewer chips, trainer.strategy",
     },
+    "greedy": {OTHER: "data.batch_size up, model.objective.advantages Normalized"},
     "scoring": {ARITHMETIC: "model.objective.kl_coef 0, model.update.staleness 0"},
     "learning": {
         ARITHMETIC: "model.precision.autocast_dtype bfloat16, model.update.epochs_per_rollout",
@@ -184,7 +185,10 @@ class TimeEstimate:
         phases = [RunPhase("start", {OTHER: self.assumptions.start_s}, 1)]
         if not schedule.is_sft:
             prompts, group = self.recipe.work.rollouts[0]
-            phases += self._rollout(prompts, group, schedule.iterations)
+            phases += self._rollout(prompts, group, schedule.sampled)
+            if schedule.greedy:
+                seconds = total_seconds(list(self._rollout(prompts, 1, 1)))
+                phases.append(RunPhase("greedy", {OTHER: seconds}, schedule.iterations))
             phases += self._scoring()
         phases.append(RunPhase("learning", self._learning(), schedule.iterations))
         return [*phases, self._validations(), self._saves()]
@@ -242,8 +246,7 @@ class TimeEstimate:
         return tokens * (per_token + self._attention(1, self.recipe.work.length / 2))
 
     def _scoring(self) -> Iterator[RunPhase]:
-        schedule = self.recipe.schedule
-        times = schedule.iterations * (schedule.scores_old + schedule.scores_reference)
+        times = self.recipe.schedule.scorings
         if times:
             terms = {ARITHMETIC: self._forward_operations(self._tokens).per(self.flops)}
             yield RunPhase("scoring", terms, times)

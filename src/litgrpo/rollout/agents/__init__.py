@@ -1,0 +1,1 @@
+"""Rollouts of agents that call the policy through the OpenAI API."""

@@ -1,0 +1,120 @@
+"""Worker processes that run agents, with a time limit between two calls."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from litgrpo.arguments import at_least
+from litgrpo.environments.agent import HANDLER, Agent, AgentRequest, AgentResult
+from litgrpo.environments.base import FailedEpisode
+from litgrpo.workers.failures import TIMEOUT, WorkerError
+from litgrpo.workers.pool import Worker, WorkerPool
+
+MAX_WORKERS = 64
+MAX_UNFORKED = 4  # limit if agents cannot be forked: each process imports their libraries again
+
+
+class AgentPool:
+    """Runs an agent on many rows, one process per row up to a limit.
+
+    Args:
+        agent: the agent.
+        timeout_s: seconds that it may take until its first call, between a reply and its next call,
+            and after its last one; not counting time spent waiting for a CPU.
+        num_workers: maximal number of processes; default: one per row, up to 64.
+
+    Example::
+
+        pool = AgentPool(agent, timeout_s=10)
+        pool.start([AgentRequest(row, 0, proxy.base_url, key) for row, key in rows])
+        results = pool.receive()  # {0: AgentResult(reward=1.0)}
+    """
+
+    def __init__(
+        self, agent: Agent, *, timeout_s: float = 10.0, num_workers: int | None = None
+    ) -> None:
+        at_least("model.episode.num_workers", num_workers, 1)
+        self.agent, self.timeout_s = agent, timeout_s
+        self.size = num_workers or MAX_WORKERS
+        self.pool = WorkerPool(self.size, HANDLER)
+        self.waiting: deque[tuple[int, AgentRequest]] = deque()
+        self.running: dict[int, Worker] = {}
+        self.details: dict[int, WorkerError] = {}  # of lost workers
+        self.since: dict[int, float] = {}  # when a row's agent began to run without a call
+        self.seconds: defaultdict[int, float] = defaultdict(float)  # for which it did so before
+
+    def start(self, requests: Sequence[AgentRequest]) -> None:
+        """Run the agent on some rows; agents of earlier rows are killed.
+
+        Raises:
+            ValueError: the agent cannot be sent to a process, or loaded there.
+        """
+        self.pool.kill_busy()
+        self.running, self.details = {}, {}
+        self.since, self.seconds = {}, defaultdict(float)
+        troubles = self.pool.register({"agent": (self.agent,)})
+        if troubles:
+            raise ValueError(
+                f"the agent cannot be sent to worker processes ({troubles['agent']}). Give it only "
+                "what can be pickled, and open connections in the function."
+            )
+        self.waiting = deque(enumerate(requests))
+        self._launch()
+
+    def receive(self) -> Mapping[int, AgentResult | FailedEpisode]:
+        """Return {row: result} of the agents that ended since the last call; does not wait."""
+        found: dict[int, AgentResult | FailedEpisode] = {}
+        for worker, answer, _ in self.pool.receive(wait=False):
+            row = next(row for row, its in self.running.items() if its is worker)
+            del self.running[row]
+            self._count_seconds(row)
+            if not isinstance(answer, WorkerError):
+                found[row] = answer
+                continue
+            self.details[row] = answer
+            late = answer.cause == TIMEOUT
+            reason = f"timed out after {self.timeout_s:g} s" if late else answer.cause
+            found[row] = FailedEpisode(reason)
+        self._launch()
+        return found
+
+    def pause_limit(self, row: int) -> None:
+        """Stop the time limit of an agent, while it waits for a reply."""
+        if row in self.running:
+            self.running[row].deadline = inf
+            self._count_seconds(row)
+
+    def restart_limit(self, row: int) -> None:
+        """Start the time limit of an agent, which has its reply."""
+        if row in self.running:
+            self.running[row].begin(self.timeout_s)
+            self.since[row] = time.monotonic()
+
+    @property
+    def is_done(self) -> bool:
+        """True if all agents have ended."""
+        return not (self.waiting or self.running)
+
+    def close(self) -> None:
+        """Kill all agents."""
+        self.pool.close()
+        self.waiting, self.running = deque(), {}
+
+    def _count_seconds(self, row: int) -> None:
+        if row in self.since:
+            self.seconds[row] += time.monotonic() - self.since.pop(row)
+
+    def _launch(self) -> None:
+        while self.waiting and len(self.running) < self.size:
+            worker = self.pool.take()
+            if self.pool.failed:
+                raise ValueError(f"the agent's module {self.pool.failed['agent']}")
+            assert worker is not None
+            if worker.launcher.used_up:
+                self.size = min(self.size, MAX_UNFORKED)
+            row, request = self.waiting.popleft()
+            self.running[row], self.since[row] = worker, time.monotonic()
+            self.pool.send(worker, request, self.timeout_s)

@@ -1,0 +1,46 @@
+"""A request to a host that is gone ends long before its time limit."""
+
+import asyncio
+import time
+from contextlib import closing
+from socket import create_server
+
+import pytest
+
+from litgrpo import http_client
+from litgrpo.http_client import ConnectionLost, make_client, send
+from tests.hosts.network import connect_hosts
+
+PORT = 5000
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["and returns", "for good"])
+def test_a_request_ends_if_its_host_vanishes(returns, monkeypatch):
+    monkeypatch.setattr(http_client, "PROBE_S", 1)
+    monkeypatch.setattr(http_client, "MAX_PROBES", 1)
+    with connect_hosts(2) as network:
+        here, there = network.hosts
+        server = there.run(lambda: create_server((there.address, PORT)))
+
+        def lose_host():
+            taken, _ = server.accept()
+            while not taken.recv(4096).endswith(b"\r\n\r\n"):
+                pass
+            time.sleep(0.2)  # the request is acknowledged, so nothing is sent again
+            network.cut = set() if returns else {there.address}
+            network.power_off(there)
+            taken.close()
+
+        async def ask():
+            async with make_client(
+                base_url=f"http://{there.address}:{PORT}", direct=True
+            ) as client:
+                lost = asyncio.to_thread(lose_host)
+                request = send(client, "GET", "/", timeout_s=300.0, max_bytes=9)
+                results = await asyncio.gather(lost, request, return_exceptions=True)
+            return results[1]
+
+        with closing(server):
+            error = here.run(lambda: asyncio.run(ask()))
+    assert isinstance(error, ConnectionLost)
+    assert "within 300 s" not in str(error)

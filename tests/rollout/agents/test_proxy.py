@@ -1,0 +1,174 @@
+"""The server that answers agents: keys, pages, sizes, streams."""
+
+import http.client
+import json
+import socket
+import threading
+
+import pytest
+
+from litgrpo.rollout.agents.chat_api import ApiError, ChatReply, Choice
+from litgrpo.rollout.agents.proxy import MAX_BODY, AgentProxy
+from tests.support.agents import post, user
+
+ASKED = {"messages": [user("6*7?")]}
+
+
+class Answers(threading.Thread):
+    """Answers every call with the same choices until the server is closed."""
+
+    def __init__(self, proxy):
+        super().__init__(daemon=True)
+        self.proxy, self.calls, self.closed = proxy, [], threading.Event()
+
+    def run(self):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        while not self.closed.is_set():
+            for each in self.proxy.take(timeout_s=0.02):
+                self.calls.append(each)
+                choices = [
+                    Choice({"role": "assistant", "content": "42"}, "stop", 2, ["4", "2"], [-1, -2]),
+                    Choice(message, "tool_calls", 3, ["a", "d", "d"], [-1, -2, -3]),
+                ]
+                each.answer(ChatReply(each.request, choices, prompt_tokens=4))
+
+
+@pytest.fixture
+def proxy():
+    proxy = AgentProxy()
+    answers = Answers(proxy)
+    answers.start()
+    proxy.answers = answers
+    yield proxy
+    answers.closed.set()
+    answers.join()
+    proxy.close()
+
+
+def raw(proxy, *lines, body=b""):
+    """Status of a request that is written by hand."""
+    with socket.create_connection(proxy.server.server_address) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        return reply.status, json.loads(reply.read())
+
+
+def test_it_listens_on_the_loopback_interface_only(proxy):
+    assert proxy.server.server_address[0] == "127.0.0.1"
+    assert proxy.base_url.startswith("http://127.0.0.1:")
+
+
+def test_a_reply_has_the_fields_of_the_api(proxy):
+    status, body = post(proxy.base_url, proxy.open(0), ASKED | {"model": "any", "logprobs": True})
+    assert status == 200
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "any"
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+    first, second = body["choices"]
+    assert first["message"] == {"role": "assistant", "content": "42"}
+    assert first["finish_reason"] == "stop"
+    assert [each["logprob"] for each in first["logprobs"]["content"]] == [-1, -2]
+    assert second["message"]["tool_calls"][0]["function"]["name"] == "add"
+    assert second["finish_reason"] == "tool_calls"
+
+
+def test_keys_belong_to_rows_and_end_with_them(proxy):
+    one, other = proxy.open(0), proxy.open(1)
+    assert one != other
+    for key, row in ((one, 0), (other, 1), (one, 0)):
+        assert post(proxy.base_url, key, ASKED)[0] == 200
+        assert proxy.answers.calls[-1].row == row
+    proxy.end(0)
+    assert post(proxy.base_url, one, ASKED)[0] == 410
+    assert post(proxy.base_url, other, ASKED)[0] == 200
+    proxy.reset()
+    assert post(proxy.base_url, other, ASKED)[0] == 401
+    assert post(proxy.base_url, one, ASKED)[0] == 401
+
+
+@pytest.mark.parametrize("key", [None, "", "guess", "row-0", "\x7f"])
+def test_calls_without_a_valid_key_are_rejected(proxy, key):
+    proxy.open(0)
+    status, body = post(proxy.base_url, key, ASKED)
+    assert status == 401
+    assert body["error"]["code"] == "invalid_api_key"
+    assert not proxy.answers.calls
+
+
+def test_other_schemes_and_pages_are_rejected(proxy):
+    key = proxy.open(0)
+    port = proxy.server.server_address[1]
+    host, auth = f"Host: 127.0.0.1:{port}", f"Authorization: Bearer {key}"
+    assert raw(proxy, "GET /v1/models HTTP/1.1", host, f"Authorization: Basic {key}")[0] == 401
+    status, models = raw(proxy, "GET /v1/models HTTP/1.1", host, auth)
+    assert status == 200
+    assert [each["id"] for each in models["data"]] == ["policy"]
+    assert raw(proxy, "GET /v1/models/policy HTTP/1.1", host, auth)[1]["id"] == "policy"
+    assert raw(proxy, "GET /v1/models/other HTTP/1.1", host, auth)[0] == 404
+    assert post(proxy.base_url, key, ASKED, "/responses")[0] == 404
+    assert post(proxy.base_url, key, ASKED, "/../../etc/passwd")[0] == 404
+
+
+def test_large_bodies_and_bodies_without_a_length_are_not_read(proxy):
+    key = proxy.open(0)
+    lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}")
+    for length in (str(MAX_BODY + 1), "9" * 5000):
+        assert raw(proxy, *lines, f"Content-Length: {length}")[0] == 413
+    for bad in ("Content-Length: -1", "Content-Length: x", "Transfer-Encoding: chunked"):
+        assert raw(proxy, *lines, bad)[0] == 411
+    assert raw(proxy, *lines, "Content-Length: 3", body=b"{}}")[0] == 400
+    assert not proxy.answers.calls
+
+
+def test_a_connection_serves_several_requests_also_after_an_error(proxy):
+    key = proxy.open(0)
+    connection = http.client.HTTPConnection(*proxy.server.server_address)
+    for body, expected in ((ASKED, 200), ({}, 400), (ASKED, 200)):
+        headers = {"Authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        reply = connection.getresponse()
+        assert reply.status == expected
+        reply.read()
+        assert connection.sock is not None
+    connection.close()
+
+
+def test_a_stream_has_the_same_content_as_one_object(proxy):
+    key = proxy.open(0)
+    connection = http.client.HTTPConnection(*proxy.server.server_address)
+    asked = ASKED | {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Authorization": f"Bearer {key}"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
+    reply = connection.getresponse()
+    assert reply.headers["Content-Type"] == "text/event-stream"
+    lines = reply.read().decode().split("\n\n")
+    connection.close()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert {each["object"] for each in events} == {"chat.completion.chunk"}
+    assert len({each["id"] for each in events}) == 1
+    choices = [choice for each in events for choice in each["choices"]]
+    assert [each["index"] for each in choices] == [0, 0, 1, 1]
+    assert choices[0]["delta"]["content"] == "42"
+    assert choices[2]["delta"]["tool_calls"][0]["index"] == 0
+    assert [each["finish_reason"] for each in choices] == [None, "stop", None, "tool_calls"]
+    assert events[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_calls_that_wait_when_a_row_ends_are_rejected():
+    proxy = AgentProxy()
+    try:
+        key, found = proxy.open(3), []
+        thread = threading.Thread(target=lambda: found.append(post(proxy.base_url, key, ASKED)))
+        thread.start()
+        (call,) = proxy.take(timeout_s=10.0)
+        assert call.row == 3
+        proxy.end(3)
+        thread.join()
+        assert found[0][0] == 410
+        assert isinstance(call.reply.exception(), ApiError)
+        assert proxy.take(timeout_s=0.0) == []
+    finally:
+        proxy.close()
