@@ -16,6 +16,7 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "tests.site.extension",
 ]
 exclude_patterns = ["_build"]
@@ -27,10 +28,13 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 smartquotes = False  # --KEY stays --KEY
 autodoc_typehints = "description"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 default_role = "code"
 
 html_theme = "furo"
+html_math_renderer = "mathml"  # of tests.site.extension; works without a network
+copybutton_prompt_text = ">>> "
 html_title = f"litgrpo {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
