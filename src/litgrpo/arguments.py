@@ -87,16 +87,27 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def check_imports(check: Callable[[str], object]) -> Iterator[None]:
-    """Call `check` with each path before `import_by_path` imports it; it raises to reject one.
+    """Call `check` with each import path or program before it is used; it raises to reject one.
 
     For code that constructs objects from a file of somebody else: a text in the file, such as the
-    function of a reward, must not decide which module is imported.
+    function of a reward, must not decide which module is imported or which program is started.
     """
     token = _import_check.set(check)
     try:
         yield
     finally:
         _import_check.reset(token)
+
+
+def require_trusted(*texts: str) -> None:
+    """Check texts that decide which code runs: import paths, programs and their arguments.
+
+    Raises:
+        ValueError: `check_imports` rejects one.
+    """
+    if (check := _import_check.get()) is not None:
+        for text in texts:
+            check(text)
 
 
 def find_page(page: str) -> str:
@@ -114,6 +125,18 @@ def find_page(page: str) -> str:
     return os.path.join(os.path.dirname(__file__), page)
 
 
+def import_package(module: str, install: str) -> Any:
+    """Import a module of an optional dependency.
+
+    Raises:
+        ValueError: the import failed, with the command that installs the package.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{error}; `pip install {install}` installs it.") from error
+
+
 def import_by_path(path: str) -> Any:
     """Import the object of a path such as `package.module.name`.
 
@@ -127,8 +150,7 @@ def import_by_path(path: str) -> Any:
         len(words) > 1 and all(word.isidentifier() for word in words),
         f"{path!r} is not an import path such as 'package.module.name'",
     )
-    if (check := _import_check.get()) is not None:
-        check(path)
+    require_trusted(path)
     try:
         module = import_module(module_path)
     except (Exception, SystemExit) as error:  # a user's module may raise or exit when it is read

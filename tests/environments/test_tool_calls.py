@@ -293,3 +293,18 @@ def test_the_number_of_tags_bounds_the_work(form):
     ):
         for text in (said, said.replace("call>", "tool_call>")):
             assert len(form.parse_turn(text, TWO)) < 20_001
+
+
+def today() -> str:
+    """Return the date."""
+    return "2026-01-01"
+
+
+@pytest.mark.parametrize("call_format", ["hermes", "tags", "python"])
+@pytest.mark.parametrize("others", [(), (MULTIPLY,)])
+def test_a_tool_without_parameters_can_be_called_in_every_format(call_format, others):
+    format_ = format_of(call_format)
+    tools = {tool.name: tool for tool in (make_tool(today), *others)}
+    assert [call.name for call in format_.parse_turn(format_.example(tools["today"]), tools)] == [
+        "today"
+    ]

@@ -4,6 +4,7 @@ from litgrpo.data.modules import PairData, PromptData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.data.rendering import Chat
 from litgrpo.data.sources import EpisodePrompts, GeneratedSource, ReasoningGym, Source
+from litgrpo.data.verifiers_tasks import VerifiersTasks
 
 __all__ = [
     "Chat",
@@ -14,4 +15,5 @@ __all__ = [
     "PromptData",
     "ReasoningGym",
     "Source",
+    "VerifiersTasks",
 ]

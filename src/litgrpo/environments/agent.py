@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, require
+from litgrpo.arguments import at_least, require, require_trusted
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.environments.episode import seed_rngs
 from litgrpo.environments.tool import import_object, resolve
@@ -132,6 +132,7 @@ class Agent:
             (self.function is None) != (not self.command),
             "Agent needs either function (my_agent.solve) or command ([python, my_agent.py]).",
         )
+        require_trusted(*self.command)
         at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
         self.calls = format_of(self.call_format)
         # Imported here, so that unpickling imports the agent's libraries once for all workers.

@@ -144,6 +144,14 @@ VOLATILE = re.compile(r"\b0x[0-9a-fA-F]+\b|(?<![\w.])(?:/[\w.+-]+){2,}/?")
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or raised
 
 
+class EpisodeError(RuntimeError):
+    """Raised by a tool whose episode must end, such as after a lost connection.
+
+    Any other exception of a tool is an observation of the policy. This one fails the episode, which
+    is left out of its group.
+    """
+
+
 @dataclass(frozen=True)
 class ToolResult:
     """Result of a tool call.
@@ -213,17 +221,21 @@ class Tool:
         twice = [name for name in given if name in named]
         require(not twice, f"{self.name}: '{''.join(twice[:1])}' is given twice")
         given |= named
-        unknown = [quote_name(name) for name in given if name not in takes]
+        closed = not self.schema["function"]["parameters"].get("additionalProperties")
+        unknown = [quote_name(name) for name in given if closed and name not in takes]
         require(not unknown, f"{self.name} has no argument {''.join(unknown[:1])}; {takes_what}")
         missing = [name for name in self.required if name not in given]
         require(not missing, f"{self.name} needs {', '.join(missing)}")
-        wrong = [
-            why
-            for name in given
-            if (why := explain_mismatch(name, given[name], self.parameters[name]))
-        ]
-        require(not wrong, f"{self.name}: {''.join(wrong[:1])}")
+        wrong = self.mismatch(given)
+        require(not wrong, f"{self.name}: {wrong}")
         return given
+
+    def mismatch(self, given: Mapping[str, Any]) -> str:
+        """Explain to the policy why arguments do not match their schemas; "" if they do."""
+        found = (
+            explain_mismatch(name, given[name], self.parameters.get(name, {})) for name in given
+        )
+        return next(filter(None, found), "")
 
 
 def make_tool(given: str | Callable[..., Any]) -> Tool:

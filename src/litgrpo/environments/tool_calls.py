@@ -180,7 +180,8 @@ class TagFormat(CallFormat):
         names = [
             tool.name
             for tool in tools.values()
-            if list(tool.required) == list(tool.parameters)[:1]
+            if tool.required
+            and tool.required == list(tool.parameters)[:1]
             and tool.parameters[tool.required[0]].get("type") == "string"
         ]
         return "".join(names) if self.shorthand and len(tools) == 1 else ""

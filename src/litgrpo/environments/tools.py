@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, did_you_mean, one_of, require, without_repeats
+from litgrpo.environments.adapters.mcp_tools import McpTools
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.episode import shorten
 from litgrpo.environments.tool import (
     UNKNOWN,
+    EpisodeError,
     Tool,
     ToolResult,
     import_object,
@@ -72,6 +74,9 @@ class Tools:
             user message; optionally `get_reward()` and `close()`; their other public methods are
             tools. Or {name: class}, selected by the column `environment`.
         kwargs: arguments of `factory`.
+        mcp_servers: {name: entry} of MCP servers whose tools are added, with the keys of
+            `litgrpo.environments.adapters.mcp_tools.McpServer`, such as `{files: {command: python,
+            args: [server.py]}}`.
         call_format: `hermes`, `tags` or `python`, or a format object, such as
             `litgrpo.environments.TagFormat` with other tags.
         call_cost: subtracted from the reward per call, including failed ones.
@@ -97,6 +102,7 @@ class Tools:
     functions: Sequence[Function] | str = ()
     factory: Function | dict[str, Function] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    mcp_servers: dict[str, Any] = field(default_factory=dict)
     call_format: str | CallFormat = "hermes"
     call_cost: float = 0.0
     reward_attribute: str | None = None
@@ -125,10 +131,12 @@ class Tools:
             not (alone and self.reward_attribute),
             "reward_attribute needs factory, which is not given.",
         )
+        self._mcp = McpTools(self.mcp_servers)
         self._kinds = self._describe_tools()
         every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
         require(
-            bool(every), "Tools has no tools; give functions: [my_tools.f], or factory: my.Class."
+            bool(every),
+            "Tools has no tools; give functions: [my_tools.f], factory: my.Class, or mcp_servers.",
         )
         self.tools = without_repeats(tool.schema for tool in every)
         self._instance: Any = None
@@ -147,7 +155,7 @@ class Tools:
         require(name in self._kinds, f"{COLUMN} of a row is {name!r}; factory has: {known}.")
         self._kind = self._kinds[str(name)]
         self._instance = self._kind.factory() if self._kind.factory else None
-        self._tools |= self._kind.bind(self._instance)
+        self._tools |= self._kind.bind(self._instance) | self._mcp.begin(row, seed)
         columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
         opening = resolve(self._reset_instance(columns, seed))
         # Checked after reset, which often creates the attribute.
@@ -179,6 +187,7 @@ class Tools:
         """End the episode."""
         instance = self._instance
         self._clear()
+        self._mcp.close()
         if hasattr(instance, "close"):
             resolve(instance.close())
 
@@ -198,7 +207,7 @@ class Tools:
 
     def _describe_tools(self) -> ToolsByName:
         """Return {class name in the column `environment`: its tools}."""
-        functions = _by_name(make_tool(each) for each in self.functions)
+        functions = _by_name([*map(make_tool, self.functions), *self._mcp.tools])
         if self.factory is None:
             return {"": EpisodeTools(None, functions)}
         makes = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
@@ -259,7 +268,11 @@ class Tools:
         """Run the valid calls; return results in the order of the calls."""
         checked = [self._check(call) for call in calls]
         good = [each for each in checked if not isinstance(each, ToolResult)]
-        results = iter(run_calls([(tool.function, arguments) for tool, arguments in good]))
+        outcomes = run_calls([(tool.function, arguments) for tool, arguments in good])
+        for _, error in outcomes:
+            if isinstance(error, EpisodeError):
+                raise error
+        results = iter(outcomes)
         return [
             each if isinstance(each, ToolResult) else to_result(each[0], next(results))
             for each in checked

@@ -2,11 +2,11 @@
 
 import pytest
 
+from litgrpo.arguments import import_package
 from litgrpo.environments.adapters.external import (
     construct,
     format_opening,
     game_result,
-    import_package,
     reject_action,
 )
 

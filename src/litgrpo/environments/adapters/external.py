@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from litgrpo.environments.base import Message, StepResult
@@ -47,18 +46,6 @@ class ExternalEnvironment(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the game, which may hold windows or connections."""
         return {name: value for name, value in vars(self).items() if name != "_game"}
-
-
-def import_package(module: str, install: str) -> Any:
-    """Import a module of an optional dependency.
-
-    Raises:
-        ValueError: the import failed, with the command that installs the package.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{error}; `pip install {install}` installs it.") from error
 
 
 def construct(what: str, make: Callable[[], Any]) -> Any:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from litgrpo.arguments import require
+from litgrpo.arguments import import_package, require
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
     format_opening,
     game_result,
-    import_package,
     reject_action,
 )
 from litgrpo.environments.base import StepResult

@@ -11,13 +11,12 @@ from numbers import Real
 from typing import Any
 from urllib.parse import urlsplit
 
-from litgrpo.arguments import require
+from litgrpo.arguments import import_package, require
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
     format_opening,
     game_result,
-    import_package,
     reject_action,
 )
 from litgrpo.environments.base import StepResult

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from litgrpo.arguments import require
+from litgrpo.arguments import import_package, require
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
     format_opening,
     game_result,
-    import_package,
 )
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import import_object

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from litgrpo.arguments import import_package
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
     format_opening,
     game_result,
-    import_package,
 )
 from litgrpo.environments.base import StepResult
 

@@ -50,19 +50,30 @@ PACKAGES = {
     "trl": (
         ["trl==1.16.*", "jmespath"],
         "trl",
-        "../test_trl.py",
+        "../../test_trl.py",
         "`Tools`: classes of `environment_factory` and functions of `tools`, by both loops",
     ),
     "reasoning_gym": (
         ["reasoning-gym==0.1.25"],
         "reasoning-gym",
-        "../../rewards/library/test_reasoning_gym.py ../../data/test_reasoning_gym.py "
-        "../../data/test_chain_sum.py",
+        "../../../rewards/builtin/test_reasoning_gym.py ../../../data/test_reasoning_gym.py",
         "`ReasoningGym` and its reward: every task made and scored as the package does",
+    ),
+    "mcp": (
+        ["mcp>=2"],
+        "mcp",
+        "check_mcp.py",
+        "`Tools`: servers by stdio and HTTP, one per episode; lost, hanging and incorrect servers",
+    ),
+    "verifiers": (
+        ["verifiers==0.4.*", "uv"],
+        "verifiers",
+        "check_verifiers.py",
+        "`Verifiers`: a taskset played by its `null` harness; other rows and incorrect settings",
     ),
 }
 # Their tests also need what this environment has, such as torch.
-ON_TOP = ("trl", "reasoning_gym")
+ON_TOP = ("trl", "reasoning_gym", "mcp", "verifiers")
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 
 

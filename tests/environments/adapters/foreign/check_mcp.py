@@ -1,0 +1,133 @@
+"""Tools of real MCP servers, by stdio and by HTTP."""
+
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from litgrpo.environments import EpisodeError, Tools
+from litgrpo.environments.base import EpisodeStart, FailedEpisode
+from litgrpo.environments.workers import EpisodeWorkers
+
+pytest.importorskip("mcp")
+SERVER = str(Path(__file__).parent / "mcp_server.py")
+STDIO = {"command": sys.executable, "args": [SERVER, "{level}"]}
+
+
+def tools(entry=STDIO, **settings):
+    made = Tools(mcp_servers={"tests": entry}, call_format="python", **settings)
+    return pickle.loads(pickle.dumps(made))
+
+
+def texts(result):
+    return [message["content"] for message in result.observation]
+
+
+@pytest.fixture(scope="module")
+def address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, SERVER, "5", str(port)], stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        with socket.socket() as client:
+            if not client.connect_ex(("127.0.0.1", port)):
+                break
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    server.kill()
+    server.wait()
+
+
+def test_every_episode_has_a_server_with_the_values_of_its_row():
+    game = tools()
+    for level in (3, 4):
+        assert game.reset({"level": level}, seed=0) == ""
+        heard = game.step("[recall(name='level'), recall(name='x'), keep(name='x', value='y')]")
+        assert texts(heard) == [str(level), "error: nothing is kept as x", "kept"]
+        assert heard.calls == {"recall": (2, 1), "keep": (1, 0)}
+        assert texts(game.step("[recall(name='x'), draw()]")) == ["y", "drawn:\n[image]"]
+    game.close()
+
+
+def test_arguments_are_checked_exactly_before_the_server_gets_them():
+    game = tools()
+    game.reset({"level": 1}, seed=0)
+    for turn, why in {
+        "[add(a='1')]": "add: 'a': '1' is not of type 'integer'",
+        "[add(a=1.0)]": "add: 'a': 1.0 is not of type 'integer'",
+        "[add(b=1)]": "add needs a",
+        "[add(a=1, c=2)]": "add has no argument 'c'; it takes a, b",
+    }.items():
+        assert texts(game.step(turn)) == [f"error: {why}"]
+    assert texts(game.step("[add(a=1), add(2, 3)]")) == ["2", "5"]
+    game.close()
+
+
+def test_functions_stand_beside_servers_and_a_list_selects_tools():
+    chosen = {**STDIO, "tools": ["add"]}
+    game = tools(chosen, functions=["litgrpo.environments.examples.calculate"])
+    assert [each["function"]["name"] for each in game.tools] == ["calculate", "add"]
+    game.reset({"level": 1}, seed=0)
+    assert texts(game.step("[calculate(expression='6*7'), add(a=41)]")) == ["42", "42"]
+    assert texts(game.step("[keep(name='a', value='b')]"))[0].startswith("error: unknown tool")
+    game.close()
+
+
+def test_a_lost_server_fails_the_episode_and_the_next_one_plays():
+    game = tools()
+    game.reset({"level": 1}, seed=0)
+    with pytest.raises(EpisodeError, match="'tests' failed: MCPError: Connection closed"):
+        game.step("[leave()]")
+    game.reset({"level": 2}, seed=0)
+    assert texts(game.step("[recall(name='level')]")) == ["2"]
+    game.close()
+
+
+def test_a_hanging_tool_is_killed_with_its_server():
+    pool = EpisodeWorkers(tools(), timeout_s=15, max_failed_frac=1.0)
+    try:
+        starts = [EpisodeStart({"level": n}, 0, (0, 0, 0, n)) for n in range(2)]
+        assert pool.reset(starts) == ["", ""]
+        pool.send(0, "[sleep()]")
+        pool.send(1, "[recall(name='level')]")
+        heard = {}
+        while len(heard) < 2:
+            heard |= pool.receive(wait=True)
+        assert heard[0] == FailedEpisode("timed out after 15 s")
+        assert texts(heard[1]) == ["1"]
+    finally:
+        pool.close()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = subprocess.run(["pgrep", "-f", SERVER], capture_output=True, text=True, check=False)
+        if not found.stdout:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"servers are left: {found.stdout}")
+
+
+def test_a_server_by_http_has_a_session_per_episode_and_gets_headers(address):
+    game = tools({"url": address, "headers": {"Authorization": "Bearer {level}"}})
+    game.reset({"level": 1}, seed=0)
+    heard = game.step("[add(a=1), recall(name='level'), sender()]")
+    assert texts(heard) == ["2", "5", "Bearer 1"]
+    game.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"command": "no-such-program"}, "FileNotFoundError"),
+        ({"command": sys.executable, "args": ["-c", "1"]}, "Connection closed"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "cannot be used: ConnectError"),
+        ({**STDIO, "tools": ["ad"]}, "no tool 'ad' .did you mean 'add'..; it has: add, keep"),
+    ],
+)
+def test_servers_that_cannot_be_used_are_found_at_the_start(entry, why):
+    with pytest.raises(ValueError, match=why):
+        tools(entry)

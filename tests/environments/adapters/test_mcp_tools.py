@@ -1,0 +1,76 @@
+"""Settings of MCP servers; `foreign/check_mcp.py` plays with real ones."""
+
+import pytest
+
+from litgrpo.arguments import check_imports
+from litgrpo.environments import Agent, EpisodeError, Tools
+from litgrpo.environments.adapters.mcp_tools import McpServer, McpTools
+from litgrpo.environments.base import EpisodeStart, FailedEpisode
+from litgrpo.environments.episode import EpisodePlayer, PlayRequest
+from litgrpo.text.secrets import mask_settings
+
+
+def test_placeholders_are_columns_and_other_braces_stay():
+    server = McpServer(
+        command="run",
+        args=["{level}", "{seed}", "{no}", "{}"],
+        env={"A": "{level}!"},
+        cwd="/{level}",
+    )
+    filled = server.fill({"level": 3, "seed": 7, "prompt": "x"})
+    assert (filled.args, filled.env, filled.cwd) == (["3", "7", "{no}", "{}"], {"A": "3!"}, "/3")
+    filled = McpServer(url="http://h/{level}", headers={"X": "{level}"}).fill({"level": 3})
+    assert (filled.url, filled.headers) == ("http://h/3", {"X": "3"})
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (3, "is 3; it must have command or url"),
+        ({}, "either command: python"),
+        ({"command": "a", "url": "http://h"}, "either command: python"),
+        ({"comand": "a"}, "unknown key 'comand' .did you mean 'command'."),
+        ({"command": 3}, "command is 3"),
+        ({"command": "a", "headers": {"a": "b"}}, "headers belong to url"),
+        ({"url": "http://h", "args": ["a"]}, "args, env and cwd belong to command"),
+        ({"url": "h:80"}, "must begin with http"),
+        ({"url": "http://me:secret@h"}, "must not contain a user name"),
+    ],
+)
+def test_wrong_entries_are_named(entry, why):
+    with pytest.raises(ValueError, match=f"mcp_servers: 'files'.*{why}"):
+        McpTools({"files": entry})
+
+
+def test_keys_of_a_server_are_masked():
+    entry = {"url": "http://h", "headers": {"Authorization": "Bearer abcdefgh"}}
+    other = {"command": "a", "env": {"API_KEY": "ijklmnop"}}
+    masked = mask_settings({"mcp_servers": {"a": entry, "b": other}})
+    assert masked["mcp_servers"]["a"]["headers"] == {"Authorization": "<masked>"}
+    assert masked["mcp_servers"]["b"]["env"] == {"API_KEY": "<masked>"}
+
+
+def test_a_file_of_somebody_else_starts_no_program():
+    def reject(text):
+        raise ValueError(f"not trusted: {text}")
+
+    with check_imports(reject):
+        with pytest.raises(ValueError, match="not trusted: rm"):
+            McpTools({"files": {"command": "rm", "args": ["-r", "x"]}})
+        with pytest.raises(ValueError, match="not trusted: http://h"):
+            McpTools({"files": {"url": "http://h"}})
+        with pytest.raises(ValueError, match="not trusted: rm"):
+            Agent(command=["rm"])
+
+
+def break_off() -> str:
+    """Fail the episode."""
+    raise EpisodeError("the database is gone")
+
+
+def test_a_tool_can_fail_its_episode():
+    player = EpisodePlayer(Tools([break_off], call_format="python"))
+    start = EpisodeStart({}, 0, (0, 0, 0, 0))
+    heard = player.play(PlayRequest(1, 0, start, ("[break_off()]",)))
+    assert isinstance(heard, FailedEpisode)
+    assert "EpisodeError: the database is gone" in heard.reason
