@@ -16,13 +16,13 @@ from tests.site.text import cell, escape, table, title
 # {page: (heading, first words, {key: classes that can stand there})}
 KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
     "model": (
-        "Keys of model",
+        "Options of the model",
         "What is trained, on which reward, and how. `GRPO` is the default; "
         "`class_path: litgrpo.SFT` fine-tunes.",
         {"model": ["litgrpo.training.grpo.GRPO", "litgrpo.training.sft.SFT"]},
     ),
     "data": (
-        "Keys of data",
+        "Options of the data",
         "Prompts for `GRPO` (`PromptData`, the default), prompts with answers for `SFT` "
         "(`PairData`). [Data](/reference/data.md) has examples.",
         {
@@ -68,7 +68,7 @@ def keys_page(heading: str, words: str, roots: dict[str, list[str]]) -> Iterator
 def run_keys_page() -> Iterator[str]:
     """Lines of the page of the keys that belong to the whole run, and of the callbacks."""
     yield from title(
-        "Keys of the run and of callbacks",
+        "Options of the run and of callbacks",
         "What is written, when it is saved, and what is watched. Keys of `trainer` are "
         "Lightning's: `litgrpo fit --trainer.help`.",
     )
