@@ -31,7 +31,7 @@ Stats = dict[str, Tensor]
 REFERENCE_PROMPT = "reference_prompt_ids"
 # Column of the name of a row's task.
 TASK = "task"
-TASK_DATA = "task_data"  # column: all data of a task of verifiers, as JSON
+TASK_DATA = "task_data"  # column: all data of a task of verifiers or OpenReward, as JSON
 
 
 def _check_shape(name: str, value: Tensor, *shape: int) -> None:

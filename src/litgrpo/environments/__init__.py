@@ -2,6 +2,7 @@
 
 from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.adapters.openenv import OpenEnv
+from litgrpo.environments.adapters.openreward import OpenReward
 from litgrpo.environments.adapters.skyrl import SkyRL
 from litgrpo.environments.adapters.textarena import TextArena
 from litgrpo.environments.adapters.verifiers_env import Verifiers
@@ -19,6 +20,7 @@ __all__ = [
     "HermesFormat",
     "Message",
     "OpenEnv",
+    "OpenReward",
     "PythonFormat",
     "SkyRL",
     "StepResult",

@@ -115,12 +115,8 @@ class Tools:
 
     def __post_init__(self) -> None:
         """Check the settings and build the schema of every tool."""
-        self._format = format_of(self.call_format)
+        self._check_calls()
         one_of("reward_timing", self.reward_timing, ("turn", "episode"))
-        at_least("call_cost", self.call_cost, 0)
-        at_least("max_calls_per_turn", self.max_calls_per_turn, 1)
-        at_least("max_calls", self.max_calls, 1)
-        at_least("max_result_chars", self.max_result_chars, 1)
         listed = isinstance(self.functions, list | tuple)
         require(
             listed, f"functions is {self.functions!r}; it must be a list, such as [my_tools.f]."
@@ -194,6 +190,14 @@ class Tools:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the instance, which may hold connections or locks."""
         return self.__dict__ | {"_instance": None, "_tools": {}}
+
+    def _check_calls(self) -> None:
+        """Check the settings of calls."""
+        self._format = format_of(self.call_format)
+        at_least("call_cost", self.call_cost, 0)
+        at_least("max_calls_per_turn", self.max_calls_per_turn, 1)
+        at_least("max_calls", self.max_calls, 1)
+        at_least("max_result_chars", self.max_result_chars, 1)
 
     @property
     def _is_several(self) -> bool:

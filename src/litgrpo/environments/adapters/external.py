@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from litgrpo.arguments import import_package
 from litgrpo.environments.base import Message, StepResult
+from litgrpo.environments.tool import KINDS, EpisodeError, Tool
 
 ACTION = "action"  # name under which turns are counted as tool calls
 
@@ -80,3 +83,56 @@ def game_result(
     """
     digest = hashlib.blake2b(state.encode("utf-8", "replace"), digest_size=12).hexdigest()
     return StepResult(observation, float(reward), done, digest, calls={ACTION: (1, int(failed))})
+
+
+@dataclass(frozen=True)
+class SchemaTool(Tool):
+    """Tool of a server, whose arguments are checked against all keywords of its JSON schema.
+
+    Example::
+
+        SchemaTool("read", no_connection, schema_of("read", "Read a file.", input_schema))
+    """
+
+    def mismatch(self, given: Mapping[str, Any]) -> str:
+        """Explain to the policy why arguments do not match the schema; "" if they do."""
+        jsonschema = import_package("jsonschema", "jsonschema")
+        base = jsonschema.Draft202012Validator
+        exact = {
+            kind: lambda _, value, fits=KINDS[kind][1]: fits(value)
+            for kind in ("integer", "number")
+        }
+        kinds = base.TYPE_CHECKER.redefine_many(exact)
+        validator = jsonschema.validators.extend(base, type_checker=kinds)
+        wrong = jsonschema.exceptions.best_match(
+            validator(self.schema["function"]["parameters"]).iter_errors(dict(given))
+        )
+        if wrong is None:
+            return ""
+        place = ".".join(map(str, wrong.absolute_path))
+        return f"'{place}': {wrong.message}" if place else str(wrong.message)
+
+
+def no_connection(**arguments: Any) -> str:
+    """Replace the function of a tool outside of an episode.
+
+    Raises:
+        EpisodeError: always.
+    """
+    raise EpisodeError("a tool of a server was called outside of an episode")
+
+
+def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Any:
+    """Return a tool of a server as chat templates show it.
+
+    Args:
+        name: of the tool.
+        description: of the tool; default: its name.
+        parameters: JSON schema of its arguments, an object.
+    """
+    says = " ".join((description or name).split())
+    given = {"type": "object", "properties": {}, **(parameters or {})}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": says, "parameters": given},
+    }

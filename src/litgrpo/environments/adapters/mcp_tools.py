@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import did_you_mean, import_package, require, require_trusted
-from litgrpo.environments.tool import KINDS, EpisodeError, Tool
+from litgrpo.environments.adapters.external import SchemaTool, no_connection, schema_of
+from litgrpo.environments.tool import EpisodeError, Tool
 from litgrpo.http_client import event_loop, wait_for
 
 INSTALL = "'mcp>=2'"
@@ -210,8 +211,8 @@ class McpConnection:
 
 
 @dataclass(frozen=True)
-class McpTool(Tool):
-    """Tool of a server, whose arguments are checked against all keywords of its JSON schema.
+class McpTool(SchemaTool):
+    """Tool of a server.
 
     Args:
         server: name of its server.
@@ -222,24 +223,6 @@ class McpTool(Tool):
     """
 
     server: str = ""
-
-    def mismatch(self, given: Mapping[str, Any]) -> str:
-        """Explain to the policy why arguments do not match the schema; "" if they do."""
-        jsonschema = import_package("jsonschema", INSTALL)
-        base = jsonschema.Draft202012Validator
-        exact = {
-            kind: lambda _, value, fits=KINDS[kind][1]: fits(value)
-            for kind in ("integer", "number")
-        }
-        kinds = base.TYPE_CHECKER.redefine_many(exact)
-        validator = jsonschema.validators.extend(base, type_checker=kinds)
-        wrong = jsonschema.exceptions.best_match(
-            validator(self.schema["function"]["parameters"]).iter_errors(dict(given))
-        )
-        if wrong is None:
-            return ""
-        place = ".".join(map(str, wrong.absolute_path))
-        return f"'{place}': {wrong.message}" if place else str(wrong.message)
 
 
 class McpTools:
@@ -317,17 +300,12 @@ class McpTools:
             known = f"{did_you_mean(each, tools)}; it has: {', '.join(tools)}"
             require(each in tools, f"mcp_servers: {name!r} has no tool {each!r}{known}.")
         return [
-            McpTool(each, no_connection, _schema_of(tools[each]), server=name) for each in wanted
+            McpTool(
+                each, no_connection, schema_of(each, given.description, given.input_schema), name
+            )
+            for each in wanted
+            if (given := tools[each])
         ]
-
-
-def no_connection(**arguments: Any) -> str:
-    """Replace the function of a tool outside of an episode.
-
-    Raises:
-        EpisodeError: always.
-    """
-    raise EpisodeError("a tool of an MCP server was called outside of an episode")
 
 
 def explain(error: BaseException) -> str:
@@ -359,16 +337,6 @@ def _server(name: str, given: Any) -> McpServer:
         return McpServer(**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"mcp_servers: {name!r}: {error}") from error
-
-
-def _schema_of(tool: Any) -> dict[str, Any]:
-    """Return a tool as chat templates show it."""
-    parameters = {"type": "object", "properties": {}, **tool.input_schema}
-    says = " ".join((tool.description or tool.title or tool.name).split())
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": says, "parameters": parameters},
-    }
 
 
 def _text_of(block: Any) -> str:

@@ -71,9 +71,15 @@ PACKAGES = {
         "check_verifiers.py",
         "`Verifiers`: a taskset played by its `null` harness; other rows and incorrect settings",
     ),
+    "openreward": (
+        ["openreward", "jsonschema"],
+        "openreward",
+        "check_openreward.py",
+        "`OpenReward`: a server's rewards, ends and terminal tool; a lost one, unknown splits",
+    ),
 }
 # Their tests also need what this environment has, such as torch.
-ON_TOP = ("trl", "reasoning_gym", "mcp", "verifiers")
+ON_TOP = ("trl", "reasoning_gym", "mcp", "verifiers", "openreward")
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 
 
