@@ -73,27 +73,36 @@ def read_samples(folder: Path) -> str:
         return next(name for name in next(csv.reader(file)) if re.fullmatch(r"val/avg@\d+", name))
 
 
+def band(axes: Any, curves: list[tuple[list[int], list[float]]], label: str, **style: Any) -> None:
+    """Draw the mean of curves over seeds, and the range from the lowest to the highest seed."""
+    shortest = min(len(values) for _, values in curves)
+    iterations = curves[0][0][:shortest]
+    values = [[each[number] for _, each in curves] for number in range(shortest)]
+    (line,) = axes.plot(iterations, list(map(statistics.fmean, values)), label=label, **style)
+    color = line.get_color()
+    axes.fill_between(
+        iterations, list(map(min, values)), list(map(max, values)), alpha=0.25, color=color
+    )
+
+
 def plot(folders: list[Path], path: Path, rewards: list[str]) -> None:
-    """Draw rewards against iterations, a line per seed and reward, and the held-out accuracies."""
+    """Draw rewards and held-out accuracy against iterations: mean and range of the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
-    for folder in folders:
-        for name in rewards:
-            axes[0].plot(*curve(folder, f"reward/{name}"), linewidth=0.8, alpha=0.8, label=name)
-        iterations, middle = curve(folder, read_samples(folder))
-        bounds = [curve(folder, f"val/avg@4_{bound}")[1] for bound in ("low", "high")]
-        reach = [[abs(m - b) for m, b in zip(middle, bound, strict=True)] for bound in bounds]
-        axes[1].errorbar(iterations, middle, reach, marker="o", capsize=3, label=folder.name)
-    axes[0].set(xlabel="iteration", ylabel="mean reward of a batch")
+    for name in rewards:
+        band(axes[0], [curve(each, f"reward/{name}") for each in folders], name, linewidth=0.8)
+    accuracies = [curve(each, read_samples(each)) for each in folders]
+    band(axes[1], accuracies, "held-out accuracy", marker="o")
+    seeds = f"mean and range of {len(folders)} seeds"
+    axes[0].set(xlabel=f"iteration ({seeds})", ylabel="mean reward of a batch")
     if len(rewards) > 1:
         axes[0].legend(fontsize="small")
     axes[1].set(xlabel="iteration", ylabel="held-out accuracy, sampled (avg@4)")
-    axes[1].set_ylim(bottom=0)
-    axes[1].legend(fontsize="small")
+    axes[1].set_ylim(0, 1)
     figure.savefig(path, dpi=110)
 
 

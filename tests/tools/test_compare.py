@@ -17,7 +17,6 @@ from litgrpo.tools.compare import (
     format_table,
     holm,
     read_run,
-    smooth,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ ALL = (*METRICS, "reward")
 def run(pass_at_1, tokens=1000, reward=2.5):
     before = dict.fromkeys(ALL, 0.25)
     after = {"pass@1": pass_at_1, "pass@8": 0.5, "reward": reward}
-    return Run(before, after, tokens, 4, [(250.0 * n, 0.1 * n) for n in range(1, 5)])
+    return Run(before, after, tokens, 4)
 
 
 def rows(**values):
@@ -83,10 +82,6 @@ def test_without_any_success_the_mean_reward_is_compared():
     assert "+1.000 [+1.000, +1.000] | yes, better" in last
 
 
-def test_a_curve_is_smoothed_over_its_neighbors():
-    assert smooth([1.0, 2.0, 6.0], reach=1) == [1.5, 3.0, 4.0]
-
-
 def test_an_unknown_algorithm_raises_before_any_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # built-in overrides are found from any folder
     assert find_override("plain") == []
@@ -135,7 +130,6 @@ def test_a_run_is_read_from_its_metrics(tmp_path):
     assert found.before == {"pass@1": 0.25, "pass@8": 0.5}
     assert found.after == {"pass@1": 0.75, "pass@8": 1.0}
     assert (found.tokens, found.iterations) == (250, 2)
-    assert found.curve == [(120, 0.3), (250, 0.4)]
 
 
 def test_the_command_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):

@@ -35,19 +35,16 @@ class Run:
         after: {metric: value} after training.
         tokens: number of tokens generated in training.
         iterations: number of training iterations.
-        curve: (generated tokens so far, mean reward) of each iteration.
 
     Example:
-        >>> run = Run({"reward": 0.2}, {"reward": 0.7}, 900, 2, [(400.0, 0.2), (900.0, 0.5)])
-        >>> run.after["reward"], run.curve[-1]
-        (0.7, (900.0, 0.5))
+        >>> Run({"reward": 0.2}, {"reward": 0.7}, tokens=900, iterations=2).after["reward"]
+        0.7
     """
 
     before: dict[str, float]
     after: dict[str, float]
     tokens: int
     iterations: int
-    curve: list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -206,12 +203,12 @@ def read_run(run_dir: Path, metrics: Sequence[str]) -> Run:
         logged = list(csv.DictReader(file))
     validated = [row for row in logged if row[f"val/{metrics[0]}"]]
     trained = [row for row in logged if row["perf/generated_tokens"]]
-    curve = [(float(row["perf/generated_tokens"]), float(row["reward/mean"])) for row in trained]
     before, after = (
         {name: float(row[f"val/{name}"]) for name in metrics}
         for row in (validated[0], validated[-1])
     )
-    return Run(before, after, int(curve[-1][0]), len(curve), curve)
+    tokens = int(float(trained[-1]["perf/generated_tokens"]))
+    return Run(before, after, tokens, len(trained))
 
 
 def compare_runs(runs: dict[str, list[Run]], metrics: Sequence[str]) -> list[AlgorithmResult]:
@@ -318,30 +315,23 @@ def as_json(rows: list[AlgorithmResult], seeds: Sequence[int]) -> dict[str, obje
 
 
 def plot(rows: list[AlgorithmResult], metrics: Sequence[str], path: Path) -> None:
-    """Plot the mean reward over generated tokens, and the metrics with their intervals."""
+    """Plot the metrics with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    size = (7, 1.2 + 0.35 * len(rows))
+    figure, axes = pyplot.subplots(figsize=size, constrained_layout=True)
     for place, row in enumerate(rows):
-        color = f"C{place % 10}"
-        tokens, rewards = mean_curve(row.runs)
-        thousands = [count / 1000 for count in tokens]
-        axes[0].plot(thousands, smooth(rewards), color=color, linewidth=1, label=row.name)
-        for metric, marker, shift in zip(metrics, "os", (-0.1, 0.1), strict=True):
+        for metric, marker, color in zip(metrics, "os", ("C0", "C1"), strict=True):
             low, high = bounds(row.values(metric))
             mean = fmean(row.values(metric))
             reach = [[mean - low], [high - mean]]
-            axes[1].errorbar(mean, place + shift, xerr=reach, fmt=marker, color=color, capsize=3)
-    axes[0].set(
-        xlabel="thousand tokens generated in training", ylabel="mean reward of 9 iterations"
-    )
-    axes[0].legend(fontsize="small")
-    axes[1].set_yticks(range(len(rows)), [row.name for row in rows])
-    axes[1].invert_yaxis()
-    axes[1].set(xlabel=f"{metrics[0]} (dots), {metrics[1]} (squares), 95 % intervals over seeds")
+            axes.errorbar(mean, place, xerr=reach, fmt=marker, color=color, capsize=3)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{metrics[0]} (dots), {metrics[1]} (squares), 95 % intervals over seeds")
     figure.savefig(path, dpi=110)
 
 
@@ -349,16 +339,3 @@ def bounds(shares: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean of shares, cut to [0, 1]."""
     low, high = mean_interval(shares)
     return max(0.0, low), min(1.0, high)
-
-
-def mean_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Return tokens and rewards averaged over runs, up to the length of the shortest run."""
-    shortest = min(len(run.curve) for run in runs)
-    points_by_iteration = [[run.curve[number] for run in runs] for number in range(shortest)]
-    tokens = [fmean(tokens for tokens, _ in points) for points in points_by_iteration]
-    return tokens, [fmean(reward for _, reward in points) for points in points_by_iteration]
-
-
-def smooth(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Return means over up to `reach` neighbors on either side."""
-    return [fmean(values[max(0, n - reach) : n + reach + 1]) for n in range(len(values))]
