@@ -2,8 +2,9 @@
 
 Each mutant is one small change of the source: a comparison, a constant, an operator, a dropped
 statement, or one of the list in `tests/mutants/picked.yaml`. It runs in a copy of the repository
-against the tests of its package, those of its module first, until one fails. Prints each mutant
-that no test notices and is not listed as equivalent, and the kill rate of each package.
+against the tests of its module, of its package, and of all modules that import it, in this order
+until one fails. Prints each mutant that no test notices and is not listed as equivalent, and the
+kill rate of each package.
 """
 
 import argparse
@@ -54,14 +55,24 @@ def is_equivalent(mutant: Mutant) -> bool:
 
 
 def tests_of(file: str) -> list[str]:
-    """Test paths of a source file: its own tests, its docstring, the rest of its package."""
+    """Test paths of a source file: its own, its docstring, its package, its importers."""
     path = Path(file)
+    module = ".".join(("litgrpo", *path.with_suffix("").parts))
     own = Path("tests", path).with_name(f"test_{path.name}")
     wide = Path("tests", path.parts[0])
     every = sorted((ROOT / wide).rglob("test_*.py")) if len(path.parts) > 1 else []
     named = [test for test in every if test.stem.startswith(f"test_{path.stem}")]
-    ordered = [ROOT / own, ROOT / "src" / "litgrpo" / file, *named, *every]
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    callers = {f"test_{each.stem}.py" for each in SOURCE.rglob("*.py") if imports(each, module)}
+    users = [each for each in tests if imports(each, module) or each.name in callers]
+    ordered = [ROOT / own, ROOT / "src" / "litgrpo" / file, *named, *every, *users]
     return list(dict.fromkeys(str(p.relative_to(ROOT)) for p in ordered if p.exists()))
+
+
+def imports(file: Path, module: str) -> bool:
+    """True if a source or a test of the plain suite imports from a module."""
+    special = {"cuda_device", "xla", "vllm", "hosts", "real", "foreign"} & {*file.parts}
+    return not special and f"from {module} import" in file.read_text(encoding="utf-8")
 
 
 def copy_repository(to: Path) -> Path:
