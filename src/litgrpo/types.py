@@ -13,7 +13,7 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -618,8 +618,32 @@ class RewardTable:
                 values[row] = self.components[deciding[task]][row]
         return (values >= threshold) & self.valid
 
+    def over_ranks(self, gather: Callable[[Tensor], Tensor]) -> RewardTable:
+        """Return the table of the groups of all ranks, for `stats`; every rank must call this.
+
+        Args:
+            gather: concatenates flat tensors of all ranks, padded with NaN (`Comm.gather`).
+        """
+        greedy = torch.zeros(len(self.total)) if self.greedy is None else self.greedy
+        parts = [self.total, self.valid, greedy[:, None].expand_as(self.total)]
+        parts += [*self.components.values(), *self.processed.values()]
+        stacked = torch.stack([part.double() for part in parts], dim=1)
+        rows = gather(stacked.flatten()).view(-1, *stacked.shape[1:])
+        rows = rows[~rows[:, 1, 0].isnan()]  # without those that pad a rank with fewer groups
+        total, valid, greedy, *values = rows.unbind(1)
+        count = len(self.components)
+        return replace(
+            self,
+            components=dict(zip(self.components, values[:count], strict=True)),
+            processed=dict(zip(self.processed, values[count:], strict=True)),
+            total=total,
+            valid=valid.bool(),
+            greedy=None if self.greedy is None else greedy[:, 0],
+            tasks=[],
+        )
+
     def stats(self) -> Stats:
-        """Scalars under `reward/`."""
+        """Scalars under `reward/`; several ranks use those of `over_ranks`."""
         spread = self.total.std(1, correction=min(1, self.total.shape[1] - 1))
         valid = self.total[self.valid]
         stats: Stats = {

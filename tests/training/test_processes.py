@@ -10,11 +10,13 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.summary import Summary
 from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.data.modules import PromptData
+from litgrpo.environments.agent import Agent
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.evaluation.metrics import DialogueScores
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.optim import WarmupLinear
 from litgrpo.training.update_config import UpdateConfig
@@ -28,6 +30,8 @@ from tests.support.processes import (
     trainer,
 )
 
+# Defined per rank; see docs/reference/metrics.md.
+ON_A_RANK = {"policy/clip_high_frac_max", "policy/clip_low_frac_max", "policy/ratio_max"}
 HELD_OUT = [
     {"prompt": "one", "answers": ["o n e"]},
     {"prompt": "two", "answers": ["t", "w", "o"]},
@@ -109,6 +113,29 @@ def redraw(num_processes, folder):
     grpo.policy = tiny_policy("qwen2")
     runner = trainer(num_processes)
     runner.fit(grpo, PromptData(TEXTS, batch_size=4))
+    report = {name: float(value) for name, value in runner.callback_metrics.items()}
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+def train_agents(num_processes, folder):
+    """One iteration with agents; save the weights and the metrics."""
+    grpo = GRPO(
+        "",
+        {"environment": Reward(weight=1.0)},
+        environment=Agent("tests.support.agents.play"),
+        episode=EpisodeSettings(turn_format="inline", max_turns=8, max_turn_tokens=6),
+        group_size=4,
+        max_completion_length=64,
+        max_iterations=1,
+        check_invariants=False,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+    )
+    grpo.policy = tiny_policy("llama")
+    agents = ["talk", "branch", "once", "talk"]
+    rows = [{"prompt": f"q{n}?", "agent": name} for n, name in enumerate(agents)]
+    runner = trainer(num_processes)
+    runner.fit(grpo, PromptData(rows, batch_size=4))
+    runner.save_checkpoint(folder / f"{num_processes}.ckpt")
     report = {name: float(value) for name, value in runner.callback_metrics.items()}
     (folder / f"{num_processes}.json").write_text(json.dumps(report))
 
@@ -204,6 +231,22 @@ def letters_after_long_prompts(prompts, completions):
 
 
 @pytest.mark.timeout(900)
+def test_agents_of_several_processes_train_as_those_of_one(tmp_path):
+    in_a_process_of_one_thread(train_agents, tmp_path)
+    one, two = (json.loads((tmp_path / f"{num}.json").read_text()) for num in (1, 2))
+    compared = [name for name in one if name.startswith(("reward/", "env/", "completion/"))]
+    for name in compared:
+        assert two[name] == pytest.approx(one[name], abs=1e-5), name
+    assert one["env/segments"] > 1
+    assert one["reward/std"] > 0
+    first, second = (
+        torch.load(tmp_path / f"{num}.ckpt", weights_only=True)["state_dict"] for num in (1, 2)
+    )
+    for name, weight in first.items():
+        assert torch.allclose(weight, second[name], atol=1e-5), name
+
+
+@pytest.mark.timeout(900)
 def test_processes_redraw_together_until_each_has_what_it_needs(tmp_path):
     in_a_process_of_one_thread(redraw, tmp_path)
     for num in (1, 2):
@@ -238,6 +281,7 @@ def test_two_processes_learn_and_report_what_one_does(kind, tmp_path):
         assert (two[name] - weight).norm() <= 1e-4 * moved + rounding
         assert moved > 100 * rounding
     one_report, two_report = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (1, 2))
-    names = ("val/avg@2", "val/avg@2_low", "val/letters", "reward/mean", "policy/kl")
-    for name in (*names, *(name for name in one_report if "corpus_" in name)):
-        assert two_report[name] == pytest.approx(one_report[name], rel=1e-4, abs=1e-6)
+    assert two_report.keys() == one_report.keys()
+    for name in one_report.keys() - ON_A_RANK:
+        if not name.startswith(("time/", "perf/")):
+            assert two_report[name] == pytest.approx(one_report[name], rel=1e-4, abs=1e-5), name

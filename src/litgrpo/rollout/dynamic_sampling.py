@@ -133,7 +133,7 @@ class DynamicSampling:
             which are unbiased, and `dynamic/`.
         """
         assert self.prompt_source is not None
-        stats = rewards.stats() | rollout.stats()
+        stats = rewards.over_ranks(self.comm.gather).stats() | rollout.stats()
         informative = self._find_informative(rewards, rollout)
         num_prompts = num_sampled = len(informative)
         num_informative = num_informative_at_first = int(informative.sum())

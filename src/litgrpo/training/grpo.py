@@ -590,7 +590,7 @@ class GRPO(LightningModule):
             self._update_curriculum(prompts, rewards)
             if self.learner.objective.advantages.needs_greedy:
                 rewards = self._with_greedy_rewards(prompts, rewards)
-            stats = rewards.stats() | rollout.stats()
+            stats = rewards.over_ranks(self.learner.comm.gather).stats() | rollout.stats()
         else:
             # Which groups stay depends on their rewards: log-probabilities have to wait.
             with self.clock.phase("time/reward_s"):
@@ -660,7 +660,7 @@ class GRPO(LightningModule):
         self.iteration += 1
         comm, own_tokens = self.learner.comm, self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
-        stats = stats | advantage_stats(batch) | self.clock.stats(own_tokens)
+        stats = stats | advantage_stats(batch, comm) | self.clock.stats(own_tokens)
         averages = average_over_ranks(stats, reports, comm, backend(self.device).data_device)
         averages |= self.coefficients.stats()
         averages["perf/tokens_per_s"] *= comm.world_size

@@ -146,10 +146,9 @@ def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
     return completion_advantages(batch.advantages).view_as(rewards.total).cpu()
 
 
-def advantage_stats(batch: TrainingBatch) -> Stats:
-    """Return mean and standard deviation of the advantages of completions."""
-    advantages = completion_advantages(batch.advantages)
-    return {
-        "policy/advantage_mean": advantages.mean(),
-        "policy/advantage_std": advantages.std(correction=0),
-    }
+def advantage_stats(batch: TrainingBatch, comm: Comm) -> Stats:
+    """Return mean and standard deviation of the advantages of all ranks' completions."""
+    advantages = comm.gather(completion_advantages(batch.advantages))
+    mean = advantages.nanmean()  # NaN pads a rank with fewer rows
+    variance = (advantages - mean).square().nanmean()
+    return {"policy/advantage_mean": mean, "policy/advantage_std": variance.sqrt()}

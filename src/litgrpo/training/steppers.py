@@ -234,7 +234,8 @@ class TrainerComm:
             return values
         missing = int(self.max(torch.tensor(float(len(values))))) - len(values)
         padded = torch.nn.functional.pad(values, (0, missing), value=torch.nan)
-        return self.module.trainer.strategy.all_gather(padded).flatten()
+        on_device = padded.to(self.module.device)  # NCCL cannot gather host tensors
+        return self.module.trainer.strategy.all_gather(on_device).flatten().to(values.device)
 
 
 def is_attached(module: Any) -> bool:
