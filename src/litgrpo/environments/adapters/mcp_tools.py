@@ -279,7 +279,7 @@ class McpTools:
         if self.servers:
             _import_mcp()
 
-    def _call(self, server: str, tool: str, **arguments: Any) -> str:
+    def _call(self, server: str, tool: str, /, **arguments: Any) -> str:
         if server not in self._open:
             self._open[server] = McpConnection(server, self._filled[server])
         return self._open[server].call(tool, arguments)
@@ -312,7 +312,8 @@ def explain(error: BaseException) -> str:
     """Return the innermost cause in one line; task groups wrap errors in groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    words = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {words or 'no response'}"
 
 
 def _import_mcp() -> Any:

@@ -120,7 +120,7 @@ class OpenReward(Tools):
         gain, self._gain = self._gain, 0.0
         return gain - self.call_cost * num_calls
 
-    def _call(self, name: str, **arguments: Any) -> str:
+    def _call(self, name: str, /, **arguments: Any) -> str:
         if self._is_over:
             raise ValueError(OVER)
         return self._ask(lambda session: session.call_tool(name, arguments))

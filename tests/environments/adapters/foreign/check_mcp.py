@@ -65,6 +65,7 @@ def test_arguments_are_checked_exactly_before_the_server_gets_them():
     }.items():
         assert texts(game.step(turn)) == [f"error: {why}"]
     assert texts(game.step("[add(a=1), add(2, 3)]")) == ["2", "5"]
+    assert texts(game.step("[route(server='a', tool='b')]")) == ["a/b"]
     game.close()
 
 

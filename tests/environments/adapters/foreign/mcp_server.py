@@ -42,6 +42,12 @@ def draw() -> CallToolResult:
 
 
 @server.tool()
+def route(server: str, tool: str) -> str:
+    """Join two arguments that have the names of the client's."""
+    return f"{server}/{tool}"
+
+
+@server.tool()
 def leave() -> str:
     """End the server."""
     os._exit(3)

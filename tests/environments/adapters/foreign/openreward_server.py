@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 class Answer(BaseModel):
     answer: int
+    name: str = ""
 
 
 class Text(BaseModel):
