@@ -17,7 +17,8 @@ FOLDERS = {
     ),
     "hardware": (
         "Machines",
-        "Config overrides. [Distributed training](/explanation/scale.md), [on a TPU](/howto/tpu.md).",
+        "Config overrides. [Distributed training](/explanation/scale.md), "
+        "[on a TPU](/howto/tpu.md).",
     ),
     "corrections": (
         "Corrections of samplers",
