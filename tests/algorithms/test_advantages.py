@@ -285,6 +285,15 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_tokens():
     check(Whitened(eps=0.0), rewards, expected, lengths=lengths)
 
 
+def test_completions_without_a_reward_do_not_count_in_whitened_advantages():
+    valid = [[True, True, True, False]]
+    with_one = table([[0.0, 1.0, 5.0, 0.0]], valid)
+    found = advantages(Whitened(eps=0.0), with_one, [[2, 1, 3, 7]])
+    without = advantages(Whitened(eps=0.0), table([[0.0, 1.0, 5.0]]), [[2, 1, 3]])
+    torch.testing.assert_close(found[:, :3], without)
+    assert found[0, 3] == 0
+
+
 def test_advantages_are_clipped_before_they_are_discounted():
     mask = torch.tensor([[True, True], [True, False]])
     objective = Objective(advantages=Normalized("none", "none"), gamma=0.5, advantage_clip=2.0)
