@@ -1118,3 +1118,9 @@ def test_the_bias_correction_makes_the_gradient_that_of_the_kl():
     }
     torch.testing.assert_close(uncorrected[k2], kl_of_policy)
     torch.testing.assert_close(uncorrected[k3], kl_of_reference)
+
+
+@pytest.mark.parametrize("option", ["loss_aggregation", "kl_estimator"])
+def test_an_unknown_name_is_rejected(option):
+    with pytest.raises(ValueError, match=f"{option} is 'nope'"):
+        Objective(**{option: "nope"})
