@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
+MAX_ERROR_CHARS = 300
 _import_check: ContextVar[Callable[[str], object] | None] = ContextVar("import_check", default=None)
 
 
@@ -83,6 +84,19 @@ def first_line(error: BaseException) -> str:
         ('no such file', 'KeyError')
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def summarize_error(error: BaseException) -> str:
+    r"""Return type and text of an error in one line; of a group of errors, its innermost cause.
+
+    Example:
+        >>> summarize_error(ValueError("no such\nfile")), summarize_error(TimeoutError())
+        ('ValueError: no such file', 'TimeoutError')
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, import_package, require
+from litgrpo.arguments import at_least, import_package, require, summarize_error
 from litgrpo.data.sources import GeneratedSource
 from litgrpo.types import TASK_DATA
 
@@ -61,8 +61,7 @@ class OpenRewardTasks(GeneratedSource):
                 tasks = server.get_task_range(self.split, stop=self.limit)
                 return [_row(server, task) for task in tasks]
             except Exception as error:  # aiohttp, openreward
-                why = " ".join(str(error).split())[:300]
-                raise ValueError(f"{self.name}: {type(error).__name__}: {why}") from error
+                raise ValueError(f"{self.name}: {summarize_error(error)}") from error
 
 
 def _row(server: Any, task: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import import_package, require
+from litgrpo.arguments import import_package, require, summarize_error
 from litgrpo.data.sources import GeneratedSource
 from litgrpo.types import TASK_DATA
 
@@ -55,8 +55,7 @@ class VerifiersTasks(GeneratedSource):
             taskset = vf.load_taskset(kind.model_validate(self.taskset))
             chosen = taskset.select(vf.SelectConfig(**self.select))
         except Exception as error:  # a taskset's module may raise anything
-            why = " ".join(str(error).split())[:300]
-            raise ValueError(f"{self.name}: {type(error).__name__}: {why}") from error
+            raise ValueError(f"{self.name}: {summarize_error(error)}") from error
         require(
             chosen.bounded, f"{self.name} has no end; give select: {{limit: 500}} or another limit."
         )

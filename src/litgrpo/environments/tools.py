@@ -11,25 +11,18 @@ from math import isnan
 from typing import Any, Literal
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, did_you_mean, one_of, require, without_repeats
+from litgrpo.arguments import did_you_mean, one_of, require, without_repeats
 from litgrpo.environments.adapters.mcp_tools import McpTools
-from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.episode import shorten
+from litgrpo.environments.base import Message
 from litgrpo.environments.tool import (
-    UNKNOWN,
-    EpisodeError,
     Tool,
-    ToolResult,
     import_object,
     make_tool,
     name_of,
-    quote_name,
     resolve,
-    run_calls,
     schema_of,
-    to_result,
 )
-from litgrpo.environments.tool_calls import CallFormat, ToolCall, format_of
+from litgrpo.environments.tool_caller import ToolCaller
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 COLUMN = "environment"  # selects the class of a row if there are several
@@ -61,7 +54,7 @@ class EpisodeTools:
 
 @dataclass(eq=False)
 @check_field_types
-class Tools:
+class Tools(ToolCaller):
     """Runs the model's tool calls and returns the results; a turn without a call ends the episode.
 
     Tools are typed Python functions with docstrings, or the public methods of a class. Classes for
@@ -103,15 +96,8 @@ class Tools:
     factory: Function | dict[str, Function] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     mcp_servers: dict[str, Any] = field(default_factory=dict)
-    call_format: str | CallFormat = "hermes"
-    call_cost: float = 0.0
     reward_attribute: str | None = None
     reward_timing: Literal["turn", "episode"] = "turn"
-    list_tools_in_prompt: bool = False
-    max_calls_per_turn: int = 8
-    max_calls: int = 64
-    max_result_chars: int = 2_000
-    error_text: str | None = None
 
     def __post_init__(self) -> None:
         """Check the settings and build the schema of every tool."""
@@ -163,22 +149,6 @@ class Tools:
         require(fine, f"reset of a class of tools returned {opening!r}, expected None or a text.")
         return (self._description() if self.list_tools_in_prompt else "") + (opening or "")
 
-    def step(self, action: str) -> StepResult:
-        """Execute the calls of a turn; see `Environment.step`."""
-        calls = self._format.parse_turn(action, self._tools)
-        allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
-        results = self._execute(calls[:allowed]) + self._reject_excess(calls[allowed:], allowed)
-        results = [replace(each, text=self._observation_text(each)) for each in results]
-        self._num_calls += len(calls[:allowed])
-        called = Counter(each.tool for each in results)
-        failed = Counter(each.tool for each in results if each.failed)
-        return StepResult(
-            observation=self._format.format_results(results) if results else "",
-            reward=self._reward(len(calls)),
-            done=not calls,
-            calls={name: (called[name], failed[name]) for name in called},
-        )
-
     def close(self) -> None:
         """End the episode."""
         instance = self._instance
@@ -191,23 +161,14 @@ class Tools:
         """Return the state without the instance, which may hold connections or locks."""
         return self.__dict__ | {"_instance": None, "_tools": {}}
 
-    def _check_calls(self) -> None:
-        """Check the settings of calls."""
-        self._format = format_of(self.call_format)
-        at_least("call_cost", self.call_cost, 0)
-        at_least("max_calls_per_turn", self.max_calls_per_turn, 1)
-        at_least("max_calls", self.max_calls, 1)
-        at_least("max_result_chars", self.max_result_chars, 1)
-
     @property
     def _is_several(self) -> bool:
         return isinstance(self.factory, Mapping)
 
     def _clear(self) -> None:
         """Clear the state of the last episode."""
-        self._instance = None
-        self._tools: dict[str, Tool] = {}
-        self._num_calls, self._paid = 0, 0.0
+        super()._clear()
+        self._instance, self._paid = None, 0.0
 
     def _describe_tools(self) -> ToolsByName:
         """Return {class name in the column `environment`: its tools}."""
@@ -268,48 +229,6 @@ class Tools:
         wanted = named | ({*columns} if takes_all else set())
         return self._instance.reset(**{name: given[name] for name in given if name in wanted})
 
-    def _execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Run the valid calls; return results in the order of the calls."""
-        checked = [self._check(call) for call in calls]
-        good = [each for each in checked if not isinstance(each, ToolResult)]
-        outcomes = run_calls([(tool.function, arguments) for tool, arguments in good])
-        for _, error in outcomes:
-            if isinstance(error, EpisodeError):
-                raise error
-        results = iter(outcomes)
-        return [
-            each if isinstance(each, ToolResult) else to_result(each[0], next(results))
-            for each in checked
-        ]
-
-    def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | ToolResult:
-        """Return the tool and its arguments, or the error of an invalid call."""
-        tool = self._tools.get(call.name)
-        if tool is None:
-            known = f"unknown tool {quote_name(call.name)}; tools: {', '.join(self._tools)}"
-            return ToolResult(UNKNOWN, f"error: {call.wrong or known}", failed=True)
-        try:
-            return tool, tool.arguments(call.arguments, call.positional)
-        except ValueError as error:
-            return ToolResult(tool.name, f"error: {error}", failed=True)
-
-    def _reject_excess(self, calls: Sequence[ToolCall], allowed: int) -> list[ToolResult]:
-        """Return one error for all calls above the limits."""
-        if not calls:
-            return []
-        name = calls[0].name if calls[0].name in self._tools else UNKNOWN
-        many = f"error: at most {allowed} calls; {len(calls)} were left out"
-        return [ToolResult(name, many if allowed else "error: no calls are left", failed=True)]
-
-    def _observation_text(self, result: ToolResult) -> str:
-        """Return the text of a result, shortened to `max_result_chars`."""
-        text = result.text
-        if result.failed and self.error_text is not None:
-            text = self.error_text
-        # A lone surrogate in a Python string cannot be encoded by tokenizers.
-        text = text.encode("utf-8", "replace").decode()
-        return str(shorten(text, self.max_result_chars))
-
     def _reward(self, num_calls: int) -> float | None:
         """Return the reward of the turn; None if the class abstains and no call costs anything."""
         cost = self.call_cost * num_calls
@@ -322,12 +241,6 @@ class Tools:
         # Changes add up to the final value, so turns get credit and the episode's sum is unchanged.
         change, self._paid = float(value) - self._paid, float(value)
         return change - cost
-
-    def _description(self) -> str:
-        """Describe the tools and an example call, for the end of a prompt."""
-        lines = "".join(f"- {tool.line}\n" for tool in self._tools.values())
-        first = next(iter(self._tools.values()))
-        return f"\n\nTools:\n{lines}Call a tool like this: {self._format.example(first)}\n"
 
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.arguments import import_package
+from litgrpo.arguments import import_package, summarize_error
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import KINDS, EpisodeError, Tool
 
@@ -60,8 +61,7 @@ def construct(what: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (Exception, SystemExit) as error:  # some libraries call sys.exit
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"{what} cannot be played: {type(error).__name__}: {why}") from error
+        raise ValueError(f"{what} cannot be played: {summarize_error(error)}") from error
 
 
 def format_opening(row: dict[str, Any], text: str) -> str:
@@ -96,21 +96,25 @@ class SchemaTool(Tool):
 
     def mismatch(self, given: Mapping[str, Any]) -> str:
         """Explain to the policy why arguments do not match the schema; "" if they do."""
-        jsonschema = import_package("jsonschema", "jsonschema")
-        base = jsonschema.Draft202012Validator
-        exact = {
-            kind: lambda _, value, fits=KINDS[kind][1]: fits(value)
-            for kind in ("integer", "number")
-        }
-        kinds = base.TYPE_CHECKER.redefine_many(exact)
-        validator = jsonschema.validators.extend(base, type_checker=kinds)
-        wrong = jsonschema.exceptions.best_match(
-            validator(self.schema["function"]["parameters"]).iter_errors(dict(given))
-        )
+        validator = _exact_validator()(self.schema["function"]["parameters"])
+        best_match = import_package("jsonschema", "jsonschema").exceptions.best_match
+        wrong = best_match(validator.iter_errors(dict(given)))
         if wrong is None:
             return ""
         place = ".".join(map(str, wrong.absolute_path))
         return f"'{place}': {wrong.message}" if place else str(wrong.message)
+
+
+@functools.cache
+def _exact_validator() -> Any:
+    """Return the validator of JSON schemas whose integers and numbers are those of functions."""
+    jsonschema = import_package("jsonschema", "jsonschema")
+    base = jsonschema.Draft202012Validator
+    exact = {
+        kind: lambda _, value, fits=KINDS[kind][1]: fits(value) for kind in ("integer", "number")
+    }
+    kinds = base.TYPE_CHECKER.redefine_many(exact)
+    return jsonschema.validators.extend(base, type_checker=kinds)
 
 
 def no_connection(**arguments: Any) -> str:

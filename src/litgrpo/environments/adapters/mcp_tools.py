@@ -15,7 +15,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import did_you_mean, import_package, require, require_trusted
+from litgrpo.arguments import (
+    did_you_mean,
+    import_package,
+    require,
+    require_trusted,
+    summarize_error,
+)
 from litgrpo.environments.adapters.external import SchemaTool, no_connection, schema_of
 from litgrpo.environments.tool import EpisodeError, Tool
 from litgrpo.http_client import event_loop, wait_for
@@ -142,7 +148,7 @@ class McpConnection:
         except Exception as error:
             self._session.cancel()
             raise EpisodeError(
-                f"the MCP server {name!r} cannot be used: {explain(error)}"
+                f"the MCP server {name!r} cannot be used: {summarize_error(error)}"
             ) from error
 
     def list_tools(self) -> list[Any]:
@@ -207,7 +213,9 @@ class McpConnection:
             lost: Exception = error
         except Exception as error:  # httpx2, anyio, pydantic
             lost = error
-        raise EpisodeError(f"the MCP server {self.name!r} failed: {explain(lost)}") from lost
+        raise EpisodeError(
+            f"the MCP server {self.name!r} failed: {summarize_error(lost)}"
+        ) from lost
 
 
 @dataclass(frozen=True)
@@ -306,14 +314,6 @@ class McpTools:
             for each in wanted
             if (given := tools[each])
         ]
-
-
-def explain(error: BaseException) -> str:
-    """Return the innermost cause in one line; task groups wrap errors in groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    words = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {words or 'no response'}"
 
 
 def _import_mcp() -> Any:

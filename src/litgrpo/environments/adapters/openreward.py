@@ -6,25 +6,24 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import import_package, require
+from litgrpo.arguments import import_package, require, summarize_error
 from litgrpo.environments.adapters.external import SchemaTool, construct, no_connection, schema_of
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import EpisodeError
-from litgrpo.environments.tools import Tools
+from litgrpo.environments.tool_caller import ToolCaller
 from litgrpo.types import TASK_DATA
 
 KEY_VARIABLE = "OPENREWARD_API_KEY"
-OVER = "the episode is over"
 
 
 @dataclass(eq=False)
 @check_field_types
-class OpenReward(Tools):
+class OpenReward(ToolCaller):
     """Plays tasks of an OpenReward environment, whose tools give rewards and end the episode.
 
     The rows come from `OpenRewardTasks`. Every episode has its own session. The reward of a turn is
@@ -44,23 +43,17 @@ class OpenReward(Tools):
         OpenReward(url="http://localhost:8080", environment="sums")
     """
 
-    url: str = field(kw_only=True)
-    environment: str = field(kw_only=True)
-    variant: str | None = field(kw_only=True, default=None)
-    functions: Sequence[str | Callable] | str = field(init=False, default=())
-    factory: str | Callable | dict[str, str | Callable] | None = field(init=False, default=None)
-    kwargs: dict[str, Any] = field(init=False, default_factory=dict)
-    mcp_servers: dict[str, Any] = field(init=False, default_factory=dict)
-    reward_attribute: str | None = field(init=False, default=None)
-    reward_timing: Literal["turn", "episode"] = field(init=False, default="turn")
+    url: str
+    environment: str
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         """Check the settings, and ask the server for the tools."""
         self._check_calls()
         server = find_environment(self.url, self.environment, self.variant)
-        listed = construct(f"OpenReward {self.url}", server.list_tools)
-        terminal = construct(f"OpenReward {self.url}", server.terminal_tool)
-        self._has_terminal = terminal is not None
+        what = f"OpenReward {self.url}"
+        listed = construct(what, server.list_tools)
+        self._has_terminal = construct(what, server.terminal_tool) is not None
         self._listed = {
             each.name: SchemaTool(
                 each.name,
@@ -71,7 +64,6 @@ class OpenReward(Tools):
         }
         self.tools = [each.schema for each in self._listed.values()]
         self._session: Any = None
-        self._instance: Any = None
         self._clear()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
@@ -109,7 +101,7 @@ class OpenReward(Tools):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the session."""
-        return super().__getstate__() | {"_session": None}
+        return vars(self) | {"_session": None, "_tools": {}}
 
     def _clear(self) -> None:
         super()._clear()
@@ -122,7 +114,7 @@ class OpenReward(Tools):
 
     def _call(self, name: str, /, **arguments: Any) -> str:
         if self._is_over:
-            raise ValueError(OVER)
+            raise ValueError("the episode is over")
         return self._ask(lambda session: session.call_tool(name, arguments))
 
     def _ask(self, call: Callable[[Any], Any]) -> str:
@@ -141,8 +133,7 @@ class OpenReward(Tools):
         except errors.ToolCallError as error:
             raise ValueError(error.detail) from error
         except Exception as error:  # aiohttp, openreward
-            why = " ".join(str(error).split())[:300]
-            raise EpisodeError(f"OpenReward: {type(error).__name__}: {why}") from error
+            raise EpisodeError(f"OpenReward: {summarize_error(error)}") from error
         self._gain += float(output.reward or 0.0)
         self._is_over |= bool(output.finished)
         return text_of(output.blocks)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.environments.base import Message, schemas_of
+from litgrpo.environments.tool_caller import ToolCaller
 from litgrpo.environments.tool_calls import HermesFormat, TagFormat, format_of
-from litgrpo.environments.tools import Tools
 
 IDLE, ACTS, KNOWS, HOSTILE = "idle", "acts", "knows", "hostile"
 LONG = 1_000_000  # characters of a hostile turn
@@ -123,7 +123,7 @@ def call_texts(environment: object) -> str:
     An environment parses one of the formats; to it, the others are ordinary text.
     """
     calls = [_arguments(schema.get("function", schema)) for schema in schemas_of(environment)]
-    own = format_of(environment.call_format) if isinstance(environment, Tools) else None
+    own = format_of(environment.call_format) if isinstance(environment, ToolCaller) else None
     json_tag = own.tag if isinstance(own, HermesFormat) else HermesFormat().tag
     short_tag = own.call_tag if isinstance(own, TagFormat) else TagFormat().call_tag
     as_json = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
