@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lightning import Trainer
 
 from litgrpo.algorithms.divergences import DIVERGENCES
 from litgrpo.algorithms.losses import Objective
@@ -27,6 +26,7 @@ from litgrpo.training.update_config import UpdateConfig
 from tests.support.gloo import run_by
 from tests.support.hostile_server import RESPONSES, HostileServer
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.processes import trainer
 from tests.support.raises import raises_for
 from tests.support.training import batches, letters, module, train
 from tests.support.vllm_stand_in import StandIn
@@ -34,6 +34,7 @@ from tests.training.parts import build_training_batch, gradient_of, learner_of
 
 BATCH = ("a", "hello there", "xyz")
 COMPLETIONS = "/v1/completions"
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +43,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher")
     export(build_policy(tiny_model("qwen2", seed=1), byte_tokenizer()), path)
     return path
-
-
-@pytest.fixture
-def server(folder):
-    with StandIn(folder) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.PAUSE_S", 0.02)
-    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.UNAVAILABLE_S", 0.2)
 
 
 def reference_at(*servers, policy=None, **settings):
@@ -129,16 +118,7 @@ def learn(processes, url, teacher, folder):
         reward_runner=InProcessRunner(),
     )
     grpo.policy = tiny_policy("qwen2")
-    silent = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    runner = Trainer(
-        accelerator="cpu",
-        devices=processes,
-        strategy="ddp" if processes > 1 else "auto",
-        max_epochs=-1,
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        **silent,
-    )
+    runner = trainer(processes, strategy="ddp")
     rows = [{"prompt": text} for text in (*BATCH, "what is 3+4?")]
     runner.fit(grpo, PromptData(rows, batch_size=4))
     if runner.is_global_zero:

@@ -16,12 +16,12 @@ def letters(prompts, completions):
     return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
 
 
-def trainer(num_processes, folder=None):
+def trainer(num_processes, folder=None, strategy="ddp_fork"):
     """Return a trainer without output for this number of processes, and a run folder."""
     return Trainer(
         accelerator="cpu",
         devices=num_processes,
-        strategy="ddp_fork" if num_processes > 1 else "auto",
+        strategy=strategy if num_processes > 1 else "auto",
         use_distributed_sampler=False,
         max_epochs=-1,
         num_sanity_val_steps=0,

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lightning import Trainer
 
 from litgrpo.algorithms.advantages import ReMax
 from litgrpo.algorithms.losses import KLInReward, Objective, PositiveNLL
@@ -20,6 +19,7 @@ from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.gloo import run_by
 from tests.support.models import byte_tokenizer, tiny_policy
+from tests.support.processes import trainer
 from tests.support.raises import raises_for
 from tests.support.training import letters, module, train
 
@@ -215,17 +215,7 @@ def learn(processes, folder):
     )
     grpo.policy = tiny_policy("qwen2")
     grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
-    runner = Trainer(
-        accelerator="cpu",
-        devices=processes,
-        strategy="ddp" if processes > 1 else "auto",
-        max_epochs=-1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    runner = trainer(processes, strategy="ddp")
     runner.fit(grpo, data_of())
     if runner.is_global_zero:
         torch.save(grpo.policy.state_dict(), f"{folder}/{processes}.pt")

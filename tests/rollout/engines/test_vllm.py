@@ -41,6 +41,7 @@ from tests.support.turns_support import ending, play_turns, requests_of
 from tests.support.vllm_stand_in import LLM, StandIn
 
 GENERATE = "/inference/v1/generate"
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +50,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("served")
     export(build_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), path)
     return path
-
-
-@pytest.fixture
-def server(folder):
-    with StandIn(folder) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.PAUSE_S", 0.02)
-    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.UNAVAILABLE_S", 0.2)
 
 
 def engine_of(*servers, **settings):

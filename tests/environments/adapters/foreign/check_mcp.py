@@ -1,7 +1,6 @@
 """Tools of real MCP servers, by stdio and by HTTP."""
 
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 from litgrpo.environments import EpisodeError, Tools
 from litgrpo.environments.base import EpisodeStart, FailedEpisode
 from litgrpo.environments.workers import EpisodeWorkers
+from tests.environments.adapters.foreign.serving import serve
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -29,18 +29,8 @@ def texts(result):
 
 @pytest.fixture(scope="module")
 def address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, SERVER, "5", str(port)], stderr=subprocess.DEVNULL)
-    for _ in range(600):
-        with socket.socket() as client:
-            if not client.connect_ex(("127.0.0.1", port)):
-                break
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/mcp"
-    server.kill()
-    server.wait()
+    with serve(SERVER, "5") as url:
+        yield f"{url}/mcp"
 
 
 def test_every_episode_has_a_server_with_the_values_of_its_row():

@@ -1,16 +1,13 @@
 """Environments of a real OpenReward server."""
 
 import pickle
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from litgrpo.data import OpenRewardTasks
 from litgrpo.environments import EpisodeError, OpenReward
+from tests.environments.adapters.foreign.serving import serve
 
 pytest.importorskip("openreward")
 SERVER = str(Path(__file__).parent / "openreward_server.py")
@@ -18,20 +15,8 @@ SERVER = str(Path(__file__).parent / "openreward_server.py")
 
 @pytest.fixture
 def url():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    for _ in range(600):
-        with socket.socket() as client:
-            if not client.connect_ex(("127.0.0.1", port)):
-                break
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    server.kill()
-    server.wait()
+    with serve(SERVER) as url:
+        yield url
 
 
 def environment(url, **settings):
