@@ -1,4 +1,4 @@
-"""Calls of tools in the turns of an episode, for environments that get their tools anywhere."""
+"""Calls of tools in the turns of an episode, whether the tools are functions or on servers."""
 
 from __future__ import annotations
 
