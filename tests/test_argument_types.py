@@ -21,7 +21,8 @@ from litgrpo import (
     Sampling,
     UpdateConfig,
 )
-from litgrpo.argument_types import WrongType, matches
+from litgrpo.argument_types import WrongType, argument_hints, matches
+from litgrpo.cli.options import options_of
 from litgrpo.rewards.reward import name_rewards
 
 MODEL, REWARDS = "builtin:tiny-gemma2", ["litgrpo.rewards.correctness"]
@@ -43,7 +44,7 @@ class Odd:
 
 
 def arguments(kind):
-    hints = typing.get_type_hints(kind.__init__)
+    hints = argument_hints(kind)
     for name in inspect.signature(kind).parameters:
         hint = hints.get(name, typing.Any)
         if name not in OWN_CHECKS.get(kind, ()) and not matches(Odd(), hint):
@@ -57,7 +58,7 @@ def example(hint):
 
 
 def build_required(kind):
-    hints = typing.get_type_hints(kind.__init__)
+    hints = argument_hints(kind)
     parameters = inspect.signature(kind).parameters.values()
     needed = [each.name for each in parameters if each.default is each.empty]
     return {name: example(hints[name]) for name in needed if name in hints}
@@ -152,3 +153,9 @@ def test_rewards_of_a_wrong_type_are_named(rewards, said):
     with pytest.raises((ValueError, TypeError)) as seen:
         GRPO(MODEL, rewards)
     assert said in str(seen.value)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_the_types_of_all_options_are_known(kind):
+    # An annotation that stays text was looked up in another module than its class's.
+    assert [key for key, each in options_of(kind).items() if isinstance(each.hint, str)] == []

@@ -43,7 +43,7 @@ def check_field_types(kind: type[Class]) -> type[Class]:
 
     def __post_init__(self: Any) -> None:
         owner: Any = type(self)
-        hints = _hints(owner)  # each field's in the module of its class
+        hints = argument_hints(owner)
         for field in dataclasses.fields(self):
             if field.init:
                 _check(type(self).__name__, field.name, getattr(self, field.name), hints)
@@ -69,7 +69,7 @@ def check_argument_types(*others: str) -> Callable[[Any], Any]:
         @functools.wraps(constructor)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(self, *args, **kwargs).arguments
-            hints = _hints(constructor)
+            hints = argument_hints(constructor)
             for name, value in list(given.items())[1:]:
                 if name not in others:
                     _check(type(self).__name__, name, value, hints)
@@ -81,10 +81,19 @@ def check_argument_types(*others: str) -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _hints(owner: Any) -> dict[str, Any]:
+def argument_hints(owner: Any) -> dict[str, Any]:
+    """Return {argument: type} of a class or function.
+
+    Inherited fields of a dataclass are looked up in the module of the class that declares them.
+
+    Returns:
+        the types; empty if they contain names that are imported for type checkers only.
+    """
+    if inspect.isclass(owner) and not dataclasses.is_dataclass(owner):
+        owner = owner.__init__
     try:
         return typing.get_type_hints(owner)
-    except NameError:  # a user's class with names that only type checkers import
+    except (NameError, TypeError):
         return {}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from jsonargparse import auto_parser
 from lightning.pytorch import LightningDataModule, Trainer
 
+from litgrpo.argument_types import argument_hints
 from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.export import export
 from litgrpo.cli.main import COMMANDS, runs_as_list
@@ -122,7 +123,7 @@ def _takes(owners: Iterable[type], parts: list[str]) -> bool:
         return True
     for owner in _with_subclasses(owners):
         if parts[0] in inspect.signature(owner).parameters:
-            hint = _hints(owner).get(parts[0])
+            hint = argument_hints(owner).get(parts[0])
             if any(typing.get_origin(inner) is Callable for inner in _inside(hint)):
                 return True  # a class of torch, whose arguments its own version decides
             classes = [c for c in _inside(hint) if inspect.isclass(c)]
@@ -138,13 +139,6 @@ def _with_subclasses(owners: Iterable[type]) -> Iterator[type]:
         if owner.__module__.startswith(("litgrpo", "lightning")):
             yield owner
             yield from _with_subclasses(owner.__subclasses__())
-
-
-def _hints(owner: type) -> dict[str, typing.Any]:
-    try:
-        return typing.get_type_hints(owner.__init__)
-    except NameError:  # a name that is imported for type checkers only
-        return {}
 
 
 def _inside(hint: typing.Any) -> Iterator[typing.Any]:

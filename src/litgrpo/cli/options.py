@@ -18,6 +18,7 @@ from typing import Any
 from docstring_parser import parse
 
 from litgrpo import PUBLIC
+from litgrpo.argument_types import argument_hints
 from litgrpo.arguments import did_you_mean, import_by_path, require
 
 # Packages whose classes no recipe names, although they are subclasses of torch's.
@@ -59,10 +60,7 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
     constructor = getattr(owner, "__init__", owner) if inspect.isclass(owner) else owner
     documented = [*parse(owner.__doc__ or "").params, *parse(constructor.__doc__ or "").params]
     texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
-    try:
-        hints = typing.get_type_hints(constructor)
-    except (NameError, TypeError):  # names that are imported for type checkers only
-        hints = {}
+    hints = argument_hints(owner)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
         name: Option(
