@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
@@ -152,9 +152,18 @@ class StandIn(ThreadingHTTPServer):
         assert query == {"config_format": ["json"]}
         return 200, {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
 
+    @contextmanager
+    def unpaused(self):
+        """Hold the lock while the server is not paused, so that a pause waits for the end."""
+        while True:
+            self.running.wait()
+            with self.lock:
+                if self.running.is_set():  # no pause began before the lock was taken
+                    yield
+                    return
+
     def generate(self, body, query):
-        self.running.wait()
-        with self.lock:
+        with self.unpaused():
             self.asked.append(body)
             if len(self.asked) == self.dies_after:
                 os._exit(9)
@@ -171,11 +180,10 @@ class StandIn(ThreadingHTTPServer):
         params, numbers = body["sampling_params"], random_numbers(body["sampling_params"])[0]
         ids, content, spans = [], [], []
         while True:
-            self.running.wait()
             most = min(self.at_once, params["max_tokens"] - len(ids))
             some = {"uniforms": numbers[len(ids) : len(ids) + most].tolist()}
             part = params | {"max_tokens": most, "extra_args": some}
-            with self.lock:
+            with self.unpaused():
                 found = self.sample({"token_ids": body["token_ids"] + ids, "sampling_params": part})
             (choice,) = found["choices"]
             time.sleep(self.seconds_per_token * len(choice["token_ids"]))
