@@ -1,5 +1,7 @@
 """Training through XLA on the processor: the CPU's run, compiled once, with few looks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -62,3 +64,29 @@ def test_lora_trains_in_lower_precision_and_clips_the_reduced_gradient():
     for seen in (low, adapters):
         compiled = seen.column("perf/compilations")
         assert sum(compiled[2:]) == 0, compiled
+
+
+@own_process()
+def test_a_teacher_pulls_the_policy_as_on_the_cpu(tmp_path: str):
+    import torch_xla
+
+    from litgrpo.models.loading import load_policy
+
+    torch_xla.device()
+    teacher = load_policy("builtin:tiny-gemma2")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in teacher.model.parameters():
+            weight.add_(weight.std() * torch.randn(weight.shape, generator=generator))
+    teacher.model.save_pretrained(Path(tmp_path, "teacher"))
+    teacher.tokenizer.save_pretrained(Path(tmp_path, "teacher"))
+    for kind in ("reverse_kl", "forward_kl", "jsd"):
+        objective = {"reward_coef": 0.0, "kl_coef": 1.0, "kl_estimator": kind}
+        distilled = settings(reference=str(Path(tmp_path, "teacher")), objective=objective)
+        expected = fit("cpu", 1, SMALL, distilled)
+        found = fit("xla", 4 if kind == "jsd" else 1, SMALL, distilled)
+        on_cpu, on_xla = (seen.rows[0]["policy/kl"] for seen in (expected, found))
+        assert on_cpu > 0.01
+        assert on_xla == pytest.approx(on_cpu, rel=1e-3)
+        assert distance(expected.gradients, found.gradients) < 1e-4
+        assert sum(found.column("perf/compilations")[2:]) == 0

@@ -42,6 +42,22 @@ def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> 
     assert "FAIL: " in out.splitlines()[-1]
 
 
+def last_line(prompts, completions, answer):
+    pairs = zip(completions, answer, strict=True)
+    return [float(text.strip().splitlines()[-1:] == [gold]) for text, gold in pairs]
+
+
+def test_rewards_of_another_format_have_one_fault_which_names_the_option(cli, tmp_path) -> None:
+    override = tmp_path / "override.yaml"
+    reward = "{function: tests.tools.audit.test_command.last_line}"
+    override.write_text(f"model: {{init_args: {{rewards: {{right: {reward}}}}}}}")
+    command = ("audit", "-c", QUICKSTART, "-c", str(override), "--limit", "5")
+    code, out, _ = cli(*command, "--success_reward", "right")
+    assert code == 1
+    assert out.count("FAULT: ") == 1
+    assert "--answer_format" in out
+
+
 def test_config_overrides_and_given_problems_are_used(cli, references, tmp_path) -> None:
     override = tmp_path / "override.yaml"
     override.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
@@ -105,13 +121,14 @@ def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
     recipe.write_text(OPEN)
     code, out, _ = cli("audit", "-c", str(recipe))
     assert code == 1
-    assert "1 prompts without an answer; 4 samples of the initial policy" in out
+    assert "1 prompts without a column `answer`" in out
+    assert "correctness was not tested; 4 samples of the initial policy" in out
     assert "FAULT: exploit: 'words of the reward' earns" in out
     half = "{half: {function: tests.tools.audit.test_open_text.always_half}}"
     more = ("--data.train=[a b, c d]", "--model.rewards.half.weight", "2")
     code, out, _ = cli("audit", "-c", str(recipe), "--model.rewards", half, *more)
     assert code == 0
-    assert "2 prompts without an answer" in out
+    assert "2 prompts without a column `answer`" in out
     assert "earn 1 on average" in out
 
 

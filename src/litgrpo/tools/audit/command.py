@@ -211,7 +211,8 @@ def open_lines(report: OpenReport) -> list[str]:
     ]
     head = ("exploit", "mean reward", "beats the best sample", "beats the mean", "highest reward")
     return [
-        f"{report.prompts} prompts without an answer; {report.samples} samples of the initial "
+        f"{report.prompts} prompts without a column `answer` (another name: data.columns), so "
+        f"correctness was not tested; {report.samples} samples of the initial "
         f"policy earn {report.mean:.3g} on average, the best of them {report.best:.3g}",
         "",
         *markdown_table(head, rows),

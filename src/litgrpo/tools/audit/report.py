@@ -79,6 +79,13 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """Problems that make the rewards unfit for training, one sentence each."""
+        unseen = [line for line in self.variants if line.kind == HONEST and not line.correct]
+        if unseen:  # comparisons with what correct answers earn would say nothing
+            return [
+                f"'{self.success}' judges no correct answer as correct, such as "
+                f"{unseen[0].example!r}; if the rewards expect another format, give it with "
+                "--answer_format, such as '{reasoning} {answer}'"
+            ]
         exploits = [line for line in self.attacks if line.kind != MALFORMED]
         findings = [
             *(_variant_finding(line) for line in self.variants),

@@ -152,7 +152,8 @@ def render_layout(plan: Plan) -> Iterator[str]:
 def render_time(plan: Plan) -> Iterator[str]:
     """Yield the time of each phase, time and cost of the run, and the cloud sessions it fits."""
     schedule, phases = plan.recipe.schedule, plan.estimate.phases()
-    end = " (assumed; the recipe sets no limit)" if schedule.open_ended else ""
+    assumed = " (assumed; max_iterations is not set, and the data was not read: --read_data true)"
+    end = assumed if schedule.open_ended else ""
     yield f"Time of {schedule.iterations:,} iterations{end}, low - high"
     yield ""
     yield from table(
