@@ -18,6 +18,7 @@ from litgrpo.rewards.builtin.reasoning_gym import is_executed, reasoning_gym
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.answers import extract_reasoning
+from litgrpo.text.counts import plural
 from litgrpo.text.tables import markdown_table
 from litgrpo.text.visible import visible
 from litgrpo.tools.audit.cases import AnswerFormat, Problem
@@ -219,7 +220,7 @@ def open_lines(report: OpenReport) -> list[str]:
         "",
         *(f"remark: {remark}" for remark in report.remarks),
         *(f"FAULT: {fault}" for fault in report.faults),
-        "PASS" if report.passed else f"FAIL: {len(report.faults)} faults",
+        "PASS" if report.passed else "FAIL: " + plural(len(report.faults), "fault"),
     ]
 
 
@@ -265,7 +266,7 @@ def report_lines(report: Report, weights: Mapping[str, float]) -> list[str]:
         "",
         *(f"remark: {remark}" for remark in report.remarks),
         *(f"FAULT: {fault}" for fault in report.faults),
-        "PASS" if report.passed else f"FAIL: {len(report.faults)} faults",
+        "PASS" if report.passed else "FAIL: " + plural(len(report.faults), "fault"),
     ]
 
 

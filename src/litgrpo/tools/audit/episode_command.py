@@ -23,6 +23,7 @@ from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.rewards import ProcessRunner, Scorer
 from litgrpo.rollout.episodes import RolloutKey, episode_seed
+from litgrpo.text.counts import plural
 from litgrpo.text.tables import markdown_table
 from litgrpo.tools.audit.episodes import EpisodeReport, audit_episodes
 from litgrpo.tools.audit.run import PATIENCE_S
@@ -187,5 +188,5 @@ def episode_lines(report: EpisodeReport) -> list[str]:
         "",
         *(f"remark: {remark}" for remark in report.remarks),
         *(f"FAULT: {fault}" for fault in report.faults),
-        "PASS" if report.passed else f"FAIL: {len(report.faults)} faults",
+        "PASS" if report.passed else "FAIL: " + plural(len(report.faults), "fault"),
     ]
