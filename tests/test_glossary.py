@@ -1,5 +1,7 @@
 """Docstrings, comments, messages and pages use the field's words."""
 
+import json
+
 import pytest
 
 from tests.house import glossary
@@ -26,3 +28,11 @@ def test_home_made_words_are_found(text, words, tmp_path):
     file = tmp_path / "file.py"
     file.write_text(text)
     assert sorted(hit.found for hit in glossary.hits(file)) == sorted(words)
+
+
+def test_home_made_words_in_a_notebook_are_found(tmp_path):
+    file = tmp_path / "notebook.ipynb"
+    word = "anew"  # glossary: ok
+    cells = [{"source": ["x = 1\n", "y = 2"], "outputs": [word]}, {"source": [f"# {word}"]}]
+    file.write_text(json.dumps({"cells": cells}))
+    assert [(hit.line, hit.found) for hit in glossary.hits(file)] == [(3, word)]

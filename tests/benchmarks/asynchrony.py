@@ -13,7 +13,7 @@ Learning takes seconds that do not depend on the rows. Three schedules:
 
 Fed with step times that verl published (docs/advance/one_step_off.md of 2025-07-17 and
 fully_async.md of 2026-02-05), of synchronous runs alone; what it predicts is compared with their
-asynchronous ones. Writes two tables of docs/explanation/scale.md; nothing is trained.
+asynchronous ones. Writes two tables of docs/dev/scaling.md; nothing is trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.benchmarks.plan import write
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dev" / "scaling.md"
 UPDATES, SKIPPED = 7, 3  # of each simulation; the first ones fill the pipeline
 HOST_S = 1.0  # publishing weights
 

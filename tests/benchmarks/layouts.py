@@ -1,4 +1,4 @@
-"""The layouts of docs/explanation/scale.md: models of 7B to 32B on GPUs of 80 GB, by `plan`.
+"""The layouts of docs/dev/scaling.md: models of 7B to 32B on GPUs of 80 GB, by `plan`.
 
     python -m tests.benchmarks.layouts
 
@@ -97,4 +97,4 @@ def rows() -> list[str]:
 
 
 if __name__ == "__main__":
-    write(ROOT / "docs" / "explanation" / "scale.md", "layouts", rows())
+    write(ROOT / "docs" / "dev" / "scaling.md", "layouts", rows())

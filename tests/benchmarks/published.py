@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.published -c configs/gsm8k_qwen2.5_0.5b.yaml --devices 4
 
-Not run by us: it needs GPUs, the weights and the data. Further words go to `fit`.
+Not run yet: it needs GPUs, the weights and the data. Further words go to `fit`.
 """
 
 from __future__ import annotations

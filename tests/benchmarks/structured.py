@@ -17,7 +17,8 @@ from litgrpo.rewards import json_fields
 from tests.benchmarks.tone import Rows, run_rows, table
 
 FIELDS = ("name", "age", "job", "city")
-HEAD = ("seed", "ended", "a JSON object", *FIELDS, "all right", "perplexity under the start")
+PERPLEXITY = "perplexity under the initial policy"
+HEAD = ("seed", "ended", "a JSON object", *FIELDS, "all correct", PERPLEXITY)
 
 
 def shares(rows: Rows) -> list[float]:

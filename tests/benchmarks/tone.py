@@ -111,7 +111,7 @@ LEARNED = (
     *("seed", "success before", "after", "change", "greedy before", "after"),
     *("by ending", "by tone", "ended", "cheerful, of ended", "training, s"),
 )
-COST = ("seed", "perplexity under the start", "KL to the start, nats", "distinct-2", "tokens")
+COST = ("seed", "perplexity under the initial policy", "KL to it, nats", "distinct-2", "tokens")
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

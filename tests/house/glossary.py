@@ -6,6 +6,7 @@ words that readers from TRL, verl and Lightning had to look up. Each entry names
 
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
@@ -18,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 PATHS = [
     *("src", "tests", "docs", "configs"),
     *("README.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md", "CONTRIBUTING.md", "cli.py"),
-    "examples",
+    *("examples", "notebooks", ".github"),
 ]
+SUFFIXES = (".py", ".md", ".yaml", ".yml", ".ipynb")
 # A line that must use such a word for another reason ends with this.
 ALLOWED = "glossary: ok"
 # {pattern: what to write instead}
@@ -60,7 +62,7 @@ BANNED = {
     r"\bforetell\w*\b|\bforetold\b": "predict",
     r"\bat most(?=[,;:)]|\.(?:\s|$)|\s*$)": "at most N",
     r"\b(?:right|wrong) (?:answer|completion|reply|row|one|sample)s?\b": "correct, incorrect",
-    r"\bour(?:s|selves)?\b": "litgrpo's, or nothing",
+    r"\bour(?:s|selves)?\b|\bby us\b": "litgrpo's, or nothing",
     r"\bsays so\b|\bsay so\b|\bsaid so\b": "name the message",
     r"\bone step off\b": "one-step off-policy",
     r"\bdivided (?:weights|models?|polic(?:y|ies)|parameters?)\b": "sharded",
@@ -95,6 +97,8 @@ def hits(path: Path) -> Iterator[Hit]:
     """Yield home-made words of a file, in order."""
     text = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     lines = text.splitlines()
     found = {*(_of_python(text) if path.suffix == ".py" else _of_page(lines))}
     for line, word, use in sorted(found):
@@ -133,12 +137,12 @@ def _banned(number: int, line: str) -> Iterator[tuple[int, str, str]]:
 
 
 def files(paths: list[str]) -> list[Path]:
-    """Python files and pages below these paths."""
+    """Files of `SUFFIXES` below these paths."""
     found: list[Path] = []
     for path in paths:
         place = ROOT / path
         inside = [place] if place.is_file() else sorted(place.rglob("*"))
-        found += [file for file in inside if file.suffix in (".py", ".md", ".yaml")]
+        found += [file for file in inside if file.suffix in SUFFIXES]
     return [file for file in found if "_made" not in file.parts and file != Path(__file__)]
 
 
