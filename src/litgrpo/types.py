@@ -53,6 +53,7 @@ class HostMasks(NamedTuple):
         prompt_mask, prompt_of, completion_mask: see `TokenRows`.
         generated: [M, C] True marks a token whose log-probability is computed: those that the
             policy sampled, and others with a cross-entropy loss.
+        has_gradient: [M] see `TrainingBatch`; None for `TokenRows`.
 
     Example:
         One completion of two tokens, and its prompt of one::
@@ -69,12 +70,15 @@ class HostMasks(NamedTuple):
     prompt_of: Tensor
     completion_mask: Tensor
     generated: Tensor
+    has_gradient: Tensor | None = None
 
     @staticmethod
     def of(rows: TokenRows | TrainingBatch) -> HostMasks:
         """Copy the masks of rows to the host, with one wait; masks on the host stay the same."""
         mask = rows.completion_mask
         masks = [rows.prompt_mask, rows.prompt_of, mask]
+        if isinstance(rows, TrainingBatch):
+            masks.append(rows.has_gradient)
         predicted = rows.predicted
         if predicted is not None and predicted is not mask:
             masks.append(predicted)
@@ -85,7 +89,8 @@ class HostMasks(NamedTuple):
                 part.view(each.shape).to(each.dtype)
                 for part, each in zip(whole, masks, strict=True)
             ]
-        return HostMasks(masks[0], masks[1], masks[2], masks[-1])
+        has_gradient = masks.pop(3) if isinstance(rows, TrainingBatch) else None
+        return HostMasks(masks[0], masks[1], masks[2], masks[-1], has_gradient)
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
@@ -150,8 +155,14 @@ def _select(batch: Selected, rows: Tensor) -> Selected:
         **fields,
     )
     if device.type != "cpu":
-        generated = masks.generated[rows, :width]
-        known = HostMasks(prompt_mask[:, first:], prompt_of, completion_mask[:, :width], generated)
+        has_gradient = None if masks.has_gradient is None else masks.has_gradient[rows]
+        known = HostMasks(
+            prompt_mask[:, first:],
+            prompt_of,
+            completion_mask[:, :width],
+            masks.generated[rows, :width],
+            has_gradient,
+        )
         selected.__dict__["on_host"] = known  # of the cached property
     return selected
 
@@ -826,6 +837,21 @@ class TrainingBatch:
         if self.nll_weights is None:
             return self.loss_mask
         return self.loss_mask | (self.nll_weights != 0)
+
+    @property
+    def has_gradient(self) -> Tensor:
+        """[M] True marks a row with a gradient, if the objective has no KL or entropy term.
+
+        A token of it has a weight, and the row an advantage or a selected token, which may have a
+        penalty (`KLCov`); or a token has a weight of a cross-entropy loss.
+        """
+        pushed = self.advantages != 0
+        if self.selected is not None:
+            pushed = pushed | self.selected
+        found = (pushed & (self.loss_weights != 0)).any(1)
+        if self.nll_weights is not None:
+            found = found | (self.nll_weights != 0).any(1)
+        return found
 
     @property
     def tokens(self) -> TokenRows:

@@ -37,11 +37,7 @@ from litgrpo.models.shared_prefix import (
     attend_shared_prefix,
 )
 from litgrpo.models.static import STATIC, CausalStaticDecoder, attend_static
-from litgrpo.models.transformers_compat import (
-    checkpoints_activations,
-    no_mask,
-    use_attention,
-)
+from litgrpo.models.transformers_compat import checkpoints_activations, use_attention
 from litgrpo.tensors import apply_softcap, positions, predicting, widen
 from litgrpo.types import TokenRows, to_device
 
@@ -56,8 +52,8 @@ class CausalPolicy(Policy):
 
     static_decoder_class = CausalStaticDecoder
     attention_functions = {  # noqa: RUF012
-        SHARED_PREFIX: (attend_shared_prefix, no_mask),
-        PACKED: (attend_packed, no_mask),
+        SHARED_PREFIX: (attend_shared_prefix, None),
+        PACKED: (attend_packed, None),
         STATIC: (attend_static, None),
     }
     _decoder: FusedDecoder | None = None  # set within `decoding` if it supports the model

@@ -45,10 +45,6 @@ def require_private(owner: Any, name: str) -> Any:
 # --- attention ---
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return no attention mask, for attention functions that build their own."""
-
-
 def register_attention(name: str, attend: AttentionFunction, mask: MaskFunction | None) -> None:
     """Register an attention function and its mask function with transformers (public interface).
 
@@ -57,7 +53,8 @@ def register_attention(name: str, attend: AttentionFunction, mask: MaskFunction 
     Args:
         name: value of `attn_implementation` that selects the function.
         attend: called by every attention module of a model.
-        mask: builds the attention mask once per forward pass; None registers no mask function.
+        mask: builds the attention mask once per forward pass; None: there is no mask, and
+            transformers does not look at the positions, for which the host would wait for a GPU.
     """
     AttentionInterface.register(name, attend)
     if mask is not None:

@@ -253,12 +253,10 @@ def mini_batches(num_rows: int, group_size: int, num_mini_batches: int) -> list[
 
 
 def rows_with_gradient(batch: TrainingBatch) -> Tensor:
-    """Return the rows that have a token with a weight, and an advantage or a selected token.
+    """Return the rows that have a gradient without a KL or entropy term, on the host.
 
-    Without a KL or entropy term the gradient of all other rows is 0; their tokens stay in the
-    denominators of the weights. A selected token may have a penalty (`KLCov`), and rows with a
-    cross-entropy loss have a gradient. One row is always kept, so that every rank takes part in
-    every optimizer step.
+    The tokens of the other rows stay in the denominators of the weights. One row is always kept, so
+    that every rank takes part in every optimizer step.
 
     Args:
         batch: M rows.
@@ -266,11 +264,7 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     Returns:
         [m] row numbers, at least one.
     """
-    pushed = batch.advantages != 0
-    if batch.selected is not None:
-        pushed = pushed | batch.selected
-    contributes = (pushed & (batch.loss_weights != 0)).any(1)
-    if batch.nll_weights is not None:
-        contributes = contributes | (batch.nll_weights != 0).any(1)
-    contributes[0] |= ~contributes.any()
-    return contributes.nonzero().squeeze(1)
+    flags = batch.on_host.has_gradient
+    assert flags is not None
+    rows = flags.nonzero().squeeze(1)
+    return rows if len(rows) else torch.zeros(1, dtype=torch.long)
