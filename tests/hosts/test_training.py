@@ -30,7 +30,7 @@ class Wholes:
         if name not in self.runs and served:
             port = free_port()
             with server(port):
-                recipe = recipe_of(STRATEGIES[strategy], processes, f"http://127.0.0.1:{port}")
+                recipe = recipe_of(STRATEGIES[strategy], processes, [f"http://127.0.0.1:{port}"])
                 self.runs[name] = run_on_one_host(self.folder / name, recipe, processes)
         elif name not in self.runs:
             recipe = recipe_of(STRATEGIES[strategy], processes)
@@ -80,7 +80,7 @@ def test_latency_loss_and_a_rate_change_no_bit(wholes, tmp_path):
 def test_a_server_on_a_third_host_over_a_slow_link(wholes, tmp_path):
     with connect_hosts(3, **SLOW_LINK) as network:
         *trainers, third = network.hosts
-        recipe = recipe_of(STRATEGIES["FSDP2"], server=start_server(third, tmp_path))
+        recipe = recipe_of(STRATEGIES["FSDP2"], servers=[start_server(third, tmp_path)])
         launch = launch_of(tmp_path, recipe, trainers)
         launch.start()
         assert launch.wait(1500) == [0, 0], launch.said[-6000:]
