@@ -1,3 +1,4 @@
+import ctypes
 import os
 import subprocess
 import sys
@@ -64,20 +65,30 @@ ROOT = Path(__file__).parents[2]
 
 
 class Hangs(StandIn):
+    def __init__(self, holds_gil):
+        super().__init__(4)
+        self.holds_gil = holds_gil
+
     def training_step(self, batch, batch_idx):
         if self.iteration == 1:
-            time.sleep(600)
+            # A function of a `PyDLL` runs without releasing the GIL.
+            ctypes.PyDLL(None).sleep(600) if self.holds_gil else time.sleep(600)
         return super().training_step(batch, batch_idx)
 
 
-def hang(folder: str) -> None:
-    fit(Path(folder), Watchdog(1.0), module=Hangs(4))
+def hang(folder: str, holds_gil: bool) -> None:
+    fit(Path(folder), Watchdog(1.0), module=Hangs(holds_gil))
 
 
-def test_a_run_that_hangs_prints_its_stacks_and_exits(tmp_path):
-    code = "import sys; from tests.callbacks.test_guards import hang; hang(sys.argv[1])"
+@pytest.mark.parametrize(
+    ("holds_gil", "reason"),
+    [(False, "error: rank 0 made no progress for 1 s (watchdog.timeout_s)"), (True, "Timeout")],
+    ids=["releases the GIL", "holds the GIL"],
+)
+def test_a_run_that_hangs_prints_its_stacks_and_exits(holds_gil, reason, tmp_path):
+    code = f"from tests.callbacks.test_guards import hang; hang({str(tmp_path)!r}, {holds_gil})"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-c", code],
         check=False,
         cwd=ROOT,
         capture_output=True,
@@ -86,7 +97,7 @@ def test_a_run_that_hangs_prints_its_stacks_and_exits(tmp_path):
         timeout=500,  # it would sleep longer
     )
     assert done.returncode == 1
-    assert "Timeout (0:00:01)!" in done.stderr
+    assert reason in done.stderr
     assert "in training_step" in done.stderr
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed import DistNetworkError
 
 from litgrpo import GRPO, PromptData, __version__
 from litgrpo.cli.help import WIDTH
-from litgrpo.cli.main import COMMANDS
+from litgrpo.cli.main import COMMANDS, CONNECTION_LOST
 from litgrpo.cli.options import options_of
 from litgrpo.cli.parser import RUN_OPTIONS
 from litgrpo.tools.audit.command import audit
@@ -48,6 +49,26 @@ def test_a_bug_keeps_its_traceback(cli):
     # Raised by third-party code that checks no input.
     with pytest.raises(ValueError, match="a bug"):
         cli("fit", "-c", "recipe.yaml", "--data.broken", "true")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_noted"),
+    [
+        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"), True),
+        (DistNetworkError("Connection timed out"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_a_lost_connection_to_another_rank_keeps_its_traceback_and_gets_a_note(
+    error, is_noted, cli, monkeypatch
+):
+    def lose_connection(*_):
+        raise error
+
+    monkeypatch.setattr("litgrpo.cli.main.run", lose_connection)
+    with pytest.raises(type(error)):
+        cli("fit", "-c", "recipe.yaml")
+    assert getattr(error, "__notes__", []) == [CONNECTION_LOST] * is_noted
 
 
 def test_a_clone_that_is_not_installed_prints_one_line():

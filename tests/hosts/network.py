@@ -84,6 +84,11 @@ class Host:
         """Call a function in this host's network, where its sockets and processes stay."""
         return self._thread.submit(function).result()
 
+    def set_option(self, name: str, value: int) -> None:
+        """Do what `sysctl -w name=value` does, for this host alone."""
+        path = Path("/proc/sys", *name.split("."))
+        self.run(lambda: path.write_text(str(value)))
+
     def start(self, command: list[str], output: Path, **options: Any) -> subprocess.Popen[bytes]:
         """Start a process on this host, which writes to the end of a file."""
         with output.open("ab") as file:

@@ -41,6 +41,7 @@ class StandIn(ThreadingHTTPServer):
         at_once: tokens of a row that are sampled before a pause can begin; None: all.
         seconds_per_token: it sleeps as long, as if it ran on another machine; needs `at_once`.
         host: address that it listens on.
+        stalls_at: "/route:n"; from the n-th request of the route on, no request gets an answer.
     """
 
     daemon_threads = True
@@ -57,6 +58,7 @@ class StandIn(ThreadingHTTPServer):
         at_once=None,
         seconds_per_token=0.0,
         host="127.0.0.1",
+        stalls_at="",
     ):
         super().__init__((host, port), Handler)
         self.folder, self.policy = str(folder), load_policy(str(folder)).eval()
@@ -68,6 +70,7 @@ class StandIn(ThreadingHTTPServer):
         self.max_model_len, self.adapters = 256, {}
         self.connections, self.dies_after = [], dies_after
         self.at_once, self.seconds_per_token = at_once, seconds_per_token
+        self.stalls_at = stalls_at
 
     @property
     def url(self):
@@ -97,6 +100,10 @@ class StandIn(ThreadingHTTPServer):
     def answer(self, path, body, query):
         """Status and what a route answers."""
         self.seen.append(path)
+        route, _, number = self.stalls_at.partition(":")
+        if route and self.seen.count(route) >= int(number):
+            print("stalls", flush=True)
+            threading.Event().wait()
         if self.faults.get(path):
             return self.faults[path].pop(0), {"error": "broken"}
         return ROUTES[path](self, body, query)
@@ -368,6 +375,7 @@ if __name__ == "__main__":
     parser.add_argument("--at_once", type=int)
     parser.add_argument("--seconds_per_token", type=float, default=0.0)
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--stalls_at", default="")
     asked = vars(parser.parse_args())
     with StandIn(asked.pop("folder"), asked.pop("port"), **asked) as server:
         print(server.url, flush=True)

@@ -34,16 +34,16 @@ def free_port():
 
 
 @contextmanager
-def served(model, folder, flags):
+def served(model, folder, flags, host="127.0.0.1"):
     """The address of a server of a model folder; what it says is in `folder`."""
     port, log = free_port(), Path(folder) / "server.log"
     words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    words += ["--host", "127.0.0.1", "--port", str(port), *FLAGS.split(), *flags.split()]
+    words += ["--host", host, "--port", str(port), *FLAGS.split(), *flags.split()]
     with log.open("w") as said:
         process = subprocess.Popen(
             words, env=os.environ | CPU, cwd=folder, stdout=said, stderr=subprocess.STDOUT
         )
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     try:
         wait(url, process, log)
         yield url

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -27,6 +28,9 @@ from litgrpo.rollout.served_reference import ReferenceServers, ServedReference
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch, pad_left
+from tests.faults.running import Run, weights_of
+from tests.hosts.launching import LIMIT_S, Launch, recipe_of
+from tests.hosts.network import connect_hosts
 from tests.support.gloo import run_by
 from tests.support.models import tiny_policy
 from tests.support.playing import Echo, episodes_of
@@ -105,6 +109,22 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine_bit_for_bit(unif
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     start = load_policy(MODEL).state_dict()
     assert not all(torch.equal(found[name], start[name]) for name in expected)
+
+
+def test_a_run_on_another_host_ends_in_the_weights_of_the_local_engine_bit_for_bit(
+    folder, tmp_path
+):
+    with connect_hosts(2) as network, ExitStack() as stack:
+        local = Run(tmp_path / "local", recipe_of("auto"), new_process=True)
+        assert local.go(timeout_s=LIMIT_S) == 0, local.said[-3000:]
+        first, second = network.hosts
+        server = served(folder, tmp_path, UNIFORMS, second.address)
+        url = second.run(lambda: stack.enter_context(server))
+        launch = Launch(Run(tmp_path / "run", recipe_of("auto", servers=[url])), [first])
+        launch.start()
+        assert launch.wait() == [0], launch.said[-3000:]
+    assert network.packets["passed"] > 1000
+    assert weights_of(launch.run) == weights_of(local)
 
 
 def test_two_processes_with_divided_weights_learn_what_one_does_without_a_server(

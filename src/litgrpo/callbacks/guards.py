@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import threading
 import time
 from collections import Counter
 from datetime import timedelta
@@ -17,9 +19,12 @@ from litgrpo.callbacks.completions import completion_rows, write_jsonl
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.distributed.device import backend
+from litgrpo.distributed.messages import rank
 from litgrpo.types import StepReport
 
 MAX_SHAPES = 3  # that a warning names
+# Seconds after the watchdog's time limit at which a process exits that never releases the GIL.
+GIL_S = 5.0
 
 
 class NonFinite(Callback):
@@ -106,8 +111,9 @@ class Watchdog(Callback):
     """Terminates a training that makes no progress, on every rank.
 
     If nothing happens for `timeout_s` (no iteration starts or ends, no optimizer step, no batch of
-    a validation), the stacks of all threads are written to standard error and the process exits
-    with code 1. A rank that waits for one that hangs makes no progress either, so all of them exit.
+    a validation), the reason and the stacks of all threads are written to standard error and the
+    process exits with code 1. A rank that waits for one that hangs, or that a network no longer
+    connects to the others, makes no progress either, so all of them exit.
 
     Args:
         timeout_s: seconds without progress; null waits forever. It must be longer than the longest
@@ -121,12 +127,33 @@ class Watchdog(Callback):
     def __init__(self, timeout_s: float | None = 3600.0) -> None:
         above("watchdog.timeout_s", timeout_s, 0)
         self.timeout_s = timeout_s
+        self._ends_at = 0.0  # time.monotonic() at which the process exits
+        self._cancelled: threading.Event | None = None  # of the running timer
 
     def _restart(self, *_: Any, **__: Any) -> None:
         """Restart the timer."""
-        if self.timeout_s is not None:
-            # faulthandler waits in a C thread, which runs even if Python holds the GIL forever.
-            faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=2)
+        if self.timeout_s is None:
+            return
+        self._ends_at = time.monotonic() + self.timeout_s
+        # faulthandler waits in a C thread, which runs even if Python holds the GIL forever.
+        faulthandler.dump_traceback_later(self.timeout_s + GIL_S, exit=True, file=2)
+        if self._cancelled is None:
+            self._cancelled = threading.Event()
+            arguments = (self.timeout_s, self._cancelled)
+            threading.Thread(target=self._wait, args=arguments, daemon=True).start()
+
+    def _wait(self, timeout_s: float, cancelled: threading.Event) -> None:
+        """Exit with the reason when the time is over."""
+        while not cancelled.wait(self._ends_at - time.monotonic()):
+            if time.monotonic() >= self._ends_at:
+                text = (
+                    f"error: rank {rank()} made no progress for {timeout_s:g} s "
+                    "(watchdog.timeout_s). A rank hangs, or the network between ranks is down; "
+                    "the stacks of all threads follow. Resume with --auto_resume true.\n"
+                )
+                os.write(2, text.encode())
+                faulthandler.dump_traceback(file=2)
+                os._exit(1)
 
     on_sanity_check_start = on_train_start = _restart
     on_train_batch_start = on_before_optimizer_step = on_train_batch_end = _restart
@@ -139,6 +166,9 @@ class Watchdog(Callback):
     def _cancel(self, *_: Any, **__: Any) -> None:
         """Stop the timer."""
         faulthandler.cancel_dump_traceback_later()
+        if self._cancelled is not None:
+            self._cancelled.set()
+            self._cancelled = None
 
     on_fit_end = on_exception = _cancel
 

@@ -31,6 +31,10 @@ TERMINATED = 143  # 128 + SIGTERM, the code that schedulers expect after a stop 
 HELP_FLAGS = {"-h", "--help"}
 # Errors of a disk that no check has reported.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
+CONNECTION_LOST = (
+    "The connection to another rank is lost: a rank, its host or the network failed. The output of "
+    "the other ranks may have the cause. Resume with --auto_resume true."
+)
 ENCODING_HINT = "is not text in the encoding of this terminal: set LC_ALL=C.UTF-8"
 
 HELP = """\
@@ -270,11 +274,16 @@ def main() -> int:
 
 
 def run_to_the_end(name: str, words: list[str]) -> int:
-    """Run a command; print an error that the user can fix. Return the exit code."""
+    """Run a command; print an error that the user can fix. Return the exit code.
+
+    The traceback of a lost connection ends with a note, because another rank has the cause.
+    """
     try:
         run(name, words)
     except Exception as error:
         message, code = user_error(error)
+        if is_connection_lost(error):
+            error.add_note(CONNECTION_LOST)
         if "--debug" in words or not message:
             raise
         return print_error(message, code)
@@ -375,6 +384,15 @@ def user_error(error: BaseException) -> tuple[str, int]:
             return f"{link}; free space or choose another folder, and run the command again", 1
         link = link.__cause__
     return "", 0
+
+
+def is_connection_lost(error: Exception) -> bool:
+    """Return True if a collective operation failed because another rank cannot be reached."""
+    from torch.distributed import DistNetworkError
+
+    # gloo raises a plain RuntimeError, which begins with the name of a source file.
+    from_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return from_gloo or isinstance(error, DistNetworkError)
 
 
 def print_error(message: str, code: int = WRONG_INPUT) -> int:
