@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from litgrpo.cli.main import CONNECTION_LOST
 from tests.faults.processes import STRATEGIES
 from tests.faults.running import Run, calls, differences, merge_runs
 from tests.faults.servers import server
 from tests.hosts.launching import HANG, MARK, Launch, recipe_of, run_on_one_host, start_server
-from tests.hosts.network import Host, connect_hosts
+from tests.hosts.network import Host, Network, connect_hosts
 from tests.vllm.serving import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -46,6 +47,18 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wholes]:
 
 def launch_of(folder: Path, recipe: dict[str, Any], hosts: list[Host], **options: Any) -> Launch:
     return Launch(Run(folder, recipe), hosts, **options)
+
+
+def start_until_stalled(launch: Launch, servers: Path) -> None:
+    """Start, and wait until a server with `stalls_at` leaves requests without an answer."""
+    launch.start()
+    launch.wait_for(lambda: "stalls" in (servers / "server.log").read_text())
+
+
+def lose(network: Network, host: Host) -> Host:
+    """End a host and its link without a last packet; return the one that can replace it."""
+    network.cut = {host.address}
+    return network.power_off(host)
 
 
 def start_until_marked(launch: Launch, rank: int, **kind: Any) -> None:
@@ -137,3 +150,89 @@ def test_a_partition_of_20_s_heals(wholes, tmp_path):
     assert network.packets["cut"] > 0
     assert launch.list_resumes() == []
     assert differences(launch.run, wholes("DDP")) == []
+
+
+def test_a_network_that_stays_cut_ends_all_and_both_launchers_resume(wholes, tmp_path):
+    with connect_hosts(2) as network:
+        for host in network.hosts:
+            host.set_option("net.ipv4.tcp_retries2", 6)
+        launch = launch_of(
+            tmp_path, recipe_of(STRATEGIES["DDP"]), network.hosts, max_restarts=2, join_s=60
+        )
+        start_until_marked(launch, 1, **MARK)
+        network.cut = {network.hosts[1].address}
+        assert launch.wait() == [1, 1], launch.said[-6000:]
+        for rank in (0, 1):
+            assert f"[rank{rank}]: {CONNECTION_LOST}" in launch.said
+        assert [host.pids() for host in network.hosts] == [[], []]
+        network.cut = set()
+        launch.start()
+        assert launch.wait() == [0, 0], launch.said[-6000:]
+    assert launch.list_resumes() == [2]
+    assert differences(launch.run, wholes("DDP")) == []
+
+
+def test_a_network_that_is_cut_for_longer_than_the_watchdog_waits(wholes, tmp_path):
+    recipe = recipe_of(STRATEGIES["FSDP2"])
+    with connect_hosts(2) as network:
+        launch = launch_of(tmp_path, recipe, network.hosts)
+        launch.run.recipe = merge_runs(recipe, {"watchdog": {"timeout_s": 100.0}})
+        start_until_marked(launch, 1, **MARK)
+        network.cut = {network.hosts[1].address}
+        for rank in (0, 1):
+            said = f"error: rank {rank} made no progress for 100 s (watchdog.timeout_s)"
+            launch.wait_for(lambda said=said: said in launch.said, may_end=True)
+        # The launcher of the second host waits for the first, up to 15 minutes in the kernel.
+        network.cut = set()
+        assert launch.wait() == [1, 1], launch.said[-6000:]
+        launch.run.recipe = recipe
+        launch.start()
+        assert launch.wait() == [0, 0], launch.said[-6000:]
+    assert launch.list_resumes() == [2]
+    assert differences(launch.run, wholes("FSDP2")) == []
+
+
+def test_rows_of_a_lost_server_go_to_the_other(wholes, tmp_path):
+    with connect_hosts(4) as network:
+        *trainers, third, fourth = network.hosts
+        lost, kept = tmp_path / "lost", tmp_path / "kept"
+        # In the third iteration, which has requests of both processes.
+        servers = [
+            start_server(third, lost, "--stalls_at", "/inference/v1/generate:77"),
+            start_server(fourth, kept),
+        ]
+        launch = launch_of(tmp_path, recipe_of(STRATEGIES["DDP"], servers=servers), trainers)
+        start_until_stalled(launch, lost)
+        lose(network, third)
+        assert launch.wait() == [0, 0], launch.said[-6000:]
+    assert f"vLLM server is unavailable: {servers[0]}" in launch.said
+    assert launch.list_resumes() == []
+    assert differences(launch.run, wholes("DDP", served=True)) == []
+
+
+# A row of the third iteration, and the weights of the iteration after it.
+@pytest.mark.parametrize(
+    ("strategy", "stalls_at"),
+    [("FSDP2", "/inference/v1/generate:154"), ("DDP", "/collective_rpc:4")],
+    ids=["in a rollout", "while it gets weights"],
+)
+def test_without_its_server_a_run_ends_and_resumes_once_it_is_back(
+    strategy, stalls_at, wholes, tmp_path
+):
+    with connect_hosts(3) as network:
+        *trainers, third = network.hosts
+        url = start_server(third, tmp_path, "--stalls_at", stalls_at)
+        recipe = recipe_of(STRATEGIES[strategy], servers=[url], wait_s=20.0)
+        launch = launch_of(tmp_path, recipe, trainers)
+        start_until_stalled(launch, tmp_path)
+        new = lose(network, third)
+        assert all(code > 0 for code in launch.wait()), launch.said[-6000:]
+        # One line of each process.
+        assert launch.said.count(f"error: No vLLM server responds: {url} unavailable") == 2
+        assert [host.pids() for host in trainers] == [[], []]
+        network.cut = set()
+        assert start_server(new, tmp_path) == url
+        launch.start()
+        assert launch.wait() == [0, 0], launch.said[-6000:]
+    assert launch.list_resumes() == [2]
+    assert differences(launch.run, wholes(strategy, served=True)) == []
