@@ -137,7 +137,7 @@ async def send(
     except TimeoutError as error:
         raise ConnectionLost(f"no complete response within {timeout_s:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
-        problem = excerpt(f"{type(error).__name__}: {error}")
+        problem = excerpt(f"{type(error).__name__}: {_find_text(error)}")
         if _is_tls_mistake(error):
             raise TLSFailed(
                 f"{problem}. Use http:// for a server without TLS; the certificate of a server "
@@ -145,6 +145,14 @@ async def send(
             ) from error
         raise ConnectionLost(problem) from error
     return Reply(response.status_code, response.headers, bytes(found))
+
+
+def _find_text(error: BaseException) -> str:
+    """Return the text of an error; if it has none, that of the kernel's error that caused it."""
+    link: BaseException | None = error
+    while link is not None and not (str(link) and (link is error or isinstance(link, OSError))):
+        link = link.__cause__ or link.__context__
+    return "" if link is None else str(link)
 
 
 def _is_tls_mistake(error: BaseException | None) -> bool:

@@ -210,7 +210,7 @@ def test_rows_of_a_lost_server_go_to_the_other(wholes, tmp_path):
     assert differences(launch.run, wholes("DDP", served=True)) == []
 
 
-# In the third iteration: a row of its rollout, and the weights that it starts with.
+# A row of the third iteration, and the weights of the iteration after it.
 @pytest.mark.parametrize(
     ("strategy", "stalls_at"),
     [("FSDP2", "/inference/v1/generate:154"), ("DDP", "/collective_rpc:4")],

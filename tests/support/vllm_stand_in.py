@@ -45,6 +45,7 @@ class StandIn(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # requests of a rollout connect at once; of 5 some would be reset
 
     def __init__(
         self,
