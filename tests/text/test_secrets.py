@@ -55,6 +55,49 @@ def test_values_that_look_like_keys_are_masked_under_any_name(value):
     assert mask_settings({"url": f"http://h/{value}"}) == {"url": f"http://h/{MASK}"}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mcp_servers": {"a": {"url": "https://h/mcp?profile=p&api_key=aaaa-bbbb-1"}}},
+        {"url": "https://h/mcp?accessToken=aaaa-bbbb-2#x"},
+        {"env": {"DATABASE_URL": "postgres://me:aaaa-bbbb-3@h/x", "MY_PAT": "aaaa-bbbb-4"}},
+        {"headers": {"X-Session": "aaaa-bbbb-5", "X-Auth": "aaaa-bbbb-6"}},
+        {"command": ["python", "agent.py", "--api-key", "aaaa-bbbb-7"]},
+        {"args": ["--password=aaaa-bbbb-8"]},
+        {"kwargs": {"openai_key": "aaaa-bbbb-9", "pwd": "aaaa-bbbb-10"}},
+    ],
+)
+def test_keys_in_addresses_headers_and_arguments_of_programs_are_masked(settings):
+    assert "aaaa" not in str(mask_settings(settings))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "github_pat_11ABCDEFG0123456789",
+        "gho_abcdefghijklmnop12",
+        "xoxb-123456789012-abcdef",
+        "ASIAIOSFODNN7EXAMPLE",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijk",
+    ],
+)
+def test_keys_of_more_services_are_masked(value):
+    assert mask_settings({"x": value}) == {"x": MASK}
+    assert value[-6:] not in mask_text(f"got {value}.")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"url": "https://h/mcp?design=blue&author=me&keyword=python"},
+        {"command": ["python", "run.py", "--max-tokens", "5", "--pad-token", "<pad>"]},
+        {"args": ["--level=3", "--tokenizer", "gpt2"]},
+    ],
+)
+def test_other_addresses_and_arguments_stay_as_they_are(settings):
+    assert mask_settings(settings) == settings
+
+
 def test_what_was_masked_once_is_masked_in_every_text():
     mask_settings({"api_key": "qwertz-uiop-9988"})
     assert mask_text("got 'qwertz-uiop-9988'; QWERTZ-UIOP") == f"got '{MASK}'; {MASK}"

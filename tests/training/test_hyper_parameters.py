@@ -19,7 +19,7 @@ from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.hyper_parameters import NotDescribable, build, describe
+from litgrpo.training.hyper_parameters import NotDescribable, build, describe, load_trained_policy
 from litgrpo.training.sft import SFT
 from tests.support.raises import raises_for
 from tests.support.sft import SCRATCH
@@ -108,6 +108,7 @@ def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
 LOUD = "this"  # a module of the standard library that prints when it is imported
 COMMAND = {"class_path": "os.system", "init_args": {"command": "true"}}
 REWARD = "litgrpo.rewards.reward.Reward"
+TOOLS = {"import_path": "litgrpo.environments.tools.Tools"}
 # {argument: descriptions that name code which a checkpoint must not choose}
 ATTACKS = {
     "rewards": [
@@ -120,6 +121,8 @@ ATTACKS = {
         {"right": {"class_path": REWARD, "init_args": {"kwargs": {"x": [{"y": COMMAND}]}}}},
         {"right": f"{LOUD}.reward"},
         [f"{LOUD}.reward"],
+        {"right": {"partial": TOOLS, "args": [], "kwargs": {"factory": f"{LOUD}.Factory"}}},
+        {"right": {"class_path": REWARD, "init_args": {"kwargs": {"isolation": "none"}}}},
     ],
     "objective": [
         {
@@ -137,6 +140,14 @@ ATTACKS = {
     "engine": [
         {"class_path": "litgrpo.workers.pool.WorkerPool", "init_args": {"size": 1}},
         {"class_path": f"{LOUD}.Engine", "init_args": {}},
+        {
+            "class_path": "litgrpo.rollout.engines.vllm.ServerEngine",
+            "init_args": {"urls": ["http://8.8.8.8:8000"], "allow_public": True},
+        },
+        {
+            "class_path": "litgrpo.rollout.engines.vllm.ColocatedEngine",
+            "init_args": {"engine_args": {"logits_processors": [f"{LOUD}.Processor"]}},
+        },
     ],
     "environment": [
         f"{LOUD}.Environment",
@@ -160,8 +171,18 @@ ATTACKS = {
         {"partial": {"import_path": "torch.hub.load"}, "args": ["a/b", "c"], "kwargs": {}},
         {"import_path": "torch.optim.lr_scheduler.partial"},
         {"import_path": "torch.optim.swa_utils.update_bn"},
+        {"partial": TOOLS, "args": [], "kwargs": {"factory": f"{LOUD}.Factory"}},
+        TOOLS,
     ],
-    "lr_scheduler": [{"import_path": "builtins.exec"}, {"import_path": 3}],
+    "lr_scheduler": [
+        {"import_path": "builtins.exec"},
+        {"import_path": 3},
+        {
+            "partial": {"import_path": "litgrpo.training.grpo.GRPO"},
+            "args": [],
+            "kwargs": {"rewards": {"right": f"{LOUD}.reward"}},
+        },
+    ],
     "seed": [COMMAND, {"class_path": "builtins.exec", "init_args": {}}],
 }
 
@@ -203,6 +224,42 @@ def test_code_that_a_checkpoint_names_is_neither_called_nor_imported(
     assert GRPO.load_from_checkpoint(path, **{name: given}).policy is not None
     assert LOUD not in sys.modules
     assert not called
+
+
+def with_parts(path, **parts):
+    """A checkpoint with other parts, whose manifest fits them; parts that are None are left out."""
+    checkpoint = torch.load(path, weights_only=True) | parts | {"manifest": None}
+    write_file({k: v for k, v in checkpoint.items() if v is not None}, path.with_name("c.ckpt"))
+    return path.with_name("c.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("state_dict", None), ("hyper_parameters", [1]), ("hyper_parameters", "x")],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_without_the_parts_of_a_module_is_rejected(saved, name, value):
+    path = with_parts(saved, **{name: value})
+    for load in (GRPO.load_from_checkpoint, load_trained_policy):
+        with raises_for(name):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pretrained", 5),
+        ("precision", 3),
+        ("lora", "x"),
+        ("scratch", "x"),
+        ("seed", [1]),
+        ("scratch", {"class_path": "litgrpo.models.scratch.Scratch", "init_args": {}}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_export_rejects_arguments_of_another_type(saved, name, value):
+    with pytest.raises(ValueError, match=f"{name}|tokenizer"):
+        load_trained_policy(with_arguments(saved, **{name: value}))
 
 
 @pytest.mark.filterwarnings("ignore")

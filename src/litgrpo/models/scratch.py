@@ -192,7 +192,7 @@ def serialize_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
-def deserialize_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
+def deserialize_tokenizer(files: Any) -> PreTrainedTokenizerBase:
     """Rebuild a tokenizer from `serialize_tokenizer`'s result.
 
     Raises:
@@ -201,10 +201,13 @@ def deserialize_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    require(isinstance(files, dict), "the checkpoint has no tokenizer; expected {file name: text}.")
     with TemporaryFolder("tokenizer") as folder:
         for name, text in files.items():
             require(
-                isinstance(text, str) and re.fullmatch(r"\w[\w.-]*", name) is not None,
+                isinstance(name, str)
+                and isinstance(text, str)
+                and re.fullmatch(r"\w[\w.-]*", name) is not None,
                 f"the tokenizer of a checkpoint has a file {name!r}; expected a plain file name.",
             )
             Path(folder, name).write_text(text, encoding="utf-8")

@@ -7,21 +7,40 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "<masked>"
-# Options whose fields are sent to a service as they are: every name that could be a key counts.
-FREE_FORM = ("extra_body", "headers", "extra_headers")
-ANY_SECRET = re.compile(r"key|token|secret|authori[sz]ation|passw|passphrase|credential|cookie")
+# Options whose values are all masked: a header has any name and is often a key.
+HEADERS = ("headers", "extra_headers")
+# Options whose fields are sent to a service or program: every name that could be a key counts.
+FREE_FORM = ("extra_body", "env")
+WORDS = r"secret|authori[sz]ation|passw|passphrase|(^|_)(pwd|pat|bearer|jwt)$|credential|cookie"
+ANY_SECRET = re.compile(rf"key|token|{WORDS}|signature|^sig$|(^|_)auth$")
 # In the rest of a recipe "key" and "token" also name columns and special tokens.
 SECRET = re.compile(
-    r"(api|access|private|secret|auth|account|service|subscription|license)_?key"
-    r"|secret|authori[sz]ation|passw|passphrase|credential|cookie"
+    r"(api|access|private|secret|auth|account|service|subscription|license"
+    r"|anthropic|azure|deepseek|gemini|mistral|openai|openrouter|tavily|together|wandb)_?key"
+    rf"|{WORDS}"
     r"|((^|_)(access|api|auth|bearer|hf|hub|id|refresh|session|wandb)_|^)token$"
 )
 NOT_SECRET = re.compile(r"_env(_var)?$|^(max|min|num)_")
 # Keys of well-known services; the name of the option does not matter.
-KEY_LIKE = r"\b(?:sk|pk|rk|gsk|hf|xai|ghp|glpat|nvapi|r8)[-_](?=[\w-]*\d)[\w-]{12,}"
-KEY_LIKE += r"|\b(?:AIza|AKIA)[\w-]{12,}"
+KEY_LIKE = (
+    r"\b(?:sk|pk|rk|gsk|hf|xai|gh[oprsu]|github_pat|glpat|nvapi|npm|pypi|tvly|xox[a-z]|r8)"
+    r"[-_](?=[\w-]*\d)[\w-]{12,}|\b(?:AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"  # JSON web token
+)
+# User and password of an address; a value of its query.
+IN_ADDRESS = (
+    re.compile(r"(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"),
+    re.compile(
+        r"(?i)(?<=[?&])((?:[\w.-]*[_.-])?(?:api|access|auth|id)?"
+        r"(?:key|token|secret|auth|password|sig|signature)=)([^&\s#\"']+)"
+    ),
+)
+# An argument of a program, such as --api-key=VALUE.
+ARGUMENT = re.compile(r"--?([\w-]+)(?:=(.+))?", re.DOTALL)
 IN_TEXT = (
     (re.compile(KEY_LIKE), MASK),
+    (IN_ADDRESS[0], MASK),
+    (IN_ADDRESS[1], rf"\1{MASK}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+(?=[^\s\"',;]*[\d_.=-])[^\s\"',;]{6,}"), rf"\1 {MASK}"),
     (
         re.compile(
@@ -69,19 +88,41 @@ def _mask_value(value: Any, *, name: str, free_form: bool) -> Any:
                 name=str(key) if is_secret_name(str(key), free_form) else name,
                 free_form=free_form or key in FREE_FORM,
             )
+            if key not in HEADERS
+            else _mask_value(each, name=str(key), free_form=True)
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
-        return type(value)(_mask_value(each, name=name, free_form=free_form) for each in value)
+        names = [name, *(name or _name_of_next(each) for each in value)]
+        masked = [
+            _mask_value(each, name=of, free_form=free_form)
+            for each, of in zip(value, names, strict=False)
+        ]
+        return type(value)(masked)
     # YAML reads a key of digits as a number; `budget_tokens: 512` is a limit.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name and (isinstance(value, str) or (is_number and "token" not in name.lower())):
         remember_secret(str(value))
         return MASK
-    if isinstance(value, str):
-        for found in re.findall(KEY_LIKE, value):
-            remember_secret(found)
-        return IN_TEXT[0][0].sub(MASK, value)
+    return _mask_in_text(value) if isinstance(value, str) else value
+
+
+def _name_of_next(value: Any) -> str:
+    """Return the name of an argument such as --api-key, whose value follows; else ""."""
+    found = ARGUMENT.fullmatch(value) if isinstance(value, str) else None
+    is_secret = found is not None and found[2] is None and is_secret_name(found[1])
+    return str(value) if is_secret else ""
+
+
+def _mask_in_text(value: str) -> str:
+    """Mask keys in a text of a recipe: in addresses, in arguments, and those of known services."""
+    found = ARGUMENT.fullmatch(value)
+    secrets = [found[2]] if found and found[2] and is_secret_name(found[1]) else []
+    secrets += re.findall(KEY_LIKE, value)
+    secrets += IN_ADDRESS[0].findall(value) + [each for _, each in IN_ADDRESS[1].findall(value)]
+    for secret in secrets:
+        remember_secret(secret)
+        value = value.replace(secret, MASK)
     return value
 
 

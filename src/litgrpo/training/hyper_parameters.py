@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import torch
 from lightning import LightningModule
 
-from litgrpo.arguments import check_imports, import_by_path
+from litgrpo.arguments import check_imports, import_by_path, require, type_with_article
 from litgrpo.checkpointing.shards import read_checkpoint
-from litgrpo.models.loading import build_policy, check_weights, load_policy
+from litgrpo.models.adapters import LoRA
+from litgrpo.models.loading import Precision, build_policy, check_weights, load_policy
 from litgrpo.models.policy import Policy
-from litgrpo.models.scratch import deserialize_tokenizer
+from litgrpo.models.scratch import Scratch, deserialize_tokenizer
 from litgrpo.rewards.reward import builtin_rewards
 from litgrpo.text.secrets import mask_settings
 
@@ -38,7 +39,15 @@ ADAPTERS = "litgrpo.environments.adapters."
 TORCH = (torch.optim, torch.optim.lr_scheduler)
 TORCH_KINDS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 BUILTIN_REWARDS = "litgrpo.rewards.builtin."
-POLICY_ARGUMENTS = ("pretrained", "scratch", "precision", "lora", "seed")
+# Values that switch a protection off, which only the caller may do.
+UNPROTECTED: dict[str, Any] = {"isolation": "none", "allow_public": True}
+POLICY_ARGUMENTS: dict[str, type] = {
+    "pretrained": str,
+    "scratch": Scratch,
+    "precision": Precision,
+    "lora": LoRA,
+    "seed": int,
+}
 
 Module = TypeVar("Module", bound=LightningModule)
 
@@ -114,7 +123,8 @@ def build(description: Any) -> Any:
     """Rebuild a value from its description.
 
     Raises:
-        NotTrusted: it names anything else than what `import_trusted` returns.
+        NotTrusted: it names anything else than what `import_trusted` returns, or switches a
+            protection off.
 
     Example:
         >>> build({"import_path": "torch.optim.adamw.AdamW"})
@@ -124,8 +134,11 @@ def build(description: Any) -> Any:
         return type(description)(build(each) for each in description)
     if not isinstance(description, dict):
         return description
+    for name, value in UNPROTECTED.items():
+        if description.get(name) == value:
+            raise NotTrusted(f"{name}: {value}")
     if FUNCTION in description:
-        return import_trusted(description[FUNCTION])
+        return _import_callable(description[FUNCTION])
     if PARTIAL in description:
         arguments = build(description["args"]), build(description["kwargs"])
         return functools.partial(build(description[PARTIAL]), *arguments[0], **arguments[1])
@@ -135,6 +148,17 @@ def build(description: Any) -> Any:
             raise NotTrusted(description[OBJECT])
         return kind(**build(description["init_args"]))
     return {key: build(each) for key, each in description.items()}
+
+
+def _import_callable(path: Any) -> Any:
+    """Import a callable that training calls later, when no check of imports is active.
+
+    So it is not any class of litgrpo: some import or start what their arguments name.
+    """
+    found = import_trusted(path)
+    if inspect.isclass(found) and not issubclass(found, TORCH_KINDS):
+        raise NotTrusted(str(path))
+    return found
 
 
 def import_trusted(path: Any) -> Any:
@@ -208,8 +232,7 @@ def load_from_checkpoint(
             that a checkpoint must not choose.
     """
     path = Path(checkpoint_path)
-    checkpoint = read_checkpoint(path)
-    saved = checkpoint.get(KEY, {})
+    checkpoint, saved = _read(path)
     wanted = {
         name: parameter.default
         for name, parameter in inspect.signature(kind).parameters.items()
@@ -245,6 +268,17 @@ def load_from_checkpoint(
     return module.to(map_location)
 
 
+def _read(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Read a checkpoint; return it, and the descriptions of its module's arguments."""
+    checkpoint = read_checkpoint(path)
+    saved = checkpoint.get(KEY, {})
+    require(
+        "state_dict" in checkpoint and isinstance(saved, Mapping),
+        f"{path} is not a checkpoint of GRPO or SFT: expected state_dict and a dict {KEY}.",
+    )
+    return checkpoint, saved
+
+
 def load_trained_policy(path: Path) -> Policy:
     """Load the policy of a checkpoint; nothing else of its module is constructed.
 
@@ -254,10 +288,13 @@ def load_trained_policy(path: Path) -> Policy:
     Raises:
         ValueError: the file is damaged, or does not describe its model.
     """
-    checkpoint = read_checkpoint(path)
-    built, missing = build_arguments(checkpoint.get(KEY, {}), POLICY_ARGUMENTS)
+    checkpoint, saved = _read(path)
+    built, missing = build_arguments(saved, POLICY_ARGUMENTS)
+    for name, kind in POLICY_ARGUMENTS.items():
+        if not isinstance(built.get(name), kind | None):
+            missing[name] = f"it is {type_with_article(built[name])}"
     scratch, pretrained = built.get("scratch"), built.get("pretrained")
-    if scratch is None and not isinstance(pretrained, str):
+    if scratch is None and pretrained is None:
         missing.setdefault("pretrained", "")
     if missing:
         raise _missing_error(path, "its module", missing)
@@ -265,7 +302,7 @@ def load_trained_policy(path: Path) -> Policy:
     if scratch is None:
         policy = load_policy(str(pretrained), precision=precision, lora=built.get("lora"))
     else:
-        tokenizer = deserialize_tokenizer(checkpoint["tokenizer"])
+        tokenizer = deserialize_tokenizer(checkpoint.get("tokenizer"))
         model = scratch.build_model(tokenizer, seed=built.get("seed", 0))
         policy = build_policy(model, tokenizer, precision=precision)
     prefix = "policy."

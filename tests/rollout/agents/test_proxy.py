@@ -122,6 +122,47 @@ def test_large_bodies_and_bodies_without_a_length_are_not_read(proxy):
     assert not proxy.answers.calls
 
 
+FUNCTION = {"name": "f"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        FUNCTION | {"parameters": [1]},
+        FUNCTION | {"parameters": "x"},
+        FUNCTION | {"parameters": {"required": [["x"]]}},
+        FUNCTION | {"description": 5},
+    ],
+)
+def test_malformed_tools_are_rejected_with_a_reason(proxy, function):
+    status, body = post(proxy.base_url, proxy.open(0), ASKED | {"tools": [{"function": function}]})
+    assert status == 400
+    assert "tools[0]" in body["error"]["message"]
+    assert not proxy.answers.calls
+
+
+def test_texts_of_a_request_have_no_halves_of_surrogate_pairs(proxy):
+    tool = {"function": {"name": "f\ud800", "parameters": {"properties": {"\ud800": {}}}}}
+    body = ASKED | {"tools": [tool], "stop": ["\ud800"], "model": "\ud800"}
+    assert post(proxy.base_url, proxy.open(0), body)[0] == 200
+    (call,) = proxy.answers.calls
+    repr(call.request).encode()
+    assert "\ud800" not in "".join([*call.request.stop, call.request.model])
+    json.dumps(call.request.tools, ensure_ascii=False).encode()
+
+
+def test_a_body_that_is_cut_off_is_rejected(proxy):
+    body = json.dumps(ASKED).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {proxy.open(0)}\r\n"
+    with socket.create_connection(proxy.server.server_address) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body) + 9}\r\n\r\n".encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        assert reply.status == 400
+    assert not proxy.answers.calls
+
+
 def test_a_connection_serves_several_requests_also_after_an_error(proxy):
     key = proxy.open(0)
     connection = http.client.HTTPConnection(*proxy.server.server_address)

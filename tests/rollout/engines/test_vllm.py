@@ -270,6 +270,19 @@ def test_a_valid_response_gives_its_tokens_and_log_probabilities():
     assert complete(completion((7, 8, 9, 10), (0.0, -1, -2.0, -9999.0), "length")).ids[-1] == 10
 
 
+RUN = "5f0c9a1be2d4"
+
+
+@pytest.mark.parametrize(
+    "found", ["x-8-", "-8-", f"7-{'9' * 5000}-", f"{'9' * 30}-8-", "5-8-", "7-\u0668-"]
+)
+def test_a_version_that_this_run_cannot_have_set_is_another_version(found):
+    spans = [{"version": f"6-7-{RUN}", "start": 0}, {"version": f"{found}{RUN}", "start": 1}]
+    response = completion(choice={"weight_versions": spans})
+    with HostileServer(lambda: send_reply(response)) as server, pytest.raises(StaleWeights):
+        Server(server.url, 20.0).complete(REQUEST, f"6-7-{RUN}", in_flight=True)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", RESPONSES)
 def test_no_response_hangs_the_client_or_ends_in_an_error_of_python(name):

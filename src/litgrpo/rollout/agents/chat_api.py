@@ -108,6 +108,7 @@ class ChatRequest:
             ApiError: 400, it is malformed or asks for something that is not supported.
         """
         check(isinstance(body, dict), "the body must be a JSON object")
+        body = _clean(body)
         given = {name: value for name, value in body.items() if value is not None}
         messages = given.get("messages")
         check(isinstance(messages, list) and bool(messages), "messages must be a list of messages")
@@ -152,9 +153,15 @@ class ChatRequest:
         )
 
 
-def _text(value: Any) -> str:
-    """Return a text without halves of surrogate pairs, which no tokenizer accepts."""
-    return str(value).encode("utf-8", "replace").decode()
+def _clean(value: Any) -> Any:
+    """Replace halves of surrogate pairs, which no tokenizer accepts, in all texts of a value."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_clean(each) for each in value]
+    if isinstance(value, dict):
+        return {_clean(name): _clean(each) for name, each in value.items()}
+    return value
 
 
 def _read_message(given: Any, number: int) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def _read_message(given: Any, number: int) -> dict[str, Any]:
     check(role in known, f"{place}.role is {role!r:.40}; it must be one of {', '.join(known)}")
     message = {"role": ROLES.get(role, role), "content": _read_content(given, place)}
     if role == "tool":
-        message["tool_call_id"] = _text(given.get("tool_call_id") or "")
+        message["tool_call_id"] = str(given.get("tool_call_id") or "")
     calls = given.get("tool_calls") or []
     check(isinstance(calls, list), f"{place}.tool_calls must be a list")
     if role == "assistant" and calls:
@@ -181,7 +188,7 @@ def _read_content(given: dict[str, Any], place: str) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [_read_part(part) for part in parts]
     check(None not in texts, f"{place}.content must be a text or parts of type text")
-    return _text("".join(filter(None, texts)))
+    return "".join(filter(None, texts))
 
 
 def _read_part(part: Any) -> str | None:
@@ -201,8 +208,8 @@ def _read_call(given: Any, place: str) -> dict[str, Any]:
     )
     check(valid, f"{place}.tool_calls must be calls of functions with arguments as JSON texts")
     assert isinstance(function, dict)
-    called = {"name": _text(function["name"]), "arguments": _text(function.get("arguments", ""))}
-    return {"id": _text(given.get("id") or ""), "type": "function", "function": called}
+    called = {"name": function["name"], "arguments": function.get("arguments", "")}
+    return {"id": str(given.get("id") or ""), "type": "function", "function": called}
 
 
 def _read_tools(given: Any) -> list[dict[str, Any]]:
@@ -216,16 +223,22 @@ def _read_tools(given: Any) -> list[dict[str, Any]]:
             f"{place} must be a function with a name",
         )
         assert isinstance(function, dict)
-        parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+        parameters = function.get("parameters") or {}
+        text = function.get("description") or ""
+        check(
+            isinstance(parameters, dict) and isinstance(text, str),
+            f"{place}.function needs a text as description and an object as parameters",
+        )
+        parameters = {"type": "object", "properties": {}} | parameters
         properties, required = parameters["properties"], parameters.get("required", [])
         check(
             isinstance(properties, dict)
             and all(isinstance(one, dict) for one in properties.values())
             and isinstance(required, list)
-            and all(name in properties for name in required),
+            and all(isinstance(name, str) and name in properties for name in required),
             f"{place}.function.parameters must be a JSON schema of an object",
         )
-        described = {"description": "", **function, "parameters": parameters}
+        described = {**function, "description": text, "parameters": parameters}
         tools.append({"type": "function", "function": described})
     return tools
 

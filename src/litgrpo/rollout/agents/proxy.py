@@ -252,7 +252,11 @@ class _Handler(BaseHTTPRequestHandler):
         if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
             self.close_connection = True  # the body is not read
             raise ApiError(413, f"a request has at most {MAX_BODY:,} bytes", "request_too_large")
-        return self.rfile.read(int(length))
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            self.close_connection = True
+            raise ApiError(400, "the body is shorter than its Content-Length")
+        return body
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()

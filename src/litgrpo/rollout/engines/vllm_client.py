@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 import weakref
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ from litgrpo.rollout.engines.served import (
 )
 from litgrpo.text.visible import excerpt
 
+# Version of weights that litgrpo set: iteration, number of the publish, run.
+VERSION = re.compile(r"(\d{1,9})-(\d{1,9})-(\w+)", re.ASCII)
 # Largest responses: of the routes for weights and settings, and for each generated token.
 MAX_BYTES, MAX_BYTES_PER_TOKEN = 16 * MIB, 4096
 GENERATE = "/inference/v1/generate"
@@ -469,9 +472,10 @@ def is_newer(found: str, version: str) -> bool:
         >>> is_newer("default", "6-7-5f0c9a1be2d4")
         False
     """
-    parts, own = found.split("-"), version.split("-")
-    same_run = len(parts) == len(own) and parts[2] == own[2] and parts[1].isdecimal()
-    return same_run and int(parts[1]) > int(own[1])
+    new, own = VERSION.fullmatch(found), VERSION.fullmatch(version)
+    if new is None or own is None or new[3] != own[3]:
+        return False
+    return int(new[2]) > int(own[2]) and int(new[1]) >= int(own[1])
 
 
 def token_versions(spans: list[tuple[str, int | None]], num_tokens: int) -> list[int]:
@@ -490,7 +494,9 @@ def token_versions(spans: list[tuple[str, int | None]], num_tokens: int) -> list
     """
     begins = [-1 if start is None else start for _, start in spans]
     if begins[0] != 0 or begins != sorted(set(begins)) or begins[-1] >= num_tokens:
-        raise MalformedReply(f"weight versions that begin at tokens {begins} of {num_tokens}")
+        raise MalformedReply(
+            f"weight versions that begin at tokens {excerpt(str(begins))} of {num_tokens}"
+        )
     ends = [*begins[1:], num_tokens]
     numbers = [int(version.split("-")[0]) for version, _ in spans]
     sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
