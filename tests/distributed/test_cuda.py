@@ -74,10 +74,17 @@ def test_an_error_while_recording_is_raised_and_the_next_recording_works():
 
 
 @on_cuda()
-def test_a_token_takes_few_launches_and_sixteen_tokens_one_wait():
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_token_takes_few_launches_and_sixteen_tokens_one_wait(kind, checkpointing):
+    from litgrpo.models.loading import Precision, build_policy
     from tests.cuda_device.device import count_work
+    from tests.support.models import byte_tokenizer, tiny_model
 
-    policy, prompts = tiny_policy("qwen2").to(GPU), prompt_batch(*TEXTS).to(GPU)
+    precision = Precision(gradient_checkpointing=checkpointing)
+    policy = build_policy(tiny_model(kind), byte_tokenizer(), precision=precision).to(GPU)
+    policy.eval()  # in training, checkpointed layers keep no keys
+    prompts = prompt_batch(*TEXTS).to(GPU)
     policy.eos_ids = (300,)
 
     def count(length):

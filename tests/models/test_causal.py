@@ -132,14 +132,19 @@ def test_a_reference_moves_by_its_fraction_to_the_policy():
         torch.testing.assert_close(after, 0.75 * before + 0.25 * its)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    plain = tiny_policy("qwen2")
-    precision = Precision(gradient_checkpointing=True)
-    frugal = build_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision)
+@pytest.mark.filterwarnings("ignore:.*target_modules.*")
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
+def test_gradient_checkpointing_changes_no_gradient_and_no_decoder(lora):
     grads = []
-    for policy in (plain.train(), frugal.train()):
-        policy.logprobs(tokens(policy)).logprobs.sum().backward()
-        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    for checkpointing in (False, True):
+        precision = Precision(gradient_checkpointing=checkpointing)
+        torch.manual_seed(0)
+        policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=lora)
+        assert policy.eval().can_fuse
+        policy.train().logprobs(tokens(policy)).logprobs.sum().backward()
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        grads.append(torch.cat([p.grad.flatten() for p in trained]))
+    assert grads[0].abs().max() > 0
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 

@@ -34,7 +34,7 @@ from litgrpo.models.reference import (
 )
 from litgrpo.models.sharded_weights import PolicySharding, adapters_in_memory
 from litgrpo.models.t5 import Seq2SeqPolicy
-from litgrpo.models.transformers_compat import checkpoint_activations
+from litgrpo.models.transformers_compat import checkpoint_activations, remove_input_hooks
 from litgrpo.models.weights import (
     check_sizes,
     check_vocabulary,
@@ -349,6 +349,7 @@ def build_policy(
         checkpoint_activations(model)
     if lora is not None:
         model = add_adapters(model, lora)
+        remove_input_hooks(model)
     build = Seq2SeqPolicy if model.config.is_encoder_decoder else build_causal_policy
     policy = build(model, tokenizer, collect_end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts

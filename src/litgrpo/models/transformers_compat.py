@@ -122,6 +122,17 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         enable = model.gradient_checkpointing_enable
     context = partial(keep_attention_in_recompute, model)
     enable({"use_reentrant": False, "context_fn": context})
+    remove_input_hooks(model)
+
+
+def remove_input_hooks(model: PreTrainedModel) -> None:
+    """Remove the hooks that give the output of the embedding a gradient.
+
+    Transformers adds them to models that checkpoint activations, and peft adds them again. Only
+    reentrant checkpoints need them, and a model with hooks is decoded without the fused decoder.
+    """
+    if hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()
 
 
 def checkpoints_activations(model: PreTrainedModel) -> bool:

@@ -17,8 +17,10 @@ from litgrpo.training.optim import check_max_grad_norm
 # that with `precision.selective_recompute`, which not every model knows.
 LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
 # On a device with its own memory each call has a fixed cost, so tokens and logits follow what is
-# free: at most this fraction of it for activations, and this one for the tensors of the logits.
-ACTIVATIONS_FRAC, LOGITS_FRAC, MOST_TOKENS, MOST_LOGITS = 3 / 4, 1 / 8, 2**16, 2**29
+# free: at most this fraction of it for activations, and this one for the tensors of the logits, of
+# which a chunk of many tokens has half (`head_chunk`). Each chunk also casts the head's weight and
+# adds its gradient, 22 GB of traffic with 2B parameters.
+ACTIVATIONS_FRAC, LOGITS_FRAC, MOST_TOKENS, MOST_LOGITS = 3 / 4, 1 / 4, 2**16, 2**29
 BYTES_PER_LOGIT = 12  # three float32 tensors in the backward pass
 
 
