@@ -274,6 +274,18 @@ def test_the_teacher_reads_the_prompt_with_the_hint():
     assert torch.equal(tokens.completion_ids, rollout.completion_ids)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_hint_is_added_to_the_instruction_of_the_template(chat, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    settings = {"template": "Add: {{ prompt }}", "chat": chat, "tokenizer": str(tmp_path)}
+    data = with_hint(ROWS, **settings)
+    data.setup("fit")
+    (ids, _) = data.sets["train"].columns[REFERENCE_PROMPT]
+    assert tokenizer.decode(ids).removeprefix("<bos>").strip() == "Add: 1+1? 2"
+
+
 def test_a_policy_learns_what_it_would_answer_with_the_hint():
     """The divergence from itself with a hint falls, and the teacher moves with the policy."""
     sync = Controllers(reference=ReferenceSync(every=1, mixup_alpha=0.5))

@@ -325,9 +325,10 @@ class PromptData(SourceData[PromptBatch]):
             `{answer: '####\s*(.+)'}`.
         template: Jinja text with the row's columns as variables, such as `Question: {{ prompt }}`.
         reference_template: Jinja text of the prompt that the reference of the KL term reads instead
-            of the policy's, with the row's columns as variables; with messages `prompt` is the last
-            user message, which the text replaces. Such as `{{ prompt }} The answer is {{ answer
-            }}.` for a teacher that sees the answer; see docs/howto/distillation.md.
+            of the policy's, with the row's columns as variables; `prompt` is the policy's prompt,
+            after `template`, or the last user message, which the text replaces. Such as `{{ prompt
+            }} The answer is {{ answer }}.` for a teacher that sees the answer; see
+            docs/howto/distillation.md.
         chat: `true` renders the prompt with the chat template of the tokenizer as a user message;
             `{system: text}` adds a system message.
         batch_size: prompts per iteration, all processes together.

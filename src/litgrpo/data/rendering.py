@@ -215,8 +215,12 @@ class PromptFormat:
 
     def _for_reference(self, row: SourceRow) -> str | Messages:
         """Return a text instead of the row's prompt."""
+        return self._reference_text(row, self.template.render(row))
+
+    def _reference_text(self, row: SourceRow, prompt: str) -> str:
+        """Render the reference's template, with the policy's prompt as `prompt`."""
         assert self.reference is not None
-        return self.reference.render(row)
+        return self.reference.render(replace(row, values=row.values | {"prompt": prompt}))
 
     def encode_opening(
         self,
@@ -346,10 +350,7 @@ class ChatPromptFormat(PromptFormat):
         messages = self.messages(row)
         users = [n for n, each in enumerate(messages) if each["role"] == "user"]
         require(bool(users), f"{row.place}: reference_template needs a user message")
-        prompt = row.values.get(self.template.field)
-        if not isinstance(prompt, str) or looks_like_messages(prompt):
-            prompt = messages[users[-1]]["content"]
-        text = super()._for_reference(replace(row, values=row.values | {"prompt": prompt}))
+        text = self._reference_text(row, messages[users[-1]]["content"])
         messages[users[-1]] = messages[users[-1]] | {"content": text}
         return messages
 
