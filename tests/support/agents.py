@@ -60,6 +60,11 @@ def once(row, base_url, api_key):
     return len(Client(base_url, api_key).ask(row["prompt"])) / 10
 
 
+def wordy(row, base_url, api_key):
+    """One call with 30 characters."""
+    return float(len(Client(base_url, api_key).ask("x" * 30)) > 0)
+
+
 def talk(row, base_url, api_key):
     """Three turns of one conversation."""
     client = Client(base_url, api_key)

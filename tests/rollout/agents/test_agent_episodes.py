@@ -199,6 +199,17 @@ def test_a_conversation_ends_at_the_completion_length(episodes):
     assert not any(each.failed for each in rollout.episodes)
 
 
+def test_a_short_conversation_may_go_on_while_a_long_one_reaches_the_last_position():
+    policy = tiny_policy("gpt2", n_positions=40)  # fails beyond
+    episodes = agent_episodes(max_turn_tokens=30)
+    try:
+        rollout = play_agents(episodes, "once", "wordy", policy=policy, length=60)
+    finally:
+        episodes.close()
+    assert rollout.lengths.tolist() == [30, 30, 9, 9]  # of 40 positions, 31 are the messages
+    assert rollout.truncated.all()
+
+
 def test_long_messages_are_rejected():
     episodes = agent_episodes(Agent("tests.support.agents.once", max_prompt_tokens=3))
     with_room = agent_episodes(Agent("tests.support.agents.once", max_prompt_tokens=4))
@@ -300,4 +311,7 @@ def test_a_server_samples_the_replies_that_the_local_engine_samples(episodes, tm
         engine = ServerEngine([server.url], send_uniforms=True, timeout_s=60.0, wait_s=5.0)
         engine.sync_weights(policy, 0)
         served = play_agents(episodes, "talk", "branch", policy=policy, engine=engine)
+        # A server generates no token beyond the limit of a call.
+        limits = {each["sampling_params"]["max_tokens"] for each in server.asked}
+    assert limits == {3, 8}  # `branch` asks for 3 beside calls that do not
     assert_equal(served, play_agents(episodes, "talk", "branch", policy=policy))

@@ -27,7 +27,7 @@ from litgrpo.rollout.engines.weight_transfer import FolderTransfer, NcclTransfer
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.engines.two_processes import one_of_two
-from tests.support.engines import GROUP, TEXTS, assert_same, spread_lengths, uniforms_for
+from tests.support.engines import GROUP, LENGTH, TEXTS, assert_same, spread_lengths, uniforms_for
 from tests.support.hostile_server import NOT_JSON, RESPONSES, HostileServer
 from tests.support.hostile_server import reply as send_reply
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -68,6 +68,17 @@ def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     assert len(set(found.lengths.tolist())) > 1
     assert {len(each["token_ids"]) for each in server.asked} == {len(t) + 1 for t in TEXTS}
+
+
+def test_rows_end_at_limits_of_their_own(server):
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = ()
+    limits = [1 + row % LENGTH for row in range(len(TEXTS) * GROUP)]
+    whole, limited = requests_for(policy), requests_for(policy, row_limits=limits)
+    expected = LocalEngine().generate(whole).token_lists()
+    for engine in (LocalEngine(), sync(engine_of(server), policy)):
+        found = engine.generate(limited).token_lists()
+        assert found == [ids[:limit] for ids, limit in zip(expected, limits, strict=True)]
 
 
 def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
@@ -414,7 +425,7 @@ def test_public_addresses_and_names_that_resolve_to_them_need_allow_public(monke
 @pytest.mark.parametrize(
     ("sampling", "send_uniforms", "named"),
     [
-        (Sampling(top_k=5), False, "top_k 5"),
+        (Sampling(top_k=5), False, "candidate sets"),
         (Sampling(temperature=0.7), True, "model.sampling.temperature is 0.7"),
     ],
 )

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +93,37 @@ class AdmittedCall:
     row: AgentRow
     calls: list[AgentCall]
     uniforms: list[torch.Tensor]
+
+
+CallAndNumbers = tuple[AgentCall, torch.Tensor]
+
+
+def split_by_width(
+    calls: Sequence[CallAndNumbers], positions: float
+) -> Iterator[list[CallAndNumbers]]:
+    """Yield calls in requests of which every row has positions for the widest reply.
+
+    Engines decode rows of a request side by side, also after a row has ended. A model with an
+    embedding per position would fail beyond the last one.
+
+    Args:
+        calls: calls, and the random numbers of their replies.
+        positions: number of positions of the model; infinite for most models.
+
+    Example:
+        >>> far = AgentCall([0] * 9, [], None, limit=1), torch.zeros(1)
+        >>> near = AgentCall([0], [], None, limit=4), torch.zeros(4)
+        >>> [len(each) for each in split_by_width([far, near], 10)]
+        [1, 1]
+        >>> [len(each) for each in split_by_width([far, near], math.inf)]
+        [2]
+    """
+    waiting = list(calls)
+    while waiting:
+        width = max(call.limit for call, _ in waiting)
+        fits = [len(call.context) + width <= positions for call, _ in waiting]
+        yield [pair for pair, fit in zip(waiting, fits, strict=True) if fit]
+        waiting = [pair for pair, fit in zip(waiting, fits, strict=True) if not fit]
 
 
 @dataclass(eq=False)
@@ -343,21 +374,20 @@ class AgentRollout:
             for each in admitted
             for call, numbers in zip(each.calls, each.uniforms, strict=True)
         ]
-        if drawn:
-            self._sample(drawn)
+        for fitting in split_by_width(drawn, self.positions):
+            self._sample(fitting)
         for each in admitted:
             self._reply(each)
 
-    def _sample(self, drawn: list[tuple[AgentCall, torch.Tensor]]) -> None:
+    def _sample(self, drawn: list[CallAndNumbers]) -> None:
         """Sample replies in one request of the engine; equal contexts share their cache."""
         drawn = sorted(drawn, key=lambda pair: pair[0].context)
         counts = Counter(tuple(call.context) for call, _ in drawn)
         size = min(counts.values())
         group = size if all(each == size for each in counts.values()) else 1
         contexts = [call.context for call, _ in drawn[::group]]
-        uniforms = torch.zeros(
-            len(drawn), max(call.limit for call, _ in drawn), dtype=torch.float64
-        )
+        limits = [call.limit for call, _ in drawn]
+        uniforms = torch.zeros(len(drawn), max(limits), dtype=torch.float64)
         for number, (_, numbers) in enumerate(drawn):
             uniforms[number, : len(numbers)] = numbers
         ids, mask = pad_left(contexts, self.policy.pad_id)
@@ -365,7 +395,12 @@ class AgentRollout:
         numbers = torch.arange(len(contexts), device=device)
         prompts = PromptBatch(ids.to(device), mask.to(device), [""] * len(contexts), {}, numbers)
         request = replace(
-            self.requests, prompts=prompts, group_size=group, uniforms=uniforms, listener=None
+            self.requests,
+            prompts=prompts,
+            group_size=group,
+            uniforms=uniforms,
+            listener=None,
+            row_limits=limits,
         )
         rollout = self.engine.generate(request)
         if request.stops is not None:

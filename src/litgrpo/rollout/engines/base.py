@@ -59,6 +59,8 @@ class RolloutRequest:
         stops: texts at which an engine may end completions; the rest is cut off in any case.
         listener: makes completions multi-turn: what would end a completion ends a turn, and the
             listener supplies the observation. None: every completion is a single turn.
+        row_limits: N limits on the tokens of single-turn rows, each at most C. An engine may
+            generate more, which the caller cuts off. None: every row has the limit C.
 
     Example::
 
@@ -75,6 +77,7 @@ class RolloutRequest:
     max_rows: int | None = None
     stops: StopStrings | None = None
     listener: TurnListener | None = None
+    row_limits: list[int] | None = None
 
     @property
     def end_ids(self) -> tuple[int, ...]:

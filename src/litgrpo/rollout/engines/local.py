@@ -240,11 +240,14 @@ class Sampler:
         logits, state = request.policy.prefill(ids, mask, request.group_size, capacity=length)
         rows = torch.arange(groups * request.group_size, device=ids.device)
         rows += first * request.group_size
+        limits = torch.full_like(rows, length)
+        if request.row_limits is not None:
+            limits = torch.tensor(request.row_limits, device=ids.device)[rows]
         return DecodingBatch(
             state=state,
             logits=logits.repeat_interleave(request.group_size, 0),
             cursor=rows * length,
-            last=rows * length + length - 1,
+            last=rows * length + limits - 1,
             active=torch.ones_like(rows, dtype=torch.bool),
         )
 

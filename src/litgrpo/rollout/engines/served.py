@@ -181,9 +181,8 @@ def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
     sampling = request.sampling
     require(
         not sampling.truncated,
-        f"model.sampling has top_k {sampling.top_k}, top_p {sampling.top_p} and min_p "
-        f"{sampling.min_p}, but vLLM does not return the candidate sets of these filters. Set them "
-        "to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",
+        "model.sampling has top_k, top_p or min_p, but vLLM does not return the candidate sets of "
+        "these filters. Set them to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",
     )
     require(
         not takes_uniforms or sampling.temperature in (0, 1),
@@ -245,14 +244,10 @@ class ServedRows:
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         prompt_ids = [ids[mask].tolist() for ids, mask in pairs]
         self.rows = [ServedRow(ids) for ids in prompt_ids for _ in range(request.group_size)]
-        self.uniforms: list[list[float]] = request.uniforms.tolist()
+        limits = request.row_limits or [request.uniforms.shape[1]] * request.num_rows
+        rows = zip(request.uniforms.tolist(), limits, strict=True)
+        self.uniforms: list[list[float]] = [numbers[:limit] for numbers, limit in rows]
         self.awaiting_observation: set[int] = set()
-
-    @property
-    def max_turn_tokens(self) -> int:
-        """Limit on the tokens of a turn."""
-        listener = self.request.listener
-        return len(self.uniforms[0]) if listener is None else listener.max_turn_tokens
 
     def next_request(self, row: int) -> SampleRequest:
         """Return the request for a row's next turn.
@@ -261,9 +256,10 @@ class ServedRows:
         depends neither on batch size nor on the server.
         """
         here, request, uniforms = self.rows[row], self.request, self.uniforms[row]
-        done = len(here.ids)
+        done, listener = len(here.ids), request.listener
+        left = len(uniforms) - done
         params: dict[str, Any] = {
-            "max_tokens": min(self.max_turn_tokens, len(uniforms) - done),
+            "max_tokens": left if listener is None else min(listener.max_turn_tokens, left),
             "temperature": request.sampling.temperature,
             "stop_token_ids": list(request.end_ids),
             "ignore_eos": True,  # `end_ids` contains the model's end tokens
