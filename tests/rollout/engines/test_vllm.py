@@ -425,7 +425,7 @@ def test_public_addresses_and_names_that_resolve_to_them_need_allow_public(monke
 @pytest.mark.parametrize(
     ("sampling", "send_uniforms", "named"),
     [
-        (Sampling(top_k=5), False, "candidate sets"),
+        (Sampling(top_k=5), False, "top_k 5"),
         (Sampling(temperature=0.7), True, "model.sampling.temperature is 0.7"),
     ],
 )

@@ -181,8 +181,9 @@ def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
     sampling = request.sampling
     require(
         not sampling.truncated,
-        "model.sampling has top_k, top_p or min_p, but vLLM does not return the candidate sets of "
-        "these filters. Set them to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",
+        f"model.sampling has top_k {sampling.top_k}, top_p {sampling.top_p} and min_p "
+        f"{sampling.min_p}, but vLLM does not return the candidate sets of these filters. Set them "
+        "to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",
     )
     require(
         not takes_uniforms or sampling.temperature in (0, 1),
