@@ -11,6 +11,7 @@ the table into a page.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -223,6 +224,7 @@ def count_iteration(shape: Shape, new: int) -> Iteration:
     """
     from tests.cuda_device.device import dry_run
 
+    gc.collect()  # the model that was counted before
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = AutoConfig.for_model(shape.kind, **shape.config, **special)
     precision = Precision(gradient_checkpointing=shape.checkpointing)
