@@ -62,12 +62,15 @@ def lose(network: Network, host: Host) -> Host:
 
 
 def start_until_marked(launch: Launch, rank: int, **kind: Any) -> None:
-    """Start with a callback that leaves a marker in the third iteration, and wait for it."""
+    """Start with a callback that leaves a marker in the third iteration, and wait for it.
+
+    The checkpoint of the second iteration is complete then; a thread writes it.
+    """
     original, run = launch.run.recipe, launch.run
     hit = calls("Kill", at="start", count=3, rank=rank, marker=str(run.marker), **kind)
     run.recipe = merge_runs(original, hit)
     launch.start()
-    launch.wait_for(run.marker.exists)
+    launch.wait_for(lambda: run.marker.exists() and (run.checkpoints / "last.ckpt").exists())
     run.recipe = original
 
 
