@@ -282,11 +282,11 @@ def run_to_the_end(name: str, words: list[str]) -> int:
         run(name, words)
     except Exception as error:
         message, code = user_error(error)
+        if message and "--debug" not in words:
+            return print_error(message, code)
         if is_connection_lost(error):
             error.add_note(CONNECTION_LOST)
-        if "--debug" in words or not message:
-            raise
-        return print_error(message, code)
+        raise
     return 0
 
 
