@@ -302,7 +302,7 @@ def read_order(folder: Path) -> list[str]:
 
 
 def _name_of_link(link: Path) -> str:
-    """Return the name of the file that a link leads to; `resolve` raises for a circle of links."""
+    """Return the name of the file that a link leads to; `resolve` raises for a cycle of links."""
     return os.path.basename(os.path.realpath(link))
 
 
