@@ -19,6 +19,7 @@ from litgrpo.callbacks.run_folder import (
 )
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
+from litgrpo.checkpointing.files import DamagedCheckpoint, read_file
 from litgrpo.checkpointing.resume import RngState
 from tests.support.fitting import fit
 from tests.support.raises import raises_for
@@ -128,6 +129,18 @@ def test_the_newest_is_what_was_last_saved_whatever_the_times_of_files_are(tmp_p
     fit(copy, checkpoint, module=StandIn(6), resume=resolve_checkpoint("last", copy))
     assert names(copy) == ["iteration=000005.ckpt", "iteration=000006.ckpt", "last.ckpt"]
     assert last.readlink() == Path("iteration=000006.ckpt")
+
+
+@pytest.mark.parametrize("target", [LAST, "nowhere", "/etc/passwd", "/dev/zero"])
+def test_links_that_lead_to_no_checkpoint_do_not_matter(tmp_path, target):
+    fit(tmp_path, IterationCheckpoint(1, keep_last=3, keep_best=0), module=StandIn(3))
+    folder = tmp_path / "checkpoints"
+    for name in (LAST, ORDER):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+    assert list(sort_checkpoints(folder)) == [3, 2, 1]
+    with suppress(DamagedCheckpoint):  # a link to another file is read, and rejected
+        assert read_file(find_newest_checkpoint(tmp_path))["iteration"] == 3
 
 
 @pytest.mark.parametrize("order", [None, "", "\0\xff", "nothing\n\niteration=000001.ckpt"])

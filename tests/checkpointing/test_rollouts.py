@@ -334,3 +334,33 @@ def test_a_rollout_that_cannot_be_written_costs_its_file(tmp_path):
     with pytest.warns(UserWarning, match="writing rollouts"):
         grpo = run(tmp_path, iterations=2, save_rollouts=True)
     assert grpo.iteration == 2
+
+
+CHANGES = {
+    "completion_ids": [
+        lambda x: x + 10**6,
+        lambda x: x - 10**6,
+        lambda x: x.float(),
+        lambda x: x[0],
+    ],
+    "completion_mask": [lambda x: x.float() * 7, lambda x: x & False, lambda x: x.roll(1, 1)],
+    "sampler_logprobs": [lambda x: x * 0 + 5],
+    "completions": [lambda x: [1] * len(x)],
+    "prompts": [lambda x: x | {"prompt_ids": x["prompt_ids"] + 10**6}],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rollout_that_no_policy_sampled_is_rejected_by_name(tmp_path):
+    run(tmp_path / "a", save_rollouts=True, iterations=1)
+    path = rollout_file(tmp_path / "a" / "rollouts", 1, 0)
+    good = read_file(path)
+    changed = [
+        good | {"rollout": good["rollout"] | {name: change(good["rollout"][name])}}
+        for name, changes in CHANGES.items()
+        for change in changes
+    ]
+    for content in [*changed, good | {"settings": [1]}, good | {"rollout": None}]:
+        write_file(content, path)
+        with raises_for(path.name):
+            run(tmp_path / "b", stored_rollouts=str(tmp_path / "a"), iterations=1)

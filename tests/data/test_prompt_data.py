@@ -107,6 +107,15 @@ def test_a_fit_without_validation_data_runs(tmp_path):
     assert len(train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of)) == 3
 
 
+def test_after_a_fit_without_validation_data_the_trainer_validates_other_data(tmp_path):
+    module, trainer = Listener(rows_of), quiet_trainer(tmp_path)
+    limit = trainer.limit_val_batches
+    trainer.fit(module, PromptData(SUMS, batch_size=4))
+    assert trainer.limit_val_batches == limit
+    trainer.validate(module, PromptData(SUMS, batch_size=4, val=SUMS), verbose=False)
+    assert sum(trainer.num_val_batches) > 0
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path, num_workers):
     data = PromptData(SUMS, batch_size=4, num_workers=num_workers)

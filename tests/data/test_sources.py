@@ -165,7 +165,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
     [
         ("nowhere/a.jsonl", r"nowhere/a\.jsonl: no such file"),
         ([], "the given list holds no rows"),
-        (["a", 3], "the given list, row 2: is a int"),
+        (["a", 3], "the given list, row 2: is an int"),
         ("python:nowhere.rows", "No module named 'nowhere'"),
         ("python:json.nothing", "has no 'nothing'"),
         (["a.txt", "Write a story."], "Write a story"),
@@ -175,6 +175,9 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         ({"easy": 3}, "the set 'easy' is 3, not a source"),
         ({"a/b": "a.txt"}, "'a/b' cannot name a set"),
         (3, r"3 .an int"),
+        (list, "a type. is not a source"),
+        (["a", "b\ud800"], r"row 2: contains '\\ud800', one half of a surrogate pair"),
+        ([{"prompt": "a", "tags": [{"x": "\udfff"}]}], r"row 1: contains '\\udfff'"),
         ("python:rows", "write python:package.module.function"),
         (f"python:{__name__}.rows_for_tests?sise=1", r"unexpected .* 'sise'; signature: \(size"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shlex
@@ -281,7 +282,7 @@ def sort_checkpoints(folder: Path) -> dict[int, Path]:
     named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
     numbered = {int(name[1]): path for name, path in named if name}
     places = {name: place for place, name in enumerate(read_order(folder))}
-    last = (folder / LAST).resolve().name
+    last = _name_of_link(folder / LAST)
 
     def key(number: int) -> tuple[bool, int, int]:
         name = numbered[number].name
@@ -292,10 +293,17 @@ def sort_checkpoints(folder: Path) -> dict[int, Path]:
 
 def read_order(folder: Path) -> list[str]:
     """Names of checkpoints in the order in which they were saved; [] if it is not known."""
+    path = folder / ORDER
     try:
-        return (folder / ORDER).read_text(encoding="utf-8").split("\n")
+        # A device or a pipe in its place could be read for ever.
+        return path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
     except (OSError, ValueError):
         return []
+
+
+def _name_of_link(link: Path) -> str:
+    """Return the name of the file that a link leads to; `resolve` raises for a cycle of links."""
+    return os.path.basename(os.path.realpath(link))
 
 
 def mark_as_newest(folder: Path, name: str) -> None:
@@ -318,7 +326,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     checkpoints = checkpoint_folder(folder)
     last = checkpoints / LAST
     if last.exists():
-        target = checkpoints / last.resolve().name
+        target = checkpoints / _name_of_link(last)
         return target if target.exists() else last
     return next(iter(sort_checkpoints(checkpoints).values()), None)
 

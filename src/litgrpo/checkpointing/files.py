@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from litgrpo.arguments import type_with_article
 from litgrpo.callbacks.run_folder import versions
 from litgrpo.distributed.device import backend, to_host
 
@@ -60,7 +61,7 @@ def _feed(value: Any, content: Any) -> None:
     # of bytes(), which weights_only=True rejects.
     if type(value) not in PLAIN or value == b"":
         raise TypeError(
-            f"a checkpoint cannot hold a {type(value).__name__} ({value!r:.60}): only plain "
+            f"a checkpoint cannot hold {type_with_article(value)} ({value!r:.60}): only plain "
             "values and tensors can be loaded with weights_only=True"
         )
     content.update(f"{type(value).__name__} {value!r} ".encode())
@@ -292,6 +293,8 @@ def check_archive(path: Path) -> None:
         DamagedCheckpoint: with the reason.
         FileNotFoundError: there is no such file.
     """
+    # A device or a pipe in its place could be read for ever.
+    _check(path.is_file() or not path.exists(), f"{path} cannot be read: it is not a file")
     with path.open("rb") as file:
         is_archive = zipfile.is_zipfile(file)
         _check(

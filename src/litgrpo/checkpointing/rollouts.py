@@ -23,6 +23,7 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.run_folder import LOCK, ROLLOUTS, run_folder
 from litgrpo.checkpointing.files import copy_to_host, read_file, write_file
 from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.rollout.engines.served import MAX_LOGPROB
 from litgrpo.rollout.groups import pack_rollout, unpack_rollout
 from litgrpo.types import Rollout
 
@@ -158,15 +159,17 @@ class StoredRollouts:
         stored._read_values(rollout_file(folder, first, rank if complete else min(found[first])))
         return stored
 
-    def read(self, iteration: int, device: torch.device | str) -> Rollout:
+    def read(self, iteration: int, device: torch.device | str, vocab_size: int) -> Rollout:
         """Read the rollout of an iteration.
 
         Args:
             iteration: number of finished iterations.
             device: where the tensors are put.
+            vocab_size: of the policy.
 
         Raises:
-            ValueError: the file is missing or damaged, or was written with other settings.
+            ValueError: the file is missing or damaged, was written with other settings, or holds
+                values that no policy of this vocabulary samples.
         """
         path = rollout_file(self.folder, iteration + 1, self.rank)
         require(
@@ -175,15 +178,19 @@ class StoredRollouts:
             "(--ckpt_path), or write the rollouts again with --model.save_rollouts true.",
         )
         try:
-            return unpack_rollout(self._read_values(path), device)
-        except (TypeError, KeyError, AttributeError) as error:
+            rollout = unpack_rollout(self._read_values(path), device)
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{OPTION}: {path} was not written by this version ({error})."
             ) from error
+        problem = find_impossible(rollout, vocab_size)
+        require(not problem, f"{OPTION}: {path} cannot be trained on: {problem}.")
+        return rollout
 
     def _read_values(self, path: Path) -> dict[str, Any]:
         content = read_file(path)
-        require(content.keys() >= PARTS, f"{OPTION}: {path} is not a rollout.")
+        is_rollout = all(isinstance(content.get(name), dict) for name in PARTS)
+        require(is_rollout, f"{OPTION}: {path} is not a rollout.")
         theirs = content["settings"]
         for name, own in self.settings.items():
             require(
@@ -192,6 +199,46 @@ class StoredRollouts:
                 f"this run has {own!r}. Both need the same.",
             )
         return dict(content["rollout"])
+
+
+def find_impossible(rollout: Rollout, vocab_size: int) -> str:
+    """Return why no policy can have sampled a rollout; "" if one can.
+
+    Digests find damage, not a file that somebody changed. Ids beyond the vocabulary would end the
+    run in an error of the device, and log-probabilities above 0 would be trained on.
+
+    Args:
+        rollout: to check.
+        vocab_size: of the policy.
+    """
+    dtypes = {
+        "completion_ids": torch.int64,
+        "completion_mask": torch.bool,
+        "loss_mask": torch.bool,
+        "truncated": torch.bool,
+        "sampler_logprobs": torch.float32,
+    }
+    for name, dtype in dtypes.items():
+        found = getattr(rollout, name).dtype
+        if found != dtype:
+            return f"{name} is {found}, expected {dtype}"
+    prompts, mask = rollout.prompts, rollout.completion_mask
+    ids = {"prompt_ids": prompts.prompt_ids, "completion_ids": rollout.completion_ids}
+    if rollout.candidate_ids is not None:
+        ids["candidate_ids"] = rollout.candidate_ids.clamp(min=0)  # -1 fills the tensor
+    for name, each in ids.items():
+        least, most = (int(bound) for bound in each.aminmax()) if each.numel() else (0, 0)
+        if least < 0 or most >= vocab_size:
+            return f"{name} are {least} to {most}, expected 0 to {vocab_size - 1}"
+    if not bool(rollout.loss_mask.any()) or bool((rollout.loss_mask & ~mask).any()):
+        return "its masks select no sampled token, or others than those of the completions"
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        return "completion_mask has tokens after the end of a completion"
+    sampled = rollout.sampler_logprobs[rollout.loss_mask]
+    if bool((sampled > MAX_LOGPROB).any()):
+        return f"log-probability {float(sampled.nan_to_num(0.0).max()):g}, expected at most 0"
+    texts = [*prompts.prompts, *rollout.completions]
+    return "" if all(isinstance(each, str) for each in texts) else "a completion is not a text"
 
 
 def check_not_in_use(folder: Path) -> None:

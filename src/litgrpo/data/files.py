@@ -37,7 +37,7 @@ def rows_from_list(rows: Iterable[Any], name: str) -> list[PlacedRow]:
 
 def _rows_from_objects(rows: Iterable[Any], name: str) -> list[PlacedRow]:
     places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
-    return [(require_object(row, place), place) for row, place in places]
+    return [(check_characters(require_object(row, place), place), place) for row, place in places]
 
 
 def parse_json_line(line: bytes, place: str) -> dict[str, Any]:
@@ -112,8 +112,19 @@ def _parse_json(text: str, place: str) -> Any:
     if text.count("[") + text.count("{") > MAX_DEPTH:
         require(_depth(value) <= MAX_DEPTH, f"{place}: nested more than {MAX_DEPTH} levels deep")
     # Only an escape can write a lone surrogate, so most texts need no search.
-    lone = LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)) if "\\u" in text else None
-    if lone:
+    if "\\u" in text:
+        check_characters(value, place)
+    return value
+
+
+def check_characters(value: Any, place: str) -> Any:
+    """Return a value whose texts have no half of a surrogate pair.
+
+    Raises:
+        ValueError: one has; tokenizers and files cannot encode it.
+    """
+    text = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
+    if lone := LONE_SURROGATE.search(text):
         raise ValueError(
             f"{place}: contains {lone[0]!a}, one half of a surrogate pair, which is not a character"
         )
@@ -156,8 +167,8 @@ def require_object(row: Any, place: str) -> dict[str, Any]:
         return row if isinstance(row, dict) else dict(row)
     if hasattr(row, "_asdict"):  # a named tuple
         return dict(row._asdict())
-    kind = type(row).__name__
-    raise ValueError(f"{place}: is a {kind}, expected an object {{field: value}}")
+    kind = type_with_article(row)
+    raise ValueError(f"{place}: is {kind}, expected an object {{field: value}}")
 
 
 def _read_csv(path: Path) -> list[PlacedRow]:

@@ -53,10 +53,10 @@ def settle_source(given: Any, names: Iterable[str], *, is_train: bool = False) -
 def _settle_mapping(given: Mapping[str, Any], names: set[str], is_train: bool) -> Any:
     if {"path", "class_path"} & given.keys() and not _are_columns(given):
         return given
-    kind, listed = type(given).__name__, ", ".join(map(str, given))
+    kind, listed = type_with_article(given), ", ".join(map(str, given))
     if is_train and kind.endswith("DatasetDict"):
         first = next(iter(given), "train")
-        raise ValueError(f"train is a {kind} with splits {listed}; give one: dataset[{first!r}]")
+        raise ValueError(f"train is {kind} with splits {listed}; give one: dataset[{first!r}]")
     if _are_columns(given) and names & given.keys():
         return rows_of_columns(given)
     one_row = names & given.keys() and all(isinstance(value, str) for value in given.values())
@@ -121,7 +121,8 @@ def read_object(given: Any) -> list[Any]:
     elif isinstance(given, Iterable):
         rows = given
     else:  # a `torch.utils.data.Dataset` need not be iterable
-        known = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+        has_rows = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+        known = has_rows and not isinstance(given, type)
         called = "; call it, or name it as `python:module.function`" if callable(given) else ""
         require(known, f"{given!r:.60} ({kind}) is not a source: {ACCEPTED}{called}")
         rows = (given[number] for number in range(len(given)))

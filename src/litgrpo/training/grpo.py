@@ -524,7 +524,10 @@ class GRPO(LightningModule):
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.connect(self.trainer.train_dataloader)
         if self.stored is not None:
-            self.rollouter.stored = partial(self.stored.read, device=self.device)
+            assert self.policy is not None
+            self.rollouter.stored = partial(
+                self.stored.read, device=self.device, vocab_size=self.policy.vocab_size
+            )
         self._stop_if_done()
         if self.trainer.should_stop:
             log_that_run_is_complete(self)
