@@ -11,6 +11,8 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+from litgrpo.environments.agent_examples import TOOLS, run_calculator
+
 
 def post(base_url, key, body, path="/chat/completions"):
     """Status and JSON of a request; `body` is JSON or bytes."""
@@ -70,6 +72,21 @@ def talk(row, base_url, api_key):
     client = Client(base_url, api_key)
     replies = [client.ask(text) for text in (row["prompt"], " and?", " so?")]
     return {"reward": len("".join(replies)) / 10, "completion": replies[-1]}
+
+
+def calculate(row, base_url, api_key):
+    """A loop with the calculator as a tool; its calls may be malformed or absent."""
+    client, messages = Client(base_url, api_key), [user(row["prompt"])]
+    for _ in range(3):
+        reply = client.create(messages, tools=TOOLS)["choices"][0]["message"]
+        messages.append(reply)
+        calls = reply.get("tool_calls") or []
+        for call in calls:
+            result = run_calculator(json.loads(call["function"]["arguments"]))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        if not calls:
+            break
+    return {"completion": reply["content"] or "", "reward": 0.0}
 
 
 def branch(row, base_url, api_key):

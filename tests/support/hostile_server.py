@@ -22,7 +22,8 @@ def reply(value, status=b"200 OK"):
     """A well-formed response with this body."""
     body = body_of(value)
     yield b"HTTP/1.1 " + status + b"\r\nContent-Type: application/json\r\n"
-    yield b"Content-Length: %d\r\n\r\n" % len(body) + body
+    # Without this header a client may send the next request on the connection as it closes.
+    yield b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def drip(start, rest):

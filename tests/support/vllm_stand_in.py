@@ -68,6 +68,7 @@ class StandIn(ThreadingHTTPServer):
         self.version, self.seen, self.asked = "default", [], []
         self.faults, self.keeps, self.mode = faults or {}, keeps, mode
         self.alter = None  # what becomes of an answer
+        self.device, self.inspection = "cuda", ""
         self.max_model_len, self.adapters = 256, {}
         self.connections, self.dies_after = [], dies_after
         self.at_once, self.seconds_per_token = at_once, seconds_per_token
@@ -120,7 +121,9 @@ class StandIn(ThreadingHTTPServer):
         self.running.set()
         return 200, {}
 
-    def reload(self, body, query):
+    def call_workers(self, body, query):
+        if body["method"] == "get_model_inspection":
+            return 200, {"results": [self.inspection]}
         assert not self.running.is_set()
         assert body["method"] == "reload_weights"
         if not self.keeps:
@@ -158,7 +161,11 @@ class StandIn(ThreadingHTTPServer):
 
     def info(self, body, query):
         assert query == {"config_format": ["json"]}
-        return 200, {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+        config = {
+            "model_config": {"logprobs_mode": self.mode},
+            "device_config": {"device": self.device},
+        }
+        return 200, {"vllm_config": config}
 
     @contextmanager
     def unpaused(self):
@@ -269,6 +276,8 @@ def random_numbers(params):
 class LLM:
     """VLLM's class of the same name: samples as the stand-in server does, in this process."""
 
+    inspection = ""  # listing of the model's modules
+
     def __init__(self, model, **given):
         self.given, self.did, self.seeds, self.loaded = given, [], [], load_policy(model).eval()
         self.behind = SimpleNamespace(policy=self.loaded, version="", mode="")
@@ -299,7 +308,12 @@ class LLM:
             ]
         )
 
-    def collective_rpc(self, method, kwargs):
+    def collective_rpc(self, method, kwargs=None):
+        if method == "get_model_inspection":
+            return [self.inspection]
+        return self.reload(method, kwargs)
+
+    def reload(self, method, kwargs):
         assert "sleep" not in self.did or self.did.count("wake") == self.did.count("sleep")
         self.behind.policy = self.loaded
         if "weights_path" in kwargs:
@@ -308,6 +322,9 @@ class LLM:
             return
         self.did.append(method)
         given = dict(kwargs["weights_iterator"])
+        self.received = list(given)
+        if self.inspection:
+            del given["lm_head.weight"]
         assert len(given) == len(list(self.loaded.model.parameters()))
         with torch.no_grad():
             for name, weight in given.items():  # raises for an unknown name, as vLLM does
@@ -328,7 +345,7 @@ class LLM:
 ROUTES = {
     "/pause": StandIn.pause,
     "/resume": StandIn.resume,
-    "/collective_rpc": StandIn.reload,
+    "/collective_rpc": StandIn.call_workers,
     "/reset_prefix_cache": StandIn.forgotten,
     "/update_weight_version": StandIn.label,
     "/server_info": StandIn.info,

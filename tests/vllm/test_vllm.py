@@ -31,6 +31,7 @@ from litgrpo.types import PromptBatch, pad_left
 from tests.faults.running import Run, weights_of
 from tests.hosts.launching import LIMIT_S, Launch, recipe_of
 from tests.hosts.network import connect_hosts
+from tests.support.agent_rollouts import agent_episodes, play_agents
 from tests.support.gloo import run_by
 from tests.support.models import tiny_policy
 from tests.support.playing import Echo, episodes_of
@@ -189,6 +190,15 @@ def running_requests(url):
     raise AssertionError("no metric of running requests")
 
 
+def play_agents_of(policy, engine):
+    """A rollout of agents with several calls each."""
+    episodes = agent_episodes(encoder=InlineFormat(policy.tokenizer), timeout_s=300)
+    try:
+        return play_agents(episodes, "talk", "branch", policy=policy, engine=engine)
+    finally:
+        episodes.close()
+
+
 def test_an_adapter_is_sampled_beside_the_base_model(tmp_path, monkeypatch):
     """The weights of the base model are sent never, and those of the adapter as they are."""
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
@@ -204,6 +214,10 @@ def test_an_adapter_is_sampled_beside_the_base_model(tmp_path, monkeypatch):
             print(f"\nversion {version}: off by {gap(policy, found):.1e}")
             assert gap(policy, found) < 1e-3
             assert found.token_lists() == expected.token_lists()
+            # Agents call the policy through the same requests, each with a separate limit.
+            played = play_agents_of(policy, engine)
+            print(f"agents off by {gap(policy, played):.1e}")
+            assert gap(policy, played) < 1e-3
             with torch.no_grad():
                 for parameter in policy.parameters():
                     if parameter.requires_grad:

@@ -14,6 +14,7 @@ from litgrpo.models.export import export
 from litgrpo.models.loading import build_policy
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.engines.vllm import ServerEngine
+from litgrpo.rollout.engines.vllm_client import ServersUnavailable
 from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.micro_batches import BatchLimits
@@ -315,3 +316,24 @@ def test_a_server_samples_the_replies_that_the_local_engine_samples(episodes, tm
         limits = {each["sampling_params"]["max_tokens"] for each in server.asked}
     assert limits == {3, 8}  # `branch` asks for 3 beside calls that do not
     assert_equal(served, play_agents(episodes, "talk", "branch", policy=policy))
+
+
+def test_a_rollout_ends_with_its_server_and_is_repeated_with_the_next_one(episodes, tmp_path):
+    export(build_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), tmp_path)
+    policy = ending(tiny_policy("qwen2"))
+    with StandIn(tmp_path) as server:
+        engine = ServerEngine([server.url], send_uniforms=True, timeout_s=60.0, wait_s=0.5)
+        engine.sync_weights(policy, 0)
+        sample = server.sample
+
+        def die_in_the_second_round(body, *args):
+            if len(body["token_ids"]) > 12:
+                raise ConnectionAbortedError
+            return sample(body, *args)
+
+        server.sample = die_in_the_second_round
+        with pytest.raises(ServersUnavailable, match="No vLLM server responds"):
+            play_agents(episodes, "talk", policy=policy, engine=engine)
+    with StandIn(tmp_path, server.server_address[1]):
+        found = play_agents(episodes, "talk", policy=policy, engine=engine)
+    assert_equal(found, play_agents(episodes, "talk", policy=policy))

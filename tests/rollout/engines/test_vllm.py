@@ -1,5 +1,6 @@
 """vLLM engines, against a stand-in server and a stand-in vLLM in this process."""
 
+import json
 import sys
 import threading
 from dataclasses import replace
@@ -7,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from litgrpo.arguments import require
 from litgrpo.models.export import export
@@ -23,7 +25,13 @@ from litgrpo.rollout.engines.vllm_client import (
     ServerUnavailable,
     StaleWeights,
 )
-from litgrpo.rollout.engines.weight_transfer import FolderTransfer, NcclTransfer
+from litgrpo.rollout.engines.weight_transfer import (
+    HEAD_FILE,
+    FolderTransfer,
+    NcclTransfer,
+    find_head_source,
+    write_head,
+)
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.engines.two_processes import one_of_two
@@ -41,6 +49,7 @@ from tests.support.turns_support import ending, play_turns, requests_of
 from tests.support.vllm_stand_in import LLM, StandIn
 
 GENERATE = "/inference/v1/generate"
+SEPARATE_HEAD = "LlamaForCausalLM()((lm_head): ParallelLMHead(num_embeddings=265))"
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -70,7 +79,7 @@ def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
     assert {len(each["token_ids"]) for each in server.asked} == {len(t) + 1 for t in TEXTS}
 
 
-def test_rows_end_at_limits_of_their_own(server):
+def test_rows_end_at_separate_limits(server):
     policy = tiny_policy("qwen2")
     policy.eos_ids = ()
     limits = [1 + row % LENGTH for row in range(len(TEXTS) * GROUP)]
@@ -119,6 +128,33 @@ def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_p
     order = [path for path in server.seen if path not in asides]
     one = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
     assert order == one * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "inspection", "written"),
+    [("cpu", SEPARATE_HEAD, True), ("cpu", "(norm): RMSNorm()", False), ("cuda", "", False)],
+)
+def test_a_cpu_server_gets_a_tied_head_under_its_own_name(tmp_path, device, inspection, written):
+    policy = build_policy(tiny_model("llama", tie_word_embeddings=True), byte_tokenizer())
+    export(policy, tmp_path / "served")
+    with StandIn(tmp_path / "served") as server:
+        server.device, server.inspection = device, inspection
+        transfer = FolderTransfer(str(tmp_path / "weights"))
+        sync(engine_of(server, weight_transfer=transfer), policy)
+        (folder,) = (tmp_path / "weights").iterdir()
+    assert (folder / HEAD_FILE).exists() is written
+
+
+def test_a_tied_head_is_named_in_the_index_of_several_files(tmp_path):
+    policy = build_policy(tiny_model("llama", tie_word_embeddings=True), byte_tokenizer())
+    policy.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    for _ in range(2):  # the second server finds the file
+        write_head(tmp_path, find_head_source(policy))
+    weight = load_file(tmp_path / HEAD_FILE)["lm_head.weight"]
+    assert torch.equal(weight, policy.model.get_input_embeddings().weight)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["lm_head.weight"] == HEAD_FILE
+    assert not list(tmp_path.glob("*.partial*"))
 
 
 def test_adapters_are_merged_before_they_are_published(server):
@@ -571,6 +607,18 @@ def test_vllm_that_does_not_sleep_loads_the_weights_when_they_change(vllm):
     for _ in range(2):
         assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
     assert engine.llm.did == [*["generate"] * 2, "reload_weights", "reset", *["generate"] * 2]
+
+
+@pytest.mark.parametrize("inspection", ["", SEPARATE_HEAD])
+def test_a_vllm_on_a_cpu_gets_a_tied_head_under_its_own_name(vllm, monkeypatch, inspection):
+    monkeypatch.setattr(LLM, "inspection", inspection)
+    model = tiny_model("llama", tie_word_embeddings=True)
+    policy = spread_lengths(build_policy(model, byte_tokenizer()))
+    engine = ColocatedEngine(enable_sleep_mode=False)
+    for version in range(2):
+        engine.sync_weights(policy, version)
+        engine.generate(requests_for(policy))
+    assert ("lm_head.weight" in engine.llm.received) is bool(inspection)
 
 
 def test_adapters_are_merged_for_vllm_one_tensor_at_a_time(vllm, folder):

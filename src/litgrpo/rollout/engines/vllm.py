@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require, require_trusted
@@ -29,8 +30,15 @@ from litgrpo.rollout.engines.served import (
     check_result,
 )
 from litgrpo.rollout.engines.server_pool import ServerChannel, ServerPool
-from litgrpo.rollout.engines.vllm_client import Server, ServerFailure, normalize_url
-from litgrpo.rollout.engines.weight_transfer import FolderSender, FolderTransfer, WeightTransfer
+from litgrpo.rollout.engines.vllm_client import Server, ServerFailure, has_head, normalize_url
+from litgrpo.rollout.engines.weight_transfer import (
+    HEAD,
+    FolderSender,
+    FolderTransfer,
+    WeightTransfer,
+    find_head_source,
+    write_head,
+)
 
 # Fractions of a device's memory. A vLLM that stays awake shares it with the update; one that sleeps
 # leaves some for cuBLAS, NCCL and memory that torch cannot join.
@@ -141,12 +149,14 @@ class RunningVllm:
         llm: vLLM's `LLM`.
         loads_from_memory: the policy's weights have the names that files have; if not, vLLM reads
             them from files.
+        copies_head: it samples with a copy of the output head; see `weight_transfer.HEAD`.
         has_weights: it holds the weights of the last `sync_weights`.
         asleep: its memory is released.
     """
 
     llm: Any
     loads_from_memory: bool
+    copies_head: bool = False
     has_weights: bool = True
     asleep: bool = False
 
@@ -229,7 +239,10 @@ class ColocatedEngine(ServedEngine):
             "enable_sleep_mode": self.enable_sleep_mode,
         }
         llm = LLM(self.sender.location, **defaults | self.engine_args)
-        return RunningVllm(llm, has_names_of_files(policy, Path(self.sender.location)))
+        on_cpu = policy.model.device.type == "cpu" and find_head_source(policy) is not None
+        copies_head = on_cpu and has_head(str(llm.collective_rpc("get_model_inspection")))
+        from_memory = has_names_of_files(policy, Path(self.sender.location))
+        return RunningVllm(llm, from_memory, copies_head)
 
     def _choose_memory(self, policy: Policy) -> float:
         """Return the fraction of the device's memory for vLLM.
@@ -285,9 +298,12 @@ class ColocatedEngine(ServedEngine):
                 running.llm.sleep(level=2)
 
     def _load_weights(self, running: RunningVllm, policy: Policy) -> None:
+        head_source = find_head_source(policy) if running.copies_head else None
         source: dict[str, Any] = {"weights_path": self.sender.location}
         if running.loads_from_memory:
-            source = {"weights_iterator": iterate_weights(policy.model)}
+            source = {"weights_iterator": iterate_with_head(policy, head_source)}
+        elif head_source is not None:
+            write_head(Path(self.sender.location), head_source)
         running.llm.collective_rpc("reload_weights", kwargs=source)
         running.llm.reset_prefix_cache()
         running.has_weights = True
@@ -315,6 +331,19 @@ def has_names_of_files(policy: Policy, folder: Path) -> bool:
         with safe_open(file, "pt") as opened:
             names.update(opened.keys())
     return names == {name for name, _ in iterate_weights(policy.model)}
+
+
+def iterate_with_head(policy: Policy, head_source: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the policy's weights, and a tied output head under its own name.
+
+    Args:
+        policy: has the weights.
+        head_source: name of the tensor that is the head; None: do not repeat it.
+    """
+    for name, weight in iterate_weights(policy.model):
+        yield name, weight
+        if name == head_source:
+            yield HEAD, weight
 
 
 class ColocatedChannel(SampleChannel):

@@ -274,6 +274,19 @@ class Server:
         except MalformedReply as error:
             raise ServerFailure(f"{self.url}/v1/models returned {error}.") from error
 
+    def read_config(self, *names: str) -> str:
+        """Return a text of the server's configuration; see `read`."""
+        names = ("vllm_config", *names)
+        return str(self.read("GET", "/server_info", *names, kind=str, config_format="json"))
+
+    @cached_property
+    def copies_head(self) -> bool:
+        """True if it samples with a copy of the output head; see `weight_transfer.HEAD`."""
+        if self.read_config("device_config", "device") != "cpu":
+            return False
+        found = self.post("/collective_rpc", {"method": "get_model_inspection"})
+        return has_head(str(found))
+
     def check_logprobs(self, mode: str) -> None:
         """Raise if the server returns log-probabilities of another distribution than it samples.
 
@@ -283,8 +296,7 @@ class Server:
         Raises:
             ServerFailure: the server was started with another mode.
         """
-        names = ("vllm_config", "model_config", "logprobs_mode")
-        found = self.read("GET", "/server_info", *names, kind=str, config_format="json")
+        found = self.read_config("model_config", "logprobs_mode")
         if found != mode:
             raise ServerFailure(
                 f"{self.url} runs with --logprobs-mode {excerpt(found)}; start it with "
@@ -413,6 +425,19 @@ class Server:
             return [read_prompt_logprob(entry, token) for token, entry in pairs]
         except MalformedReply as error:
             raise ServerFailure(f"{self.url} returned {error}.") from error
+
+
+def has_head(inspection: str) -> bool:
+    """Return True if vLLM's model has a module for the output head, also for a tied one.
+
+    Args:
+        inspection: vLLM's listing of the modules.
+
+    Example:
+        >>> has_head("LlamaForCausalLM()((lm_head): ParallelLMHead(num_embeddings=265))")
+        True
+    """
+    return "(lm_head): ParallelLMHead" in inspection
 
 
 def read_prompt_logprob(entry: Any, token: int) -> float:

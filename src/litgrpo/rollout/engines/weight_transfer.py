@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,11 +26,17 @@ from litgrpo.distributed.messages import rank
 from litgrpo.models.adapters import TRAINED, save_adapter
 from litgrpo.models.export import export
 from litgrpo.models.policy import Policy
-from litgrpo.models.sharded_weights import gather_weights
+from litgrpo.models.sharded_weights import INDEX, gather_weights
 from litgrpo.rollout.engines.vllm_client import InternalError, Server, ServerUnavailable
 from litgrpo.temporary import TemporaryFolder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# vLLM on a CPU multiplies with a packed copy of the output head, made when it loads this tensor. A
+# folder with tied embeddings does not have the tensor, so the copy would keep the first weights.
+# On a GPU the head is the tensor of the embeddings. Source: vLLM 0.32,
+# `model_executor/layers/utils.py`, `dispatch_cpu_unquantized_gemm`.
+HEAD = "lm_head.weight"
+HEAD_FILE = "lm_head.safetensors"
 # Adapters of earlier versions that stay on the disk; rows are at most as many iterations behind.
 KEPT_ADAPTERS = 16
 
@@ -127,6 +137,7 @@ class FolderSender(WeightSender):
 
     def __init__(self, settings: FolderTransfer) -> None:
         self.settings, self.location = settings, ""
+        self.head_source: str | None = None
         self.written: list[Path] = []  # versions that rank 0 has to remove later
 
     @cached_property
@@ -147,6 +158,7 @@ class FolderSender(WeightSender):
         Raises:
             ValueError: a rank that has to write a shard does not see the folder.
         """
+        self.head_source = find_head_source(policy)
         if is_sharded(policy):
             folder = self._make_shared_folder(version)
             export(policy, folder, self.settings.dtype)
@@ -175,8 +187,44 @@ class FolderSender(WeightSender):
 
     def send(self, server: Server) -> None:
         """See `WeightSender.send`."""
+        if self.head_source is not None and server.copies_head:
+            write_head(Path(self.location), self.head_source)
         kwargs = {"weights_path": self.location}
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+
+
+def find_head_source(policy: Policy) -> str | None:
+    """Return the name of the tensor that is also the output head; None if the head is not tied."""
+    found: str | None = policy.bare_model.all_tied_weights_keys.get(HEAD)
+    return found
+
+
+def write_head(folder: Path, source: str) -> None:
+    """Write the tied output head of an exported model as a separate tensor.
+
+    Args:
+        folder: exported model.
+        source: name of the tensor that is the head.
+    """
+    if (folder / HEAD_FILE).exists():
+        return
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            if source not in set(opened.keys()):
+                continue
+            head = opened.get_tensor(source)
+        partial = folder / f"{uuid.uuid4().hex}.partial"  # servers are updated in parallel
+        save_file({HEAD: head}, partial, {"format": "pt"})
+        index = folder / INDEX
+        if index.exists():  # vLLM reads the files that it names
+            content = json.loads(index.read_text())
+            content["weight_map"][HEAD] = HEAD_FILE
+            partial_index = partial.with_suffix(".json")
+            partial_index.write_text(json.dumps(content))
+            partial_index.replace(index)
+        partial.chmod(file.stat().st_mode)
+        partial.replace(folder / HEAD_FILE)
+        return
 
 
 @dataclass(frozen=True)
