@@ -21,6 +21,7 @@ from litgrpo import __version__
 from litgrpo.arguments import require
 from litgrpo.callbacks.files import write_text
 from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
+from litgrpo.text.program import program_name
 from litgrpo.text.secrets import mask_known
 
 CONFIG = "config.yaml"
@@ -171,8 +172,7 @@ def command_comment() -> str:
     if "fit" not in typed or sys.argv[1:2] != ["fit"]:
         return ""
     words = mask_known(shlex.join(typed[typed.index("fit") :]).replace("\n", " "))
-    program = "python cli.py" if sys.argv[0].endswith(".py") else "litgrpo"
-    return f"{COMMAND}{program} {words}\n"
+    return f"{COMMAND}{program_name()} {words}\n"
 
 
 def find_run_files(folder: Path) -> list[Path]:

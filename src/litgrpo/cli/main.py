@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from litgrpo import __version__
 from litgrpo.arguments import add_folders
 from litgrpo.cli.console import keep_quiet, one_line, survive_closed_output
 from litgrpo.cli.recipes import recipe_file, split_words
+from litgrpo.text.program import program_name
 from litgrpo.text.secrets import mask_text
 from litgrpo.text.visible import visible
 
@@ -411,8 +411,3 @@ def help_page() -> str:
     """Return the page of `--help`."""
     commands = "\n".join(f"  {name:<10}{each.summary}" for name, each in COMMANDS.items())
     return HELP.format(program=program_name(), commands=commands)
-
-
-def program_name() -> str:
-    """Return how the user started this program."""
-    return "python cli.py" if Path(sys.argv[0]).suffix == ".py" else "litgrpo"

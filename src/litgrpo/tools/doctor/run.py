@@ -23,6 +23,7 @@ from litgrpo.callbacks.metric_table import TRL, VERL
 from litgrpo.callbacks.run_folder import CONFIG
 from litgrpo.evaluation.evaluator import format_success_rule
 from litgrpo.rewards.reward import find_success_rewards
+from litgrpo.text.program import program_name
 from litgrpo.tools.run_folder import (
     METRICS,
     Columns,
@@ -356,9 +357,9 @@ class RunConfig:
         if value:
             folder = str(self.path).rpartition("/")[0] or "."
             words = ["-c", self.path, "--run_dir", f"{folder}-changed", f"--{setting}", value]
-            return f"python cli.py fit {shlex.join(words)}"
+            return f"{program_name()} fit {shlex.join(words)}"
         if setting.startswith("model.rewards"):
-            return f"python cli.py audit -c {shlex.quote(self.path)}"
+            return f"{program_name()} audit -c {shlex.quote(self.path)}"
         return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from litgrpo.callbacks.metric_table import definition
+from litgrpo.text.program import program_name
 from litgrpo.text.visible import visible
 from litgrpo.tools.doctor.finding import Diagnosis, Finding
 from litgrpo.tools.doctor.render import describe_no_problems
@@ -124,7 +125,7 @@ def view_run(run: RunFiles, diagnosis: Diagnosis | None) -> dict[str, Any]:
         "easiest": easiest,
         "components": tabulate_components(run),
         "audit": view_audit(run.audit),
-        "audit_command": f"python cli.py audit -c {run.folder}/config.yaml --report "
+        "audit_command": f"{program_name()} audit -c {run.folder}/config.yaml --report "
         f"{run.folder}/audit.json",
         "recipes": recipes,
         "settings": used_settings,
