@@ -248,7 +248,9 @@ def test_a_server_that_fails_to_load_the_weights_is_given_up_after_retries(serve
     server.faults = {"/collective_rpc": [500] * 2}
     sync(engine, policy, 1)  # counted from 0 again
     server.faults = {"/collective_rpc": [500] * 3}
-    with raises_for(server.url, "3 times", "model.pretrained", error=ServerFailure):
+    with raises_for(
+        server.url, "3 times", "model.pretrained", "weight_transfer.path", error=ServerFailure
+    ):
         sync(engine, policy, 2)
 
 

@@ -197,9 +197,10 @@ class ServerPool(ServerRing):
                     raise
                 raise ServerFailure(
                     f"{error}: the server failed to load the policy's weights "
-                    f"{self.rejected[server.url]} times. Its log has the cause; usually it serves "
-                    "another model than the one that is trained. Start it with the model of "
-                    "model.pretrained."
+                    f"{self.rejected[server.url]} times. Its log has the cause. Usually it serves "
+                    "another model than the one that is trained: start it with that of "
+                    "model.pretrained. Or it is on another host and does not see the folder of "
+                    "the weights: set model.engine.weight_transfer.path to one that both see."
                 ) from error
             self.rejected[server.url] = 0
             if updated:
