@@ -7,6 +7,7 @@ import litgrpo
 from litgrpo import PromptData
 from litgrpo.callbacks.summary import Summary, choose_samples, format_samples, format_table
 from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.evaluation.intervals import Change, Comparison
 from tests.support.fitting import fit
 from tests.support.standin import StandIn
 
@@ -102,6 +103,20 @@ def test_columns_are_aligned():
         "loss      12.5    1.500",
         "accuracy  0.500   0.750",
     ]
+
+
+@pytest.mark.parametrize(("columns", "starts"), [(79, "0.500   "), (87, "0.500 [0.450")])
+def test_a_narrow_terminal_shows_intervals_of_the_changes_only(monkeypatch, columns, starts):
+    report = {"greedy": 0.5, "greedy_low": 0.45, "greedy_high": 0.55, "initial_perplexity": 1.0}
+    comparison = Comparison({"greedy": Change(0.25, 0.2, 0.3)}, "greedy", [], [])
+    evaluations = {name: dict(report=report, n=10) for name in ("before", "after")}
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = format_table(evaluations, {"": comparison}).splitlines()
+    assert max(map(len, lines)) <= columns
+    greedy = lines[3]
+    assert greedy.startswith("greedy              " + starts)
+    assert greedy.endswith("+0.250 [+0.200, +0.300]")
 
 
 def test_samples_before_and_after_are_grouped_by_prompt():

@@ -58,8 +58,8 @@ def report(caplog):
         lines = [r.message for r in caplog.records if r.message.startswith(("  holds", "  FAILS"))]
         found = {}
         for line in lines:
-            name, numbers = line[9:].split(" error ")
-            found[name.strip()] = tuple(map(float, numbers.split(", tolerance ")))
+            name, error, _, tolerance = line[9:].rsplit(maxsplit=3)
+            found[name] = float(error), float(tolerance)
         return found
 
     return read

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
-from math import isfinite
+from collections.abc import Iterable
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +36,7 @@ from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_fi
 from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.evaluation.intervals import Comparison, compare_evaluations
 from litgrpo.text.counts import plural
+from litgrpo.text.program import program_name
 from litgrpo.text.visible import visible
 from litgrpo.training.lightning_compat import validate_now
 
@@ -422,6 +425,8 @@ def format_table(
 ) -> str:
     """One line per metric and one column per evaluation, 95 % intervals in brackets.
 
+    In a terminal that is too narrow, only the changes have intervals.
+
     Args:
         evaluations: {heading: evaluation}; the last one is complete.
         comparisons: {validation set: paired changes from the first to the last}.
@@ -433,18 +438,31 @@ def format_table(
         title = heading if count == last["n"] else f"{heading} ({plural(count, 'prompt')})"
         columns[title] = format_report(evaluation["report"])
     changes = change_column(comparisons or {})
-    if changes:
-        columns["change"] = changes
     numbers = format_report(last["report"])
-    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in numbers]
-    head, *lines = align_columns([["", *columns], *rows])
-    title = f"{last['n']} held-out prompts" if last["n"] else "held-out data"
+    head, *lines = _align_metrics(numbers, columns, changes)
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else inf
+    if changes and max(map(len, lines)) > limit:
+        bare = {
+            title: {name: text.partition(" [")[0] for name, text in column.items()}
+            for title, column in columns.items()
+        }
+        head, *lines = _align_metrics(numbers, bare, changes)
+    title = plural(last["n"], "held-out prompt") if last["n"] else "held-out data"
     if any("[" in text for text in numbers.values()):
-        title += " (95 % intervals in brackets)"
+        title += ", 95 % intervals in brackets"
     if rule := format_success(last.get("success", {})):
         title += f"; {rule}"
     ruler = "-" * max(map(len, [head, *lines]))
     return "\n".join([title, head, ruler, *lines, *format_solved_counts(comparisons or {})])
+
+
+def _align_metrics(
+    names: Iterable[str], columns: dict[str, dict[str, str]], changes: dict[str, str]
+) -> list[str]:
+    """Lines of a table with a row for each name; the column of changes is left out if empty."""
+    columns = columns | ({"change": changes} if changes else {})
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return align_columns([["", *columns], *rows])
 
 
 def change_column(comparisons: dict[str, Comparison]) -> dict[str, str]:
@@ -545,7 +563,6 @@ def next_commands(folder: Path, *, can_predict: bool) -> str:
     name, config = shlex.quote(str(folder)), folder / CONFIG
     lines = [f"results are in {name}; inspect them with", f"  tensorboard --logdir {name}"]
     if can_predict and config.exists():
-        program = "python cli.py" if sys.argv[0].endswith(".py") else "litgrpo"
-        predict = f"{program} predict -c {shlex.quote(str(config))} --ckpt_path last"
+        predict = f"{program_name()} predict -c {shlex.quote(str(config))} --ckpt_path last"
         lines.append(f"""  {predict} --data.prompts '["your prompt"]'""")
     return "\n".join(lines)

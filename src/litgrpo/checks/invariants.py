@@ -180,7 +180,7 @@ class CheckResult:
 
     Example:
         >>> print(CheckResult(Invariant.RATIO, error=2e-6, tolerance=1e-4))
-        holds  3 the first ratio is 1                           error 2.0e-06, tolerance 1.0e-04
+        holds  3 the first ratio is 1                           2.0e-06 <= 1.0e-04
     """
 
     invariant: Invariant
@@ -195,8 +195,8 @@ class CheckResult:
     def __str__(self) -> str:
         """One line of the log."""
         verdict = "holds" if self.holds else "FAILS"
-        numbers = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}"
-        return f"{verdict}  {self.invariant!s:<48} {numbers}"
+        sign = "<=" if self.holds else "> "
+        return f"{verdict}  {self.invariant!s:<48} {self.error:.1e} {sign} {self.tolerance:.1e}"
 
 
 @dataclass(frozen=True)

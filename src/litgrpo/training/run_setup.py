@@ -39,7 +39,7 @@ class DefaultRates:
     Args:
         full: for all weights of a pretrained model.
         lora: for adapters.
-        small: for a small model that was trained from scratch.
+        small: for a small model, built-in or trained from scratch.
 
     Example:
         >>> DefaultRates(full=1e-6, lora=1e-5, small=3e-4).lora
@@ -55,7 +55,7 @@ class DefaultRates:
         if module.lora is not None:
             return self.lora, "adapters"
         if module.pretrained is None or str(module.pretrained).startswith(EMBEDDED):
-            return self.small, "a small model trained from scratch"
+            return self.small, "a small model"
         return self.full, "full fine-tuning"
 
 

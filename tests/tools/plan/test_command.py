@@ -38,7 +38,8 @@ def test_time_cost_and_sessions_are_printed(cli, tmp_path):
     code, out, err = cli(*words, "--iterations", "100000")
     assert (code, err) == (0, "")
     assert "Time of 100,000 iterations, low - high" in out
-    assert re.search(r"\| learning +\|.*\| 100,000 +\|.*\| model.update.micro_batch_tokens up", out)
+    assert re.search(r"\| learning +\|.*\| 100,000 +\|", out)
+    assert "\n  learning: model.update.micro_batch_tokens up\n" in out
     assert re.search(r"[\d.]+ - [\d.]+ h; [\d.]+ - [\d.]+ dollars at 1.2 per hour x 1", out)
     assert re.search(r"My lunch \(1 x v5e, 0.001 h\): too long", out)
     assert "Kaggle TPU (1 x v5e, 9 h): " in out

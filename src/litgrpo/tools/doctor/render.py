@@ -54,6 +54,11 @@ def describe_no_problems(diagnosis: Diagnosis) -> str:
         return f"No result: none of the {missing} rules could be checked."
     if not missing:
         return NO_PROBLEMS
+    if checked < missing:
+        return (
+            f"Too few values to judge this run: only {checked} of {checked + missing} rules could "
+            "be checked. They found no problems."
+        )
     return (
         f"No problems found by {checked} of {checked + missing} rules; the other {missing} could "
         "not be checked."

@@ -157,10 +157,13 @@ def render_time(plan: Plan) -> Iterator[str]:
     yield f"Time of {schedule.iterations:,} iterations{end}, low - high"
     yield ""
     yield from table(
-        ("phase", "once", "times", "total", "largest term", "settings"),
+        ("phase", "once", "times", "total", "largest term"),
         [render_phase(phase) for phase in phases],
     )
     seconds = total_seconds(phases)
+    yield ""
+    yield "Settings that reduce the largest term:"
+    yield from (f"  {phase.name}: {phase.setting}" for phase in phases if phase.setting)
     yield ""
     yield f"Total {format_duration(seconds)}; {render_cost(plan, seconds)}"
     yield (
@@ -179,7 +182,6 @@ def render_phase(phase: RunPhase) -> tuple[str, ...]:
         f"{phase.times:,}",
         format_duration(phase.whole),
         phase.largest_term,
-        phase.setting,
     )
 
 
