@@ -1,8 +1,10 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from litgrpo.callbacks import progress
 from litgrpo.callbacks.progress import Progress, Stopwatch, clock, format_metrics, main_metrics
 from tests.support.fitting import fit
 from tests.support.standin import StandIn
@@ -56,9 +58,15 @@ def without_times(line: str) -> str:
     return re.sub(r"[0-9.]+ s\b", "T s", line) if " left: " in line else line
 
 
-def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys):
-    progress = Progress(every_s=0.0)
-    fit(tmp_path, progress, module=StandIn(3), enable_progress_bar=True, val_check_interval=2)
+def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "ESTIMATE_AFTER_S", 0.0)
+    fit(
+        tmp_path,
+        Progress(every_s=0.0),
+        module=StandIn(3),
+        enable_progress_bar=True,
+        val_check_interval=2,
+    )
     lines = [without_times(line) for line in capsys.readouterr().out.splitlines()]
     report = ", greedy {0}, correct 0.500, format 1.000"
     assert lines == [
@@ -74,12 +82,30 @@ def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys):
     ]
 
 
+def test_the_estimate_waits_for_some_seconds_and_leaves_out_the_first_iteration(
+    monkeypatch, capsys
+):
+    now, bar = [0.0], Progress()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    trainer = SimpleNamespace(enable_validation=False, callback_metrics={})
+    for iteration, seconds in enumerate([3.0, 1.0, 1.5, 9.0], start=1):
+        bar.on_train_batch_start(trainer)
+        now[0] += seconds
+        module = SimpleNamespace(iteration=iteration, max_iterations=100)
+        bar.on_train_batch_end(trainer, module)
+        printed = capsys.readouterr().out
+        assert printed == (
+            "about 2 min left: 97 iterations at 1.2 s\n" if iteration == 3 else ""
+        ), iteration
+
+
 IN_A_TERMINAL = """
 import logging, sys, warnings
 from pathlib import Path
 from litgrpo.cli.console import survive_closed_output
 survive_closed_output()
 from lightning.pytorch import Callback
+from litgrpo.callbacks import progress
 from litgrpo.callbacks.progress import Progress
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 from tests.support.fitting import fit
@@ -96,11 +122,12 @@ class Talks(Callback):
             raise SystemExit(0)
 
 warnings.simplefilter("always")
+progress.ESTIMATE_AFTER_S = 0.0
 fit(Path(), Progress(), Talks(), module=StandIn(3), enable_progress_bar=True, val_check_interval=2)
 """
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, 120, 0])  # 0: a terminal that does not know its size
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_the_bar_and_other_lines_are_on_lines_of_their_own(columns, unbuffered, tmp_path):
     lines = run_in_terminal(IN_A_TERMINAL, tmp_path, columns, PYTHONUNBUFFERED=unbuffered)

@@ -29,7 +29,7 @@ def run_in_terminal(script: str, folder: Path, columns: int, **variables: str) -
         written += part
     os.close(controller)
     assert child.wait() == 0, written.decode()
-    return screen(written.decode(), columns)
+    return screen(written.decode(), columns or 80)
 
 
 def read_some(controller: int) -> bytes:

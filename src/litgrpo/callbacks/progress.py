@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import statistics
 import sys
 import textwrap
 import time
@@ -40,6 +41,7 @@ NAMES = {
 }
 MAX_NAMES = 4
 MINUTE_S, HOUR_S = 60, 3600
+ESTIMATE_AFTER_S = 5.0  # seconds of training that the estimate is computed from
 # Titles of a bar over the batches of an evaluation.
 TITLES = {
     RunningStage.SANITY_CHECKING: "before training",
@@ -54,8 +56,9 @@ NO_METRICS: Mapping[str, Any] = {}
 class Progress(ProgressBar):
     """Shows iterations, reward, KL, completion length and tokens per second.
 
-    After the first iteration it prints an estimate of the run time. (Lightning's bars count the
-    batches of an epoch, and print nothing without a terminal.)
+    After the first iteration, or after some seconds if iterations are short, it prints an estimate
+    of the run time. (Lightning's bars count the batches of an epoch, and print nothing without a
+    terminal.)
 
     Args:
         every_s: without a terminal, minimum seconds between two lines.
@@ -75,6 +78,7 @@ class Progress(ProgressBar):
         self.total_batches: int | None = None  # of the running evaluation
         self.started = 0.0  # start of the running evaluation or iteration, monotonic clock
         self.evaluation_s: float | None = None  # duration of the evaluation before training
+        self.iterations_s: list[float] = []  # durations until the estimate is printed
         self.has_estimate = False
 
     def disable(self) -> None:
@@ -100,15 +104,18 @@ class Progress(ProgressBar):
         self.started = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
-        """Show the finished iterations; after the first one, print the estimate."""
+        """Show the finished iterations; print the estimate once."""
         n, total = pl_module.iteration, pl_module.max_iterations
-        if total and n < total and not self.has_estimate:
+        self.iterations_s.append(time.monotonic() - self.started)
+        if total and not self.has_estimate and sum(self.iterations_s) >= ESTIMATE_AFTER_S:
+            self.has_estimate = True
             interval = math.inf
             if trainer.enable_validation and trainer.val_check_batch:
                 interval = trainer.val_check_batch
-            iteration_s = time.monotonic() - self.started
-            self.print(estimate_run_time(total - n, iteration_s, self.evaluation_s, interval))
-        self.has_estimate = True
+            # The first iteration is slower: libraries load, memory is allocated.
+            iteration_s = statistics.mean(self.iterations_s[1:] or self.iterations_s)
+            if n < total:
+                self.print(estimate_run_time(total - n, iteration_s, self.evaluation_s, interval))
         line = f"training {n}/{total}" if total else f"training {n}"
         self._show(n, line, trainer.callback_metrics)
 
@@ -159,7 +166,9 @@ class Progress(ProgressBar):
             total=total,
             desc=title,
             bar_format=bar_format,
-            dynamic_ncols=True,
+            # Terminals that do not know their size report 0 columns, in which tqdm prints nothing.
+            ncols=None if _has_columns(sys.stderr) else shutil.get_terminal_size().columns,
+            dynamic_ncols=_has_columns(sys.stderr),
             leave=title == "training",
             # Without a terminal tqdm would fill a log file with carriage returns.
             disable=not (self.is_enabled and sys.stderr.isatty()),
@@ -264,6 +273,13 @@ def replace_stock_bar(module: LightningModule) -> list[Callback]:
     return [Progress()]
 
 
+def _has_columns(stream: TextIO) -> bool:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
+
+
 def _is_within_training(trainer: Trainer) -> bool:
     return trainer.state.fn == "fit" and not trainer.sanity_checking
 
@@ -292,7 +308,7 @@ def estimate_run_time(
 
     Args:
         iterations: number of remaining iterations.
-        iteration_s: duration of the first one.
+        iteration_s: duration of one.
         evaluation_s: duration of an evaluation; None if it is unknown.
         interval: iterations between two evaluations.
 
