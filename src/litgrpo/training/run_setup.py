@@ -271,6 +271,11 @@ def make_sharding(module: Any) -> PolicySharding | None:
     return None if strategy is None else PolicySharding(strategy)
 
 
+def given_epochs(max_epochs: int | None) -> int | None:
+    """Return the epochs that a trainer was given; None if they are no limit."""
+    return None if max_epochs in (-1, None, LIGHTNINGS_DEFAULT_EPOCHS) else max_epochs
+
+
 def resolve_run_length(module: Any) -> int | None:
     """Return the iterations of the run; by default set `module.max_iterations` to three epochs.
 
@@ -282,9 +287,9 @@ def resolve_run_length(module: Any) -> int | None:
         return int(module.max_iterations)
     if trainer.max_steps != -1:
         return None
-    if trainer.max_epochs not in (-1, None, LIGHTNINGS_DEFAULT_EPOCHS):
+    if (epochs := given_epochs(trainer.max_epochs)) is not None:
         batches = batches_per_epoch(trainer)
-        return None if batches is None else batches * int(trainer.max_epochs or 0)
+        return None if batches is None else batches * epochs
     limits_time = any(isinstance(each, Timer | TimeBudget) for each in trainer.callbacks)
     if module.max_generated_tokens is not None or trainer.fast_dev_run or limits_time:
         return None

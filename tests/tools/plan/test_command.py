@@ -34,7 +34,7 @@ def test_time_cost_and_sessions_are_printed(cli, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("sessions: {My lunch: {device: v5e, number: 1, hours: 0.001, source: me}}\n")
     report = str(tmp_path / "plan.json")
-    words = ("plan", "-c", QUICKSTART, "--devices", str(mine), "--report", report)
+    words = ("plan", "-c", QUICKSTART, "--chip", "v5e", "--devices", str(mine), "--report", report)
     code, out, err = cli(*words, "--iterations", "100000")
     assert (code, err) == (0, "")
     assert "Time of 100,000 iterations, low - high" in out
@@ -51,12 +51,21 @@ def test_time_cost_and_sessions_are_printed(cli, tmp_path):
     ]
 
 
-def test_a_run_on_this_cpu_is_planned_from_its_data(cli):
-    code, out, _ = cli("plan", "-c", QUICKSTART, "--chip", "cpu", "--model.max_iterations", "null")
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ([], 750),  # three passes over 4,000 prompts, 16 at a time
+        (["--trainer.max_epochs", "2"], 500),
+        (["--data.batch_size", "24"], 498),  # full batches: 166 in each pass
+    ],
+)
+def test_a_run_on_this_cpu_is_planned_from_its_data(cli, options, iterations):
+    words = ("plan", "-c", QUICKSTART, "--chip", "cpu", "--model.max_iterations", "null")
+    code, out, _ = cli(*words, *options)
     assert code == 0
     assert "| program " in out
     assert re.search(r"up to 100 prompts of 2\d tokens", out)
-    assert "Time of 750 iterations" in out  # three passes over 4,000 prompts, 16 at a time
+    assert f"Time of {iterations} iterations" in out
     assert "price of cpu is unknown" in out
 
 
@@ -86,7 +95,8 @@ def test_on_one_device_the_quickstart_fits_and_gemma_does_not(cli):
     code, out, _ = cli("plan", "-c", QUICKSTART)
     assert code == 0
     assert "647,808 numbers" in out
-    code, out, _ = cli("plan", "-c", GEMMA)
+    assert "Each of 1 x cpu " in out  # this machine
+    code, out, _ = cli("plan", "-c", GEMMA, "--chip", "v5e")
     assert code == 1
     assert "-c configs/hardware/tpu_spmd.yaml" in out
 

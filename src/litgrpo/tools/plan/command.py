@@ -40,12 +40,14 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option)
 
     Args:
         given: a parsed command line, `PlanCLI(words)`.
-        chip: kind of device, a name of the table (default: v5e, or the one of trainer.accelerator).
+        chip: kind of device, a name of the table (default: v5e, a100-80 or cpu, by
+            trainer.accelerator; with auto what this machine has).
         chips: number of devices that train (default: the trainer's; 8, or 1).
         samplers: number of further devices that generate, as servers.
         devices: your .yaml of devices, prices and sessions, over the one in the package.
         val_prompts: held-out prompts of one validation (default: 500).
-        read_data: take lengths of rows and of the run from the recipe's data (default: for a CPU).
+        read_data: take lengths of rows and of the run from the recipe's data (default: if a CPU is
+            chosen).
         iterations: number of iterations to plan for.
         model_config: a config.json or its folder, for a model that is not on this machine.
         report: also write the numbers to this .json file.

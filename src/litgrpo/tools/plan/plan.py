@@ -5,8 +5,10 @@ from __future__ import annotations
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch.accelerators import CUDAAccelerator, XLAAccelerator
 
 from litgrpo.arguments import at_least, require
 from litgrpo.tools.plan.devices import ZERO, Bounds, Device, DeviceTable, load_devices
@@ -16,9 +18,9 @@ from litgrpo.tools.plan.sharding import FSDPSharding, XLASharding, total_bytes
 from litgrpo.tools.plan.sizes import RecipeSizes, apply_data, load_data, read_sizes
 from litgrpo.tools.plan.time_model import TimeEstimate
 
-# {trainer.accelerator: device} if --chip is not given.
-DEFAULT_DEVICES = {"cpu": "cpu", "cuda": "a100-80", "gpu": "a100-80"}
-DEFAULT_CHIP, DEFAULT_NUMBER = "v5e", 8
+# {trainer.accelerator: device} if --chip is not given; `auto` is what this machine has.
+DEFAULT_DEVICES = {"cpu": "cpu", "cuda": "a100-80", "gpu": "a100-80", "tpu": "v5e"}
+DEFAULT_NUMBER = 8
 VLLM_BYTES = 2  # per weight and per number of the KV cache in vLLM: bfloat16
 DEVICES_PER_HOST = 8
 
@@ -81,9 +83,10 @@ def make_plan(settings: Namespace) -> Plan:
     """
     table = load_devices(settings.devices)
     accelerator = str(settings.trainer.accelerator)
-    device = table.device(settings.chip or DEFAULT_DEVICES.get(accelerator, DEFAULT_CHIP))
+    device = table.device(settings.chip or default_device(accelerator))
     recipe = read_sizes(settings, static_shapes=device.kind == "tpu")
-    if settings.read_data or (settings.read_data is None and device.kind == "cpu"):
+    is_chosen = settings.chip is not None or accelerator != "auto"
+    if settings.read_data or (settings.read_data is None and device.kind == "cpu" and is_chosen):
         recipe = apply_data(load_data(settings), recipe)
     number = settings.chips or count_devices(recipe, settings.trainer)
     at_least("chips", settings.chips, 1)
@@ -102,6 +105,14 @@ def make_plan(settings: Namespace) -> Plan:
     )
     samplers = settings.samplers or int(uses_servers)
     return Plan(recipe, device, number, samplers, table)
+
+
+def default_device(accelerator: str) -> str:
+    """Return the device of the table for a trainer's accelerator."""
+    if accelerator == "auto":
+        found: dict[str, Any] = {"tpu": XLAAccelerator, "cuda": CUDAAccelerator}
+        accelerator = next((name for name, each in found.items() if each.is_available()), "cpu")
+    return DEFAULT_DEVICES.get(accelerator, "cpu")
 
 
 def count_devices(recipe: RecipeSizes, trainer: Namespace) -> int:

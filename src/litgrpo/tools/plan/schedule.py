@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 from litgrpo.algorithms.losses import StepSurrogate
 from litgrpo.arguments import import_by_path
 from litgrpo.rollout.served_reference import SERVER_SCHEMES
+from litgrpo.training.run_setup import DEFAULT_EPOCHS, given_epochs
 
 DEFAULT_VAL_PROMPTS = 500
 DEFAULT_ITERATIONS = 1000  # if the recipe sets no limit
@@ -23,6 +24,7 @@ class Schedule:
     Args:
         iterations: iterations of the run.
         open_ended: the recipe leaves their number to the data.
+        epochs: passes over the data of an open-ended run.
         validate_every: iterations between evaluations; 0: no evaluations.
         val_prompts: prompts of one evaluation.
         val_completions: completions of each of them.
@@ -48,6 +50,7 @@ class Schedule:
 
     iterations: int = DEFAULT_ITERATIONS
     open_ended: bool = False
+    epochs: int = DEFAULT_EPOCHS
     validate_every: int = 50
     val_prompts: int = DEFAULT_VAL_PROMPTS
     val_completions: int = 5
@@ -122,6 +125,7 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
     common: dict[str, Any] = {
         "iterations": iterations or DEFAULT_ITERATIONS,
         "open_ended": not iterations,
+        "epochs": given_epochs(trainer.max_epochs) or DEFAULT_EPOCHS,
         "validate_every": interval if isinstance(interval, int) and batches != 0 else 0,
         "val_prompts": val_prompts or DEFAULT_VAL_PROMPTS,
         "save_every": settings.checkpoint.every_n_iterations,

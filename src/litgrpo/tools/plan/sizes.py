@@ -41,7 +41,7 @@ from litgrpo.tools.plan.sharding import (
     XLASharding,
 )
 from litgrpo.training.optim import DefaultAdamW
-from litgrpo.training.run_setup import DEFAULT_EPOCHS, GRPO_RATES, SFT_RATES, DefaultRates
+from litgrpo.training.run_setup import GRPO_RATES, SFT_RATES, DefaultRates
 from litgrpo.training.update_config import UpdateConfig
 
 # Engines that do not generate with the trainer's own model.
@@ -489,7 +489,7 @@ def apply_data(sets: dict[str, Any], recipe: RecipeSizes) -> RecipeSizes:
         batch_size = work.rollouts[0][0]
     iterations = schedule.iterations
     if schedule.open_ended:
-        iterations = DEFAULT_EPOCHS * len(lengths) // batch_size
+        iterations = schedule.epochs * (len(lengths) // batch_size)  # full batches
     schedule = replace(
         schedule,
         val_prompts=len(sets.get("val", ())) or schedule.val_prompts,
