@@ -21,7 +21,7 @@ PRAISE = (
 # Kinds of completions that the findings name; the others are named where they are made.
 HONEST, INCORRECT, MALFORMED = "as in the data", "incorrect, in format", "correct, malformed"
 GIVEN_UP = "no idea, in format"
-NEGATIVE = "negated reference answer"
+NEGATIVE = "negative, like the reference"
 
 
 @dataclass(frozen=True)
