@@ -1,7 +1,6 @@
 import json
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
@@ -94,11 +93,9 @@ def test_time_is_saved_by_repetitions_and_not_by_rows():
 
 
 def test_a_repetition_that_hangs_is_stopped_and_costs_its_row():
-    case, words = Case("tiny", "TRL"), [sys.executable, "-c", "import time; time.sleep(60)"]
-    began = time.monotonic()
+    case, words = Case("tiny", "TRL"), [sys.executable, "-c", "import time; time.sleep(3600)"]
     case.repeat(Budget(5.0), lambda _: gpu.last_line(words, gpu.ROOT, timeout=0.5))
     assert case.failure == "stopped after 0 s"
-    assert time.monotonic() - began < 30
 
 
 def test_a_side_that_fails_shows_what_it_printed():

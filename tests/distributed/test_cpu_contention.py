@@ -120,4 +120,7 @@ def test_work_of_this_process_is_not_that_of_others():
 
 
 def test_a_module_can_be_copied():
-    copy.deepcopy(GRPO("builtin:tiny-gemma2", {"one": lambda prompts, completions: [1.0]}))
+    module = GRPO("builtin:tiny-gemma2", {"one": lambda prompts, completions: [1.0]})
+    copied = copy.deepcopy(module)
+    assert copied.hparams == module.hparams
+    assert copied.hparams is not module.hparams
