@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.text.program import program_name
+from litgrpo.text.program import program_in_shell
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_commands_start_the_same_program_in_the_same_shell(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [started])
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / interpreter))
-    assert program_name() == shown
+    assert program_in_shell() == shown

@@ -36,7 +36,7 @@ from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_fi
 from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.evaluation.intervals import Comparison, compare_evaluations
 from litgrpo.text.counts import plural
-from litgrpo.text.program import program_name
+from litgrpo.text.program import program_in_shell
 from litgrpo.text.visible import visible
 from litgrpo.training.lightning_compat import validate_now
 
@@ -563,6 +563,6 @@ def next_commands(folder: Path, *, can_predict: bool) -> str:
     name, config = shlex.quote(str(folder)), folder / CONFIG
     lines = [f"results are in {name}; inspect them with", f"  tensorboard --logdir {name}"]
     if can_predict and config.exists():
-        predict = f"{program_name()} predict -c {shlex.quote(str(config))} --ckpt_path last"
+        predict = f"{program_in_shell()} predict -c {shlex.quote(str(config))} --ckpt_path last"
         lines.append(f"""  {predict} --data.prompts '["your prompt"]'""")
     return "\n".join(lines)

@@ -7,16 +7,15 @@ from pathlib import Path
 
 
 def program_name() -> str:
-    """Return the first words of a command that starts this program again in the same shell.
+    """Return how the user started this program: `litgrpo`, or `python cli.py` in a clone."""
+    return "python cli.py" if Path(sys.argv[0]).suffix == ".py" else "litgrpo"
 
-    Returns:
-        `litgrpo` if installed; in a clone `python cli.py`, or with the path of the interpreter if
-        `python` is another one.
-    """
-    if Path(sys.argv[0]).suffix != ".py":
-        return "litgrpo"
+
+def program_in_shell() -> str:
+    """Return `program_name`, with the path of the interpreter if `python` is another one."""
     folder, found = os.path.dirname(sys.executable), shutil.which("python")
-    if found is not None and os.path.dirname(found) == folder:
-        return "python cli.py"
+    name = program_name()
+    if name == "litgrpo" or (found is not None and os.path.dirname(found) == folder):
+        return name
     path = os.path.relpath(sys.executable)
     return f"{sys.executable if path.startswith(os.pardir) else path} cli.py"

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from litgrpo.text.program import program_name
 from litgrpo.tools.doctor.run import RunConfig, RunMetrics, measure_trend, read_run
 from tests.tools.doctor.run_folders import write_run
 
@@ -81,7 +82,8 @@ def test_steps_per_iteration_are_unknown_without_a_config():
 
 def test_the_fix_command_trains_the_changed_run_in_a_new_folder():
     command = RunConfig({}, "runs/a/config.yaml").fix_command("model.group_size", "8")
-    assert command.startswith("python cli.py fit -c runs/a/config.yaml --run_dir runs/a-changed")
+    start = f"{program_name()} fit -c runs/a/config.yaml --run_dir runs/a-changed"
+    assert command.startswith(start)
     assert command.endswith("--model.group_size 8")
     assert RunConfig().fix_command("model.group_size", "8") == ""
     assert RunConfig({}, "a.yaml").fix_command("model.optimizer.lr", "") == ""
@@ -90,7 +92,7 @@ def test_the_fix_command_trains_the_changed_run_in_a_new_folder():
 def test_the_fix_command_for_a_reward_is_an_audit():
     config = RunConfig({}, "runs/my run/config.yaml")
     command = config.fix_command("model.rewards.right.function", "")
-    assert command == "python cli.py audit -c 'runs/my run/config.yaml'"
+    assert command == f"{program_name()} audit -c 'runs/my run/config.yaml'"
 
 
 # --- files ---
