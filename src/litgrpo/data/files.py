@@ -32,12 +32,13 @@ def rows_from_list(rows: Iterable[Any], name: str) -> list[PlacedRow]:
         [({'prompt': 'What is 3+4?'}, 'the given list, row 1')]
     """
     texts_as_rows = ({"prompt": row} if isinstance(row, str) else row for row in rows)
-    return _rows_from_objects(texts_as_rows, name)
+    placed = _rows_from_objects(texts_as_rows, name)
+    return [(check_characters(row, place), place) for row, place in placed]
 
 
 def _rows_from_objects(rows: Iterable[Any], name: str) -> list[PlacedRow]:
     places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
-    return [(check_characters(require_object(row, place), place), place) for row, place in places]
+    return [(require_object(row, place), place) for row, place in places]
 
 
 def parse_json_line(line: bytes, place: str) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def _read_parquet(path: Path) -> list[PlacedRow]:
         rows = read_object(pyarrow.parquet.read_table(path))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path}: not Parquet: {first_line(error)}") from error
-    return rows_from_list(rows, str(path))
+    return _rows_from_objects(rows, str(path))
 
 
 def _read_text(path: Path) -> list[PlacedRow]:
