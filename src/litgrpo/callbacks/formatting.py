@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,6 +104,11 @@ def finite_or_none(values: Tensor) -> list[float | None]:
         [1.5, None]
     """
     return [value if math.isfinite(value) else None for value in values.flatten().tolist()]
+
+
+def terminal_columns() -> float:
+    """Number of columns of the terminal that standard output goes to; infinite without one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:

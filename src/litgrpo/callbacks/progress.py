@@ -26,6 +26,7 @@ from litgrpo.callbacks.formatting import (
     format_report,
     format_success,
     strip_stage,
+    terminal_columns,
 )
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.text.counts import plural
@@ -106,18 +107,21 @@ class Progress(ProgressBar):
     def on_train_batch_end(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
         """Show the finished iterations; print the estimate once."""
         n, total = pl_module.iteration, pl_module.max_iterations
-        self.iterations_s.append(time.monotonic() - self.started)
-        if total and not self.has_estimate and sum(self.iterations_s) >= ESTIMATE_AFTER_S:
-            self.has_estimate = True
-            interval = math.inf
-            if trainer.enable_validation and trainer.val_check_batch:
-                interval = trainer.val_check_batch
-            # The first iteration is slower: libraries load, memory is allocated.
-            iteration_s = statistics.mean(self.iterations_s[1:] or self.iterations_s)
-            if n < total:
-                self.print(estimate_run_time(total - n, iteration_s, self.evaluation_s, interval))
+        if total and not self.has_estimate:
+            self.iterations_s.append(time.monotonic() - self.started)
+            self.has_estimate = sum(self.iterations_s) >= ESTIMATE_AFTER_S
+            if self.has_estimate and n < total:
+                self._print_estimate(trainer, total - n)
         line = f"training {n}/{total}" if total else f"training {n}"
         self._show(n, line, trainer.callback_metrics)
+
+    def _print_estimate(self, trainer: Trainer, iterations: int) -> None:
+        interval = math.inf
+        if trainer.enable_validation and trainer.val_check_batch:
+            interval = trainer.val_check_batch
+        # The first iteration is slower: libraries load, memory is allocated.
+        iteration_s = statistics.mean(self.iterations_s[1:] or self.iterations_s)
+        self.print(estimate_run_time(iterations, iteration_s, self.evaluation_s, interval))
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Leave the last state on the screen."""
@@ -162,13 +166,14 @@ class Progress(ProgressBar):
 
     def _open(self, title: str, bar_format: str, total: int | None = None) -> None:
         self._close()
+        knows_size = _has_columns(sys.stderr)
         self.bar = tqdm(
             total=total,
             desc=title,
             bar_format=bar_format,
             # Terminals that do not know their size report 0 columns, in which tqdm prints nothing.
-            ncols=None if _has_columns(sys.stderr) else shutil.get_terminal_size().columns,
-            dynamic_ncols=_has_columns(sys.stderr),
+            ncols=None if knows_size else shutil.get_terminal_size().columns,
+            dynamic_ncols=knows_size,
             leave=title == "training",
             # Without a terminal tqdm would fill a log file with carriage returns.
             disable=not (self.is_enabled and sys.stderr.isatty()),
@@ -365,10 +370,10 @@ def main_metrics(report: Mapping[str, float]) -> list[str]:
 
 def fit_to_terminal(line: str) -> str:
     """Break a long line between words if it goes to a terminal."""
-    if not sys.stdout.isatty():
+    columns = terminal_columns()
+    if not math.isfinite(columns):
         return line
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(line, columns, subsequent_indent="  ", break_long_words=False)
+    return textwrap.fill(line, int(columns), subsequent_indent="  ", break_long_words=False)
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:

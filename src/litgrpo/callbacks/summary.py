@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterable
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +28,7 @@ from litgrpo.callbacks.formatting import (
     format_success,
     mark_truncated,
     strip_stage,
+    terminal_columns,
 )
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.callbacks.protocol import TrainedModule
@@ -440,8 +440,7 @@ def format_table(
     changes = change_column(comparisons or {})
     numbers = format_report(last["report"])
     head, *lines = _align_metrics(numbers, columns, changes)
-    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else inf
-    if changes and max(map(len, lines)) > limit:
+    if changes and max(map(len, lines)) > terminal_columns():
         bare = {
             title: {name: text.partition(" [")[0] for name, text in column.items()}
             for title, column in columns.items()
