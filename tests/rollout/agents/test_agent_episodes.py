@@ -305,12 +305,26 @@ def test_rewards_get_the_answer_of_the_agent_and_the_ids_of_the_last_reply(episo
     assert math.isclose(sum(seen["paid"][0]), float(rollout.turn_rewards[0].nansum()))
 
 
-def test_a_server_samples_the_replies_that_the_local_engine_samples(episodes, tmp_path):
+@pytest.fixture
+def served_policy(tmp_path):
+    """A policy, with the folder of another model of its sizes for a server."""
     export(build_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), tmp_path)
-    policy = ending(tiny_policy("qwen2"))
+    return ending(tiny_policy("qwen2"))
+
+
+def engine_at(server, policy, wait_s):
+    """An engine whose server has the weights of a policy."""
+    engine = ServerEngine([server.url], send_uniforms=True, timeout_s=60.0, wait_s=wait_s)
+    engine.sync_weights(policy, 0)
+    return engine
+
+
+def test_a_server_samples_the_replies_that_the_local_engine_samples(
+    episodes, served_policy, tmp_path
+):
+    policy = served_policy
     with StandIn(tmp_path) as server:
-        engine = ServerEngine([server.url], send_uniforms=True, timeout_s=60.0, wait_s=5.0)
-        engine.sync_weights(policy, 0)
+        engine = engine_at(server, policy, 5.0)
         served = play_agents(episodes, "talk", "branch", policy=policy, engine=engine)
         # A server generates no token beyond the limit of a call.
         limits = {each["sampling_params"]["max_tokens"] for each in server.asked}
@@ -318,12 +332,12 @@ def test_a_server_samples_the_replies_that_the_local_engine_samples(episodes, tm
     assert_equal(served, play_agents(episodes, "talk", "branch", policy=policy))
 
 
-def test_a_rollout_ends_with_its_server_and_is_repeated_with_the_next_one(episodes, tmp_path):
-    export(build_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), tmp_path)
-    policy = ending(tiny_policy("qwen2"))
+def test_a_rollout_ends_with_its_server_and_is_repeated_with_the_next_one(
+    episodes, served_policy, tmp_path
+):
+    policy = served_policy
     with StandIn(tmp_path) as server:
-        engine = ServerEngine([server.url], send_uniforms=True, timeout_s=60.0, wait_s=0.5)
-        engine.sync_weights(policy, 0)
+        engine = engine_at(server, policy, 0.5)
         sample = server.sample
 
         def die_in_the_second_round(body, *args):
