@@ -2,14 +2,13 @@
 
 Each mutant is one small change of the source: a comparison, a constant, an operator, a dropped
 statement, or one of the list in `tests/mutants/picked.yaml`. It runs in a copy of the repository
-against the tests of its module, of its package, and of all modules that import it, in this order
-until one fails. Prints each mutant that no test notices and is not listed as equivalent, and the
-kill rate of each package.
+against the tests of its module, of the modules that import it, and of its package, until one fails.
+Prints each mutant that no test notices and is not listed as equivalent, and the kill rate of each
+package.
 """
 
 import argparse
 import importlib
-import math
 import os
 import random
 import resource
@@ -55,7 +54,7 @@ def is_equivalent(mutant: Mutant) -> bool:
 
 
 def tests_of(file: str) -> list[str]:
-    """Test paths of a source file: its own, its docstring, its package, its importers."""
+    """Test paths of a source file: its own, its docstring, its importers, its package."""
     path = Path(file)
     module = ".".join(("litgrpo", *path.with_suffix("").parts))
     own = Path("tests", path).with_name(f"test_{path.name}")
@@ -65,7 +64,8 @@ def tests_of(file: str) -> list[str]:
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     callers = {f"test_{each.stem}.py" for each in SOURCE.rglob("*.py") if imports(each, module)}
     users = [each for each in tests if imports(each, module) or each.name in callers]
-    ordered = [ROOT / own, ROOT / "src" / "litgrpo" / file, *named, *every, *users]
+    near = [each for each in users if each in every]
+    ordered = [ROOT / own, ROOT / "src" / "litgrpo" / file, *named, *near, *every, *users]
     return list(dict.fromkeys(str(p.relative_to(ROOT)) for p in ordered if p.exists()))
 
 
@@ -90,7 +90,7 @@ class Running(NamedTuple):
     """A mutant whose tests run in a child process.
 
     Args:
-        mutant: the change; None: none, to see that the tests pass.
+        mutant: the change; None: the tests run without one.
         copy: folder of the changed repository.
         deadline: time at which the child is killed.
     """
@@ -143,27 +143,33 @@ def wait(running: dict[int, Running]) -> tuple[Running, int | None]:
 def run(chosen: list[Mutant], num_workers: int, longest_s: float) -> int:
     """Run mutants of a package, `num_workers` at a time; print the survivors, return their number.
 
-    The tests run once without a change; if they fail, the program ends.
+    The tests of the first one run without a change, too; if they fail, the program ends.
     """
-    survivors, waiting, running = 0, list(chosen), dict[int, Running]()
+    survivors, running = 0, dict[int, Running]()
+    waiting: list[tuple[str, Mutant | None]] = [(mutant.file, mutant) for mutant in chosen]
+    waiting[:0] = [(mutant.file, None) for mutant in chosen[:1]]
     with tempfile.TemporaryDirectory() as root:
         copies = [copy_repository(Path(root, str(n), "repository")) for n in range(num_workers)]
-        if waiting:
-            paths = tests_of(waiting[0].file)
-            first = {start(copies[0], paths): Running(None, copies[0], math.inf)}
-            if wait(first)[1] != 0:
-                sys.exit(f"Tests fail without a change: pytest {' '.join(paths)}")
         while waiting or running:
             if waiting and copies:
-                mutant, copy = waiting.pop(0), copies.pop()
-                (copy / mutant.path).write_text(mutant.text(), encoding="utf-8")
+                (file, mutant), copy = waiting.pop(0), copies.pop()
+                if mutant is not None:
+                    (copy / mutant.path).write_text(mutant.text(), encoding="utf-8")
                 each = Running(mutant, copy, time.monotonic() + longest_s)
-                running[start(copy, tests_of(mutant.file))] = each
+                running[start(copy, tests_of(file))] = each
                 continue
             ended, code = wait(running)
-            assert ended.mutant is not None
-            shutil.copy2(ROOT / ended.mutant.path, ended.copy / ended.mutant.path)
             copies.append(ended.copy)
+            if ended.mutant is None and code != 0:
+                for child in running:
+                    os.killpg(child, signal.SIGKILL)
+                paths = " ".join(tests_of(chosen[0].file))
+                sys.exit(f"Without a change, tests fail: pytest {paths}")
+            if ended.mutant is None:
+                continue
+            shutil.copy2(ROOT / ended.mutant.path, ended.copy / ended.mutant.path)
+            if code is None:
+                print(f"killed, as its tests took {longest_s:g} s: {ended.mutant}", flush=True)
             if code == 0:
                 survivors += 1
                 print(f"survived: {ended.mutant}", flush=True)
