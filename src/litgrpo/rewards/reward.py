@@ -265,9 +265,8 @@ NO_OTHER = "there is no other reward to name"
 
 
 def _check_weight(name: str, reward: Reward) -> None:
-    number = isinstance(reward.weight, int | float) and not isinstance(reward.weight, bool)
     require(
-        number and isfinite(reward.weight),
+        isfinite(reward.weight),
         f"the weight of reward '{name}' must be a finite number, got {reward.weight!r}",
     )
 
