@@ -107,13 +107,16 @@ def preload() -> None:
 
 
 def start(copy: Path, paths: list[str]) -> int:
-    """Start a child process that runs pytest on `paths` in a copy; return its process id."""
+    """Start a child process that runs pytest on `paths` in a copy; return its process id.
+
+    What it prints is in the file `output` beside the copy.
+    """
     if (child := os.fork()) != 0:
         return child
     os.setsid()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    output = os.open(copy.with_name("output"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.chdir(copy)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "litgrpo")]:
@@ -163,8 +166,8 @@ def run(chosen: list[Mutant], num_workers: int, longest_s: float) -> int:
             if ended.mutant is None and code != 0:
                 for child in running:
                     os.killpg(child, signal.SIGKILL)
-                paths = " ".join(tests_of(chosen[0].file))
-                sys.exit(f"Without a change, tests fail: pytest {paths}")
+                lines = ended.copy.with_name("output").read_text(encoding="utf-8").splitlines()
+                sys.exit("\n".join(["Without a change, tests fail:", *lines[-40:]]))
             if ended.mutant is None:
                 continue
             shutil.copy2(ROOT / ended.mutant.path, ended.copy / ended.mutant.path)
