@@ -3,12 +3,13 @@
 Each mutant is one small change of the source: a comparison, a constant, an operator, a dropped
 statement, or one of the list in `tests/mutants/picked.yaml`. It runs in a copy of the repository
 against the tests of its module, of the modules that import it, and of its package, until one fails.
-Prints each mutant that no test notices and is not listed as equivalent, and the kill rate of each
-package.
+Prints which test fails for each mutant, or that it survived, and the kill rate of each package
+without those that are listed as equivalent.
 """
 
 import argparse
 import importlib
+import math
 import os
 import random
 import resource
@@ -80,9 +81,9 @@ def copy_repository(to: Path) -> Path:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in names.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
     return to
 
 
@@ -143,40 +144,57 @@ def wait(running: dict[int, Running]) -> tuple[Running, int | None]:
         time.sleep(0.1)
 
 
-def run(chosen: list[Mutant], num_workers: int, longest_s: float) -> int:
-    """Run mutants of a package, `num_workers` at a time; print the survivors, return their number.
+def run(chosen: list[Mutant], num_workers: int, longest_s: float) -> list[Mutant]:
+    """Run mutants, `num_workers` at a time; print what became of each; return the survivors.
 
-    The tests of the first one run without a change, too; if they fail, the program ends.
+    All their tests also run once without a change; if one fails, the program ends.
     """
-    survivors, running = 0, dict[int, Running]()
-    waiting: list[tuple[str, Mutant | None]] = [(mutant.file, mutant) for mutant in chosen]
-    waiting[:0] = [(mutant.file, None) for mutant in chosen[:1]]
+    tests = {file: tests_of(file) for file in dict.fromkeys(each.file for each in chosen)}
+    unchanged = list(dict.fromkeys(path for paths in tests.values() for path in paths))
+    waiting: list[Mutant | None] = [None, *chosen]
+    survivors, running = list[Mutant](), dict[int, Running]()
     with tempfile.TemporaryDirectory() as root:
         copies = [copy_repository(Path(root, str(n), "repository")) for n in range(num_workers)]
         while waiting or running:
             if waiting and copies:
-                (file, mutant), copy = waiting.pop(0), copies.pop()
-                if mutant is not None:
-                    (copy / mutant.path).write_text(mutant.text(), encoding="utf-8")
+                mutant, copy = waiting.pop(0), copies.pop()
                 each = Running(mutant, copy, time.monotonic() + longest_s)
-                running[start(copy, tests_of(file))] = each
+                if mutant is None:
+                    running[start(copy, unchanged)] = each._replace(deadline=math.inf)
+                    continue
+                (copy / mutant.path).write_text(mutant.text(), encoding="utf-8")
+                running[start(copy, tests[mutant.file])] = each
                 continue
             ended, code = wait(running)
             copies.append(ended.copy)
-            if ended.mutant is None and code != 0:
-                for child in running:
-                    os.killpg(child, signal.SIGKILL)
-                lines = ended.copy.with_name("output").read_text(encoding="utf-8").splitlines()
-                sys.exit("\n".join(["Without a change, tests fail:", *lines[-40:]]))
+            lines = ended.copy.with_name("output").read_text(encoding="utf-8").splitlines()
             if ended.mutant is None:
+                if code != 0:
+                    for child in running:
+                        os.killpg(child, signal.SIGKILL)
+                    sys.exit("\n".join(["Tests fail without a change:", *lines[-40:]]))
                 continue
             shutil.copy2(ROOT / ended.mutant.path, ended.copy / ended.mutant.path)
-            if code is None:
-                print(f"killed, as its tests took {longest_s:g} s: {ended.mutant}", flush=True)
+            failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
             if code == 0:
-                survivors += 1
+                survivors.append(ended.mutant)
                 print(f"survived: {ended.mutant}", flush=True)
+            elif code is None:
+                print(f"killed after {longest_s:g} s: {ended.mutant}", flush=True)
+            else:
+                print(f"killed: {ended.mutant}\n  {'; '.join(failed)[:300]}", flush=True)
     return survivors
+
+
+def choose(package: str, given: argparse.Namespace) -> list[Mutant]:
+    """The mutants of a package that the options select."""
+    chosen = [mutant for mutant in mutants(package) if given.file in mutant.file]
+    if given.picked:
+        listed = LISTED["picked"]
+        chosen = [each for each in chosen if [each.old, each.new] in listed.get(each.file, [])]
+    if given.limit is not None and given.limit < len(chosen):
+        chosen = random.Random(given.seed).sample(chosen, given.limit)
+    return chosen
 
 
 def main() -> int:
@@ -193,26 +211,21 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the mutants, run none")
     given = parser.parse_args()
-    rows, survivors = ["| package | killed | of | equivalent |", "|---|---|---|---|"], 0
-    if not given.list:
-        preload()
-    for package in given.package or PACKAGES:
-        chosen = [mutant for mutant in mutants(package) if given.file in mutant.file]
-        if given.picked:
-            listed = LISTED["picked"]
-            chosen = [each for each in chosen if [each.old, each.new] in listed.get(each.file, [])]
-        if given.limit is not None and given.limit < len(chosen):
-            chosen = random.Random(given.seed).sample(chosen, given.limit)
-        if given.list:
-            print("\n".join(map(str, chosen)))
-            continue
-        counted = [mutant for mutant in chosen if not is_equivalent(mutant)]
-        lived = run(counted, given.workers, given.longest_s)
-        survivors, equivalent = survivors + lived, len(chosen) - len(counted)
-        rows.append(f"| {package} | {len(counted) - lived} | {len(counted)} | {equivalent} |")
-        print(rows[-1], flush=True)
-    print("\n".join([] if given.list else rows))
-    return int(survivors > 0)
+    chosen = {package: choose(package, given) for package in given.package or PACKAGES}
+    if given.list:
+        print("\n".join(str(mutant) for each in chosen.values() for mutant in each))
+        return 0
+    preload()
+    counted = {
+        package: [mutant for mutant in each if not is_equivalent(mutant)]
+        for package, each in chosen.items()
+    }
+    survivors = run([m for each in counted.values() for m in each], given.workers, given.longest_s)
+    print("| package | killed | of | equivalent |\n|---|---|---|---|")
+    for package, each in counted.items():
+        killed, equivalent = len({*each} - {*survivors}), len(chosen[package]) - len(each)
+        print(f"| {package} | {killed} | {len(each)} | {equivalent} |")
+    return int(bool(survivors))
 
 
 if __name__ == "__main__":
