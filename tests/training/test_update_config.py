@@ -1,6 +1,15 @@
 import pytest
 
-from litgrpo.training.update_config import BYTES_PER_OUTPUT, KEPT_BYTES, LEAST_TOKENS, UpdateConfig
+from litgrpo.tensors import FEW_LOGITS
+from litgrpo.training.update_config import (
+    BYTES_PER_OUTPUT,
+    KEPT_BYTES,
+    LEAST_TOKENS,
+    MOST_LOGITS,
+    MOST_TOKENS,
+    DeviceSizes,
+    UpdateConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,3 +38,8 @@ def test_what_the_user_gave_stays_and_so_does_the_least_where_shapes_are_static(
     assert given.resolve_auto(linear_outputs=1) is given
     assert UpdateConfig(micro_batch_tokens=None).resolve_auto(1).max_tokens is None
     assert UpdateConfig().resolve_auto(1000, static_shapes=True).max_tokens == LEAST_TOKENS
+
+
+def test_a_device_with_hardly_any_memory_gets_the_least_and_a_large_one_the_most():
+    assert DeviceSizes.of(0, 2.0**20) == DeviceSizes(LEAST_TOKENS, FEW_LOGITS)
+    assert DeviceSizes.of(2**50, 2.0**20) == DeviceSizes(MOST_TOKENS, MOST_LOGITS)
