@@ -249,6 +249,19 @@ def test_a_signal_drops_or_finishes_the_iteration(
     assert (module.iteration, module.evaluations) == (6, evaluations)
 
 
+@pytest.mark.parametrize(
+    ("weights_only", "hint"),
+    [(False, "resume with `--ckpt_path last`"), (True, "a run cannot resume from them")],
+)
+def test_a_stopped_run_tells_whether_it_can_be_resumed(tmp_path, caplog, weights_only, hint):
+    caplog.set_level("INFO")
+    checkpoint = IterationCheckpoint(50, save_weights_only=weights_only)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, checkpoint, module=Signalled("update"))
+    (line,) = [line for line in caplog.messages if line.startswith("Stopped after iteration 2: ")]
+    assert hint in line
+
+
 def test_a_second_signal_exits_at_once(tmp_path):
     if (child := os.fork()) == 0:
         fit(tmp_path, IterationCheckpoint(50), module=Signalled("update", times=2))

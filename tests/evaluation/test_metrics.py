@@ -246,6 +246,12 @@ def test_perplexity_and_kl_to_the_start_by_hand():
     assert float(found["initial_kl"]) == pytest.approx(1.5)  # -0.5 - -2
 
 
+def test_a_text_that_the_initial_policy_cannot_write_has_infinite_perplexity():
+    metric = InitialPolicyDistance()
+    metric.update(torch.arange(2), rollout(), torch.full((4, 3), -1e4))
+    assert float(metric.compute()["initial_perplexity"]) == math.inf
+
+
 def test_a_text_of_one_token_has_no_pair_that_repeats():
     assert distinct_ngrams([[5], []]) == [1.0, 1.0]
 

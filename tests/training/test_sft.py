@@ -304,6 +304,17 @@ def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, mon
         assert (here / name).read_bytes() == (at_the_end / name).read_bytes()
 
 
+def test_a_run_is_not_resumed_with_a_model_of_another_size(scratch_run, monkeypatch, capsys):
+    (scratch_run.parents[1] / "pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS)
+    )
+    larger = ["--model.scratch.architecture.intermediate_size", "64"]
+    words = ["fit", "-c", "tiny.yaml", *larger, "--model.max_iterations", "3"]
+    monkeypatch.setattr(sys, "argv", ["cli.py", *words, "--ckpt_path", "last"])
+    assert main() == 2
+    assert "The checkpoint is of another model: of another shape" in capsys.readouterr().err
+
+
 def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
     scratch_run, monkeypatch
 ):
