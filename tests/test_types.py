@@ -162,6 +162,11 @@ def table(total, valid=None, **components) -> RewardTable:
     return RewardTable(columns, dict.fromkeys(columns, 1.0), total, valid)
 
 
+def test_the_standard_deviation_of_a_single_valid_reward_is_zero():
+    stats = table([[1.0, 2.0]], valid=[[True, False]]).stats()
+    assert (float(stats["reward/mean"]), float(stats["reward/std"])) == (1.0, 0.0)
+
+
 def test_reward_stats_by_hand():
     nan = torch.nan
     stats = table(

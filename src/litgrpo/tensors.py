@@ -167,12 +167,9 @@ def token_logprobs(
     @contextmanager
     def repeat(context: AbstractContextManager[Any]) -> Iterator[None]:
         nonlocal is_repeated
-        is_repeated = True
-        try:
-            with context:
-                yield
-        finally:
-            is_repeated = False
+        is_repeated = True  # all chunks have been computed once
+        with context:
+            yield
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = context_fn()
