@@ -156,6 +156,12 @@ def test_a_file_name_that_leads_elsewhere_is_rejected(tokenizer, name):
         deserialize_tokenizer(serialize_tokenizer(tokenizer) | {name: "text"})
 
 
+@pytest.mark.parametrize("text", [None, 3, b"{}"])
+def test_a_file_without_a_text_is_rejected(tokenizer, text):
+    with raises_for("tokenizer of a checkpoint", "'tokenizer.json'"):
+        deserialize_tokenizer(serialize_tokenizer(tokenizer) | {"tokenizer.json": text})
+
+
 def test_files_that_are_no_tokenizer_are_rejected_in_one_line():
     code = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
     for files in ({}, {"tokenizer.json": "{"}, {"tokenizer_config.json": json.dumps(code)}):
