@@ -102,3 +102,10 @@ def test_limits_and_failures_are_in_the_record():
     assert [each.failed for each in rollout.episodes] == ["", "", "no luck", ""]
     assert [each.done for each in rollout.episodes] == [True, False, False, True]
     assert rollout.turn_rewards[2].isnan().all()
+
+
+def test_tools_are_counted_by_name_whichever_call_came_first():
+    first, second = call([7], [9], tools=["search", "add"]), call([7], [8], tools=["add"])
+    rollout = rollout_of(row(first, second), row(second, first))
+    counts = [list(each.calls.items()) for each in rollout.episodes]
+    assert counts == [[("add", (2, 0)), ("search", (1, 0))]] * 2
