@@ -218,6 +218,8 @@ def test_a_file_gives_the_same_rows_in_memory_and_streamed(tmp_path, monkeypatch
         ("a.jsonl", '{"prompt": ' + "[" * 500 + "]" * 500 + "}"),
         ("a.jsonl", '{"prompt": ' + '{"a":' * 150 + "1" + "}" * 151),
         ("a.jsonl", '{"prompt": "a"}\0'),
+        ("a.jsonl", '["a"]'),
+        ("a.jsonl", '"a"'),
         ("a.txt", "w\0h\0y\0"),
     ],
 )
