@@ -131,6 +131,23 @@ def test_this_processor_has_the_kernel_for_packed_rows():
     assert flash._kernel_works()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_kernel_with_one_wrong_gradient_is_not_used(monkeypatch, number):
+    backward = flash._attend_backward
+
+    def with_fault(*arguments, **settings):
+        found = list(backward(*arguments, **settings))
+        found[number] = found[number] * 1.01
+        return found
+
+    monkeypatch.setattr(flash, "_attend_backward", with_fault)
+    flash._kernel_works.cache_clear()
+    assert not flash.has_flash_kernel_for(torch.zeros(1))
+    monkeypatch.undo()
+    flash._kernel_works.cache_clear()
+    assert flash.has_flash_kernel_for(torch.zeros(1))
+
+
 def test_rows_of_similar_length_share_a_bucket():
     lengths = torch.tensor([100, 1, 59, 60, 0, 40, 16, 3])
     parts = [lengths[part].tolist() for part in group_similar_lengths(lengths)]

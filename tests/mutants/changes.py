@@ -112,7 +112,8 @@ def _parses(text: str) -> bool:
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Yield nodes that decide behavior: without annotations, texts, errors and assertions."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
+    is_strict = isinstance(node, ast.keyword) and node.arg == "strict"  # zip's assertion
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or is_strict:
         return
     if isinstance(node, ast.expr | ast.stmt):
         yield node

@@ -15,6 +15,7 @@ def count(rows: list[int] = (1, 2), limit: float | None = None) -> int:
         return 0
     rows.sort()
     assert rows[0] > 5
+    list(zip(rows, rows, strict=True))
     return (max(rows) + 1) % 2
 '''
 
@@ -39,6 +40,9 @@ def test_conditions_operators_constants_and_statements_are_changed(lines):
         (condition, "if limit is None or (rows):"),
         ("return 0", "return 1"),
         ("rows.sort()", "pass"),
+        ("list(zip(rows, rows, strict=True))", "pass"),
+        ("list(zip(rows, rows, strict=True))", "(zip(rows, rows, strict=True))"),
+        ("list(zip(rows, rows, strict=True))", "list((rows))"),
         (result, "return (min(rows) + 1) % 2"),
         (result, "return ((rows) + 1) % 2"),
         (result, "return (max(rows) - 1) % 2"),
