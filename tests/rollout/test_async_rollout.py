@@ -146,6 +146,17 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
     assert mixed.prompts.prompts == ["2", "7"]
 
 
+def test_a_process_takes_the_groups_of_its_prompts_from_what_is_pending():
+    rollouter = rollouter_of(tiny_policy("qwen2"), group_size=2)
+    rollouter.prefetch = Prefetch(lambda ahead: prompt_batch("a", "b"))
+    parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
+    rollouter.prefetch.load_state_dict(state_of(*parts))
+    prompts = replace(prompt_batch("2", "7"), index=torch.tensor([2, 7]))
+    rollout = rollouter.generate(prompts, "train", 2)
+    assert rollout.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
+    assert rollout.prompts.index.tolist() == [2, 7]
+
+
 def test_rows_of_one_segment_are_joined_with_rows_of_several():
     one, other = rollout_of([4], [1, 2]), rollout_of([9], [3, 1])
     segments = torch.tensor([[0, 0, 1], [0, 0, 0]], dtype=torch.int16)

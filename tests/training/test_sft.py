@@ -206,6 +206,16 @@ def test_it_stops_after_max_iterations_and_logs_iterations_as_steps(folder, tmp_
         assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
 
 
+def test_a_validation_is_logged_at_the_iteration_it_follows(folder, tmp_path):
+    sft, logger = SFT(folder, max_iterations=4), CSVLogger(tmp_path, name="", version="")
+    both = loader([batch_of(SHORT)] * 4)
+    settings = {"limit_val_batches": 1, "val_check_interval": 2, "max_epochs": -1}
+    Trainer(**QUIET | settings | {"logger": logger}).fit(sft, both, both)
+    with open(tmp_path / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("val/loss")]
+    assert [row["step"] for row in rows] == ["2", "4"]
+
+
 def test_the_schedule_is_stepped_once_per_iteration(folder):
     halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), lr_scheduler=halve)
