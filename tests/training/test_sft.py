@@ -282,11 +282,15 @@ def run(monkeypatch, *words):
     assert main() == 0
 
 
+def write_pairs(folder, rows):
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def scratch_run(tmp_path, monkeypatch):
     """The folder of a short training from scratch, whose training pairs are gone."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_pairs(tmp_path, ROWS)
     scratch = {"architecture": SCRATCH.architecture, "vocab_size": SCRATCH.vocab_size}
     settings = {"scratch": scratch, "max_iterations": 2}
     recipe = {
@@ -315,9 +319,7 @@ def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, mon
 
 
 def test_a_run_is_not_resumed_with_a_model_of_another_size(scratch_run, monkeypatch, capsys):
-    (scratch_run.parents[1] / "pairs.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in ROWS)
-    )
+    write_pairs(scratch_run.parents[1], ROWS)
     larger = ["--model.scratch.architecture.intermediate_size", "64"]
     words = ["fit", "-c", "tiny.yaml", *larger, "--model.max_iterations", "3"]
     monkeypatch.setattr(sys, "argv", ["cli.py", *words, "--ckpt_path", "last"])
@@ -329,9 +331,7 @@ def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
     scratch_run, monkeypatch
 ):
     other = [{"prompt": f"Who are {n} others", "completion": f"person {n}"} for n in range(9)]
-    (scratch_run.parents[1] / "pairs.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in other)
-    )
+    write_pairs(scratch_run.parents[1], other)
     texts = []
     score = SFT.score
 
