@@ -249,6 +249,28 @@ def test_a_signal_drops_or_finishes_the_iteration(
     assert (module.iteration, module.evaluations) == (6, evaluations)
 
 
+class DrawsInValidation(Signalled):
+    """Its validation draws a random number, as a reward may; the next rollout is dropped."""
+
+    at = 2
+
+    def validation_step(self, batch, batch_idx):
+        torch.rand(1)
+        self.after = torch.get_rng_state()
+        return super().validation_step(batch, batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        torch.rand(1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_dropped_iteration_leaves_the_random_state_of_the_validation_before_it(tmp_path):
+    module = DrawsInValidation("rollout")
+    with pytest.raises(SystemExit):
+        fit(tmp_path, IterationCheckpoint(50), module=module, val_check_interval=2)
+    assert torch.equal(torch.get_rng_state(), module.after)
+
+
 @pytest.mark.parametrize(
     ("weights_only", "hint"),
     [(False, "resume with `--ckpt_path last`"), (True, "a run cannot resume from them")],
