@@ -7,23 +7,32 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 import litgrpo
 from litgrpo import (
     GRPO,
     SFT,
+    Chat,
+    Clipped,
+    Controllers,
+    Criterion,
+    EntropyTarget,
     Evaluation,
     LoRA,
     Objective,
     PairData,
     PromptData,
     Reward,
+    Rubric,
     Sampling,
+    StaticEngine,
     UpdateConfig,
 )
-from litgrpo.argument_types import WrongType, argument_hints, matches
+from litgrpo.argument_types import UnknownArgument, WrongType, argument_hints, matches
 from litgrpo.cli.options import options_of
 from litgrpo.rewards.reward import name_rewards
+from litgrpo.training.optim import DefaultAdamW
 
 MODEL, REWARDS = "builtin:tiny-gemma2", ["litgrpo.rewards.correctness"]
 # Arguments of which the constructor takes more than it declares, with its own errors.
@@ -93,14 +102,21 @@ def test_every_public_class_with_settings_is_checked():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("objective", {"kl_coef": 0.1}, "expected Objective: Objective(kl_coef=0.1)"),
-        ("sampling", {"temperature": 0.7}, "expected Sampling: Sampling(temperature=0.7)"),
         ("group_size", "8", "group_size is '8' (str), expected int"),
         ("group_size", 8.0, "group_size is 8.0 (float), expected int"),
         ("group_size", True, "group_size is True (bool), expected int"),
         ("update", None, "expected UpdateConfig"),
-        ("lora", {"rank": 4}, "expected LoRA or None: LoRA(rank=4)"),
-        ("optimizer", "AdamW", "expected a function"),
+        ("lora", 16, "expected LoRA or None: LoRA(...)"),
+        ("optimizer", 1e-5, "expected a function"),
+        ("optimizer", "adamw_8bit", "unknown class 'adamw_8bit'"),
+        ("optimizer", {"lr": "1e-5"}, "optimizer['lr'] is '1e-5' (str), expected float or None"),
+        ("optimizer", {"learning_rate": 1e-5}, "has no argument 'learning_rate': use lr=..."),
+        ("sampling", {"temprature": 1.0}, "Sampling has no argument 'temprature': did you mean"),
+        ("sampling", {"temperature": "1"}, "Sampling: temperature is '1' (str), expected float"),
+        ("engine", "vllm", "ColocatedEngine, LocalEngine, ServerEngine, StaticEngine"),
+        ("engine", {"class_path": "ServerEngine"}, "missing a required argument: 'urls'"),
+        ("reward_runner", {"timeout_s": 1.0}, "give one of InProcessRunner, ProcessRunner"),
+        ("objective", {"class_path": "litgrpo.Sampling"}, "expected Objective"),
         ("reward_format", 5, "expected 'text' or 'chat'"),
         ("max_iterations", "all", "expected int or None"),
         ("evaluation", Evaluation, "expected Evaluation"),
@@ -109,6 +125,84 @@ def test_every_public_class_with_settings_is_checked():
 def test_the_message_says_what_to_write(name, value, said):
     with pytest.raises(WrongType) as seen:
         GRPO(MODEL, REWARDS, **{name: value})
+    assert said in str(seen.value)
+
+
+def test_an_object_may_be_given_as_in_a_recipe():
+    given = {
+        "objective": {"kl_coef": 0.1, "surrogate": {"clip_low": 0.1}},
+        "sampling": {"temperature": 0.7},
+        "lora": {"rank": 4},
+        "engine": {"class_path": "StaticEngine", "init_args": {"sync_every_tokens": 4}},
+        "controllers": {"entropy": {"class_path": "EntropyTarget", "target": 1.0}},
+        "evaluation": {"num_samples": 8},
+    }
+    objects = {
+        "objective": Objective(kl_coef=0.1, surrogate=Clipped(clip_low=0.1)),
+        "sampling": Sampling(temperature=0.7),
+        "lora": LoRA(rank=4),
+        "engine": StaticEngine(sync_every_tokens=4),
+        "controllers": Controllers(entropy=EntropyTarget(1.0)),
+        "evaluation": Evaluation(num_samples=8),
+    }
+    assert GRPO(MODEL, REWARDS, **given).hparams == GRPO(MODEL, REWARDS, **objects).hparams
+    asked = {"kind": {"text": "Is it kind?", "weight": 2.0}}
+    rubric = Rubric(asked, judge=lambda prompts, completions, criterion: [1.0])
+    assert rubric.criteria == {"kind": Criterion("Is it kind?", 2.0)}
+    chat = PromptData(["x"], chat={"system": "Be brief."}).prompt_format.chat
+    assert chat == Chat(system="Be brief.")
+
+
+@pytest.mark.parametrize("kind", [GRPO, SFT])
+def test_the_learning_rate_is_an_argument_of_the_default_optimizer(kind):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    arguments = (MODEL, REWARDS) if kind is GRPO else (MODEL,)
+    optimizer = kind(*arguments, optimizer={"lr": 2e-5}).optimizer([weight])
+    assert isinstance(optimizer, DefaultAdamW)
+    assert optimizer.defaults["lr"] == 2e-5
+    sgd = kind(*arguments, optimizer={"class_path": "SGD", "lr": 0.5}).optimizer([weight])
+    assert isinstance(sgd, torch.optim.SGD)
+    schedule = kind(*arguments, lr_scheduler={"class_path": "WarmupCosine", "warmup": 2.0})
+    assert schedule.lr_scheduler(sgd).warmup == 2.0
+
+
+# Arguments of TRL's GRPOTrainer, GRPOConfig and SFTConfig, and of verl.
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (GRPO, "model", "use pretrained=..."),
+        (GRPO, "reward_funcs", "use rewards=..."),
+        (GRPO, "num_generations", "use group_size=..."),
+        (GRPO, "learning_rate", "use optimizer={'lr': ...}"),
+        (GRPO, "beta", "use objective={'kl_coef': ...}"),
+        (GRPO, "epsilon_high", "use objective={'surrogate': {'clip_high': ...}}"),
+        (GRPO, "temperature", "use sampling={'temperature': ...}"),
+        (GRPO, "num_iterations", "use update={'epochs_per_rollout': ...}"),
+        (GRPO, "peft_config", "use lora=..."),
+        (GRPO, "train_dataset", "use PromptData(train=...)"),
+        (GRPO, "per_device_train_batch_size", "use PromptData(batch_size=...)"),
+        (GRPO, "num_train_epochs", "use Trainer(max_epochs=...)"),
+        (GRPO, "bf16", "use Trainer(precision=...)"),
+        (GRPO, "report_to", "use Trainer(logger=...)"),
+        (GRPO, "output_dir", "it is --run_dir on the command line"),
+        (GRPO, "save_steps", "it is --checkpoint.every_n_iterations in a recipe"),
+        (GRPO, "groupsize", "did you mean 'group_size'?"),
+        (SFT, "learning_rate", "use optimizer={'lr': ...}"),
+        (SFT, "num_train_epochs", "use Trainer(max_epochs=...)"),
+        (PromptData, "train_dataset", "use train=..."),
+        (PromptData, "tokeniser", "did you mean 'tokenizer'?"),
+        (PairData, "processing_class", "use tokenizer=..."),
+        (Objective, "beta", "use kl_coef=..."),
+        (Sampling, "max_new_tokens", "use GRPO(max_completion_length=...)"),
+        (LoRA, "r", "use rank=..."),
+        (LoRA, "lora_alpha", "use alpha=..."),
+        (Reward, "wieght", "did you mean 'weight'?"),
+    ],
+)
+def test_an_argument_of_another_library_or_a_misspelt_one_names_the_right_one(kind, name, said):
+    with pytest.raises(UnknownArgument) as seen:
+        kind(**(GIVEN.get(kind) or build_required(kind)), **{name: 1})
+    assert str(seen.value).startswith(f"{kind.__name__} has no argument {name!r}: ")
     assert said in str(seen.value)
 
 

@@ -21,8 +21,8 @@ MODULES = ("grpo", "sft", "hyper_parameters", "run_setup", "initial_policy")
 # A file imports its own package and packages of a lower number, nothing else of litgrpo. A file
 # that is named here has a separate number, also for files of its package.
 LAYER = {
-    **dict.fromkeys(("argument_types", "arguments", "types", "tensors", "text", "temporary"), 0),
-    "http_client": 1,
+    **dict.fromkeys(("arguments", "foreign_names", "types", "tensors", "text", "temporary"), 0),
+    **dict.fromkeys(("http_client", "argument_types"), 1),
     "training/lightning_compat": 0,
     **dict.fromkeys(("instantiate", "distributed", "workers"), 1),
     **dict.fromkeys(("xla", "algorithms", "models", "environments", "data"), 2),

@@ -1,23 +1,36 @@
 """Check the types of arguments when settings are constructed in Python.
 
 The command line checks the types of options itself. In Python a wrong type would otherwise surface
-much later, as an error about an attribute of a `dict`.
+much later, as an error about an attribute of a `dict`. What a recipe takes for an object is taken
+in Python too: a mapping of its arguments, or the name of its class.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import numbers
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
+from litgrpo import PUBLIC
+from litgrpo.arguments import did_you_mean, import_by_path, require
+from litgrpo.foreign_names import OTHER_NAMES
+
 Class = TypeVar("Class")
 SHOWN = 60  # characters of a value
+# Packages whose classes no recipe names, although they are subclasses of torch's.
+INTERNAL = ("accelerate", "transformers")
+UNSET = inspect.Parameter.empty
+CLOSE = 0.5  # least similarity, of difflib, of a suggestion
+# {first part of an option: what takes its other parts in Python}
+TAKES = {"model": "GRPO", "data": "PromptData", "trainer": "Trainer"}
 
 
 class WrongType(TypeError):
@@ -26,12 +39,16 @@ class WrongType(TypeError):
     exit_code = 2  # of the program: the user can fix it
 
 
+class UnknownArgument(WrongType):
+    """There is no argument of this name."""
+
+
 def check_field_types(kind: type[Class]) -> type[Class]:
-    """Let a dataclass check the types of its fields before its own checks.
+    """Let a dataclass check the types of its arguments before its own checks.
 
     Example:
-        >>> @dataclasses.dataclass
-        ... @check_field_types
+        >>> @check_field_types
+        ... @dataclasses.dataclass
         ... class Size:
         ...     width: int
         >>> Size("8")
@@ -39,45 +56,178 @@ def check_field_types(kind: type[Class]) -> type[Class]:
         ...
         litgrpo.argument_types.WrongType: Size: width is '8' (str), expected int
     """
-    own = kind.__dict__.get("__post_init__")
-
-    def __post_init__(self: Any) -> None:
-        owner: Any = type(self)
-        hints = argument_hints(owner)
-        for field in dataclasses.fields(self):
-            if field.init:
-                _check(type(self).__name__, field.name, getattr(self, field.name), hints)
-        if own is not None:
-            own(self)
-        elif hasattr(super(kind, self), "__post_init__"):
-            super(kind, self).__post_init__()
-
-    kind.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    checked: Any = kind
+    checked.__init__ = _wrap_checks(checked.__init__, kind, ())
     return kind
 
 
 def check_argument_types(*others: str) -> Callable[[Any], Any]:
-    """Let a constructor check the types of its arguments.
+    """Let a constructor check the types of its arguments, and build objects from mappings.
 
     Args:
         others: arguments that the constructor checks itself, as it takes more than it declares.
     """
 
     def wrap(constructor: Any) -> Any:
-        signature = inspect.signature(constructor)
-
-        @functools.wraps(constructor)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(self, *args, **kwargs).arguments
-            hints = argument_hints(constructor)
-            for name, value in list(given.items())[1:]:
-                if name not in others:
-                    _check(type(self).__name__, name, value, hints)
-            constructor(self, *args, **kwargs)
-
-        return __init__
+        return _wrap_checks(constructor, constructor, others)
 
     return wrap
+
+
+def _wrap_checks(constructor: Any, declared: Any, others: Sequence[str]) -> Any:
+    """Wrap a constructor whose types `declared` has: itself, or its dataclass."""
+    signature = inspect.signature(constructor)
+    parameters = signature.parameters
+
+    @functools.wraps(constructor)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        owner = type(self).__name__
+        check_names(owner, kwargs, parameters)
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:  # a required argument is missing, or there are too many
+            raise WrongType(f"{owner}: {error}") from error
+        hints = argument_hints(declared)
+        for name, value in list(bound.arguments.items())[1:]:
+            if name not in others and name in hints:
+                default = default_of(declared, name, parameters[name].default)
+                bound.arguments[name] = convert(f"{owner}: {name}", value, hints[name], default)
+        constructor(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def default_of(declared: Any, name: str, default: Any) -> Any:
+    """Return the default of an argument, that of a dataclass's factory too."""
+    field = getattr(declared, "__dataclass_fields__", {}).get(name)
+    if field is None or field.default_factory is dataclasses.MISSING:
+        return default
+    return field.default_factory()
+
+
+def check_names(owner: str, names: Iterable[str], parameters: Collection[str]) -> None:
+    """Reject keywords that a class does not take.
+
+    Args:
+        owner: name of the class, for messages.
+        names: the keywords.
+        parameters: of its constructor.
+
+    Raises:
+        UnknownArgument: with litgrpo's name of an argument of TRL or verl, or the nearest one.
+
+    Example:
+        >>> check_names("GRPO", ["learning_rate"], ["pretrained", "optimizer"])
+        Traceback (most recent call last):
+        ...
+        litgrpo.argument_types.UnknownArgument: GRPO has no argument 'learning_rate': use \
+optimizer={'lr': ...}
+    """
+    known = [name for name in parameters if name not in ("self", "params")]
+    for name in names:
+        if name not in parameters:
+            listed = f"it takes {', '.join(known) or 'none'}"
+            instead = _in_python(name, known) or did_you_mean(name, known).strip(" ()") or listed
+            raise UnknownArgument(f"{owner} has no argument {name!r}: {instead}")
+
+
+def _in_python(foreign_name: str, known: Sequence[str]) -> str:
+    """Return how a class that takes `known` is given an option of TRL or verl; "" if it is none."""
+    root, *path = OTHER_NAMES.get(foreign_name, "").split(".")
+    start = next((number for number, part in enumerate(path) if part in known), None)
+    start = start if root in ("model", "data") else None
+    keys = path[start or 0 :]
+    if not keys:
+        return f"it is --{root} on the command line" if root else ""
+    value = "..."
+    for key in reversed(keys[1:]):
+        value = f"{{{key!r}: {value}}}"
+    written = f"{keys[0]}={value}"
+    if start is not None:
+        return f"use {written}"
+    option = ".".join([root, *path])
+    return f"use {TAKES[root]}({written})" if root in TAKES else f"it is --{option} in a recipe"
+
+
+def convert(where: str, value: Any, hint: Any, default: Any = UNSET) -> Any:
+    """Return a value of a type, built from a mapping of arguments or the name of a class.
+
+    Args:
+        where: class and argument, for messages.
+        value: what the user wrote.
+        hint: type of the argument.
+        default: of the argument; its class is built if the mapping names none.
+
+    Raises:
+        WrongType: the value is of another type, or an object's arguments are wrong.
+
+    Example:
+        >>> from litgrpo.models.adapters import LoRA
+        >>> convert("GRPO: lora", {"rank": 4}, LoRA | None).rank
+        4
+    """
+    if matches(value, hint):
+        return value
+    if isinstance(value, list | tuple) and (kind := _elements(hint)) is not UNSET:
+        return [convert(f"{where}[{number}]", one, kind) for number, one in enumerate(value)]
+    kinds, kind = classes_in(hint), values_of_mapping(hint)
+    if isinstance(value, Mapping) and kind is not UNSET and classes_in(kind):
+        return {key: convert(f"{where}[{key!r}]", one, kind) for key, one in value.items()}
+    if kinds and isinstance(value, str | Mapping) and kind is UNSET:
+        return _construct(where, value, hint, kinds, default)
+    raise WrongType(
+        f"{where} is {_shorten(value)} ({type(value).__name__}), expected "
+        f"{describe_type(hint)}{_suggest(hint)}"
+    )
+
+
+def _elements(hint: Any) -> Any:
+    """Return the class whose objects a list holds, `UNSET` for other types."""
+    for one in members(hint):
+        origin, inner = typing.get_origin(one), typing.get_args(one)
+        is_list = inspect.isclass(origin) and issubclass(origin, Sequence)
+        if is_list and len(inner) == 1 and classes_in(inner[0]):
+            return inner[0]
+    return UNSET
+
+
+def _construct(
+    where: str, value: str | Mapping[str, Any], hint: Any, kinds: list[type], default: Any
+) -> Any:
+    """Build the object of a class name, of {argument: value} or of {class_path, init_args}."""
+    settings: dict[str, Any] = {"class_path": value} if isinstance(value, str) else dict(value)
+    settings.update(settings.pop("init_args", None) or {})
+    named = settings.pop("class_path", None)
+    known = sorted({one.__name__ for kind in kinds for one in subclasses(kind)})
+    try:
+        kind = find_class(str(named), kinds) if named else default_class(default, kinds)
+    except ValueError as error:
+        raise WrongType(f"{where} is {_shorten(value)}: {error}") from error
+    if inspect.isabstract(kind):
+        names = ", ".join(known)
+        raise WrongType(f"{where} has arguments but no class_path: give one of {names}")
+    if not (inspect.isclass(kind) and issubclass(kind, tuple(kinds))):
+        raise WrongType(f"{where} is {named}, expected {describe_type(hint)}{_suggest(hint)}")
+    if not any(_is_factory(one) for one in members(hint)):
+        return kind(**settings)
+    # A factory, such as of an optimizer, gets its first argument later.
+    parameters = inspect.signature(kind).parameters
+    check_names(f"{where} ({kind.__name__})", settings, parameters)
+    owner: Any = kind
+    hints = argument_hints(owner)
+    for name, setting in settings.items():
+        convert(f"{where}[{name!r}]", setting, hints.get(name, Any))
+    return functools.partial(kind, **settings) if settings else kind
+
+
+def _is_factory(hint: Any) -> bool:
+    return typing.get_origin(hint) is Callable
+
+
+def default_class(default: Any, kinds: Sequence[type]) -> type:
+    """Return the class of a default, or the first of the classes that a type names."""
+    kind: type = default if inspect.isclass(default) else type(default)
+    return kind if issubclass(kind, tuple(kinds)) else kinds[0]
 
 
 @functools.cache
@@ -95,15 +245,6 @@ def argument_hints(owner: Any) -> dict[str, Any]:
         return typing.get_type_hints(owner)
     except (NameError, TypeError):
         return {}
-
-
-def _check(owner: str, name: str, value: Any, hints: Mapping[str, Any]) -> None:
-    hint = hints.get(name, Any)
-    if not matches(value, hint):
-        raise WrongType(
-            f"{owner}: {name} is {_shorten(value)} ({type(value).__name__}), expected "
-            f"{describe_type(hint)}{_suggest(value, hint)}"
-        )
 
 
 def matches(value: Any, hint: Any) -> bool:
@@ -182,15 +323,10 @@ def describe_type(hint: Any) -> str:
     return str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 
-def _suggest(value: Any, hint: Any) -> str:
-    """Return how to write a mapping or the name of a class as an object."""
-    kinds = [each for each in (*typing.get_args(hint), hint) if dataclasses.is_dataclass(each)]
-    if not kinds:
-        return ""
-    name = kinds[0].__name__  # type: ignore[union-attr]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return f": {name}({', '.join(f'{key}={_shorten(x)}' for key, x in value.items())})"
-    return f": {name}(...)"
+def _suggest(hint: Any) -> str:
+    """Return how an object is written."""
+    kinds = [one for one in members(hint) if dataclasses.is_dataclass(one)]
+    return f": {kinds[0].__name__}(...)" if kinds else ""  # type: ignore[union-attr]
 
 
 def _shorten(value: Any) -> str:
@@ -199,3 +335,87 @@ def _shorten(value: Any) -> str:
     except Exception:  # of a foreign object
         text = f"<{type(value).__name__}>"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def classes_in(hint: Any) -> list[type]:
+    """Return the classes with options that a type mentions.
+
+    Example:
+        >>> from litgrpo.models.adapters import LoRA
+        >>> classes_in(LoRA | None), classes_in(dict[str, int])
+        ([<class 'litgrpo.models.adapters.LoRA'>], [])
+    """
+    arguments = typing.get_args(hint)
+    if inspect.isclass(hint) and not arguments:
+        # Enums, paths and the like are plain values; object and Any say nothing.
+        return [] if hint.__module__.partition(".")[0] in sys.stdlib_module_names else [hint]
+    if arguments and isinstance(arguments[0], list):  # Callable[[...], X]: a factory of X
+        arguments = arguments[1:]
+    return list(dict.fromkeys(each for inner in arguments for each in classes_in(inner)))
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union; of another type, the type alone."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def values_of_mapping(hint: Any) -> Any:
+    """Return the type of a mapping's values, `UNSET` if the type allows no mapping."""
+    for each in members(hint):
+        if typing.get_origin(each) in (dict, Mapping) and len(typing.get_args(each)) > 1:
+            return typing.get_args(each)[1]
+    return UNSET
+
+
+def subclasses(base: type) -> list[type]:
+    """Return the public concrete classes under a base that are imported, with the base."""
+    found = [base]
+    for each in found:  # grows while it is read
+        below: list[type] = type.__subclasses__(each)
+        found += [kind for kind in below if kind not in found]
+    return [
+        kind
+        for kind in found
+        if not inspect.isabstract(kind)
+        and not kind.__name__.startswith("_")
+        and (kind.__module__ or "").partition(".")[0] not in INTERNAL
+    ]
+
+
+def find_class(name: str, bases: Sequence[type]) -> type:
+    """Return a class by its short name or import path.
+
+    Args:
+        name: of the class.
+        bases: classes of which it is a subclass; a public class may be of any other base.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    package, _, last = name.rpartition(".")
+    if last in PUBLIC and package in ("", "litgrpo"):
+        return typing.cast("type", import_by_path(f"{PUBLIC[last]}.{last}"))
+    if package:
+        return typing.cast("type", import_by_path(name))
+    # The first of a name is torch's; bitsandbytes also has an SGD.
+    named = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
+    known = dict(reversed(named))
+    listed = f": use one of {', '.join(sorted(known))}, or an import path"
+    near = nearest(name, list(known))
+    require(
+        name in known, f"unknown class {name!r}" + (near and f", did you mean {near!r}?") + listed
+    )
+    return known[name]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return the known name that begins with the name or is most similar; "" if none is near.
+
+    Example:
+        >>> nearest("kl", ["eps", "kl_coef"]), nearest("rnak", ["rank"]), nearest("x", ["rank"])
+        ('kl_coef', 'rank', '')
+    """
+    longer = [each for each in known if each.startswith(name)]
+    return next(iter(longer + difflib.get_close_matches(name, known, 1, CLOSE)), "")

@@ -7,15 +7,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from litgrpo import GRPO, PromptData
 from litgrpo.cli.main import COMMANDS
-from litgrpo.cli.mistakes import (
-    OTHER_COMMANDS,
-    OTHER_NAMES,
-    find_mistake,
-    last_line,
-    other_name,
-)
+from litgrpo.cli.mistakes import OTHER_COMMANDS, find_mistake, last_line
 from litgrpo.cli.options import find_option, options_of
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS
+from litgrpo.foreign_names import OTHER_NAMES, other_name
 from litgrpo.tools.audit.command import audit
 from litgrpo.tools.compare import compare
 from litgrpo.tools.plan.command import plan

@@ -8,8 +8,9 @@ from typing import Any
 from docstring_parser import parse
 
 from litgrpo import PUBLIC, rewards
+from litgrpo.argument_types import UNSET, classes_in, subclasses
 from litgrpo.cli.help import default_text
-from litgrpo.cli.options import UNSET, Option, classes_in, options_of, subclasses, type_name
+from litgrpo.cli.options import Option, options_of, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS
 from tests.site.text import cell, escape, table, title
 

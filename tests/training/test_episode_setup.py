@@ -4,6 +4,7 @@ from lightning import Trainer
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.metric_table import definition
+from litgrpo.environments import examples
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import EpisodeWorkers
@@ -74,6 +75,12 @@ def test_a_loss_of_observations_needs_some_and_all_tokens(settings, said):
 def test_an_environment_may_be_named_by_its_path():
     found = check_environment("tests.training.test_episode_setup.Once", INLINE, LocalEngine(), {})
     assert isinstance(found, Once)
+
+
+def test_a_list_of_functions_becomes_tools_with_these_functions():
+    for calculate in (examples.calculate, "litgrpo.environments.examples.calculate"):
+        tools = check_environment([calculate], INLINE, LocalEngine(), {})
+        assert [schema["function"]["name"] for schema in tools.tools] == ["calculate"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

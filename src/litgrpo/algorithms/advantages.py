@@ -143,8 +143,8 @@ class Advantages(ABC):
         """[B, G] advantages; NaN counts as 0."""
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Normalized(Advantages):
     """Reward minus a baseline, divided by a scale: (r - baseline) / scale.
 
@@ -217,8 +217,8 @@ def _divide(centered: Tensor, scale: Tensor, eps: float) -> Tensor:
     return torch.where(scale > 0, centered / (scale + eps), 0.0)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ReMax(Advantages):
     """ReMax: the reward minus that of the prompt's greedy completion.
 
@@ -254,8 +254,8 @@ class ReMax(Advantages):
         )
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class OptimalTokenBaseline(Advantages):
     """Optimal token baseline: the reward minus a baseline of each token that weights the group.
 
@@ -322,8 +322,8 @@ class OptimalTokenBaseline(Advantages):
         return advantages.flatten(0, 1).gather(1, place).where(mask, 0.0)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class GDPO(Advantages):
     """GDPO: each reward function normalized in its group, weighted, summed, scaled by the batch.
 
@@ -347,8 +347,8 @@ class GDPO(Advantages):
         return total / (std + self.eps)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class GFPO(Advantages):
     """GFPO: only the best completions of each group, and ties, keep their advantage.
 
@@ -389,8 +389,8 @@ class GFPO(Advantages):
         return self.advantages.estimate(groups).masked_fill(~kept, 0.0)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class PassAtK(Advantages):
     """Pass@k: only the best completion of a group has an advantage, r_max - r_second.
 
@@ -415,8 +415,8 @@ class PassAtK(Advantages):
         return _divide(lead, std, self.eps) if self.scale == "group" else lead
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Whitened(Advantages):
     """REINFORCE++-baseline: advantages normalized over all tokens of the batch.
 
@@ -453,8 +453,8 @@ class Whitened(Advantages):
         return _divide(values - mean, std.where(differ, 0.0), self.eps)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class TaskAdvantages(Advantages):
     """Another advantage estimator for each of several tasks in one run.
 

@@ -68,8 +68,8 @@ class ForwardKL(Divergence):
         return (q * (log_q - log_p)).sum(-1), -q
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class JSD(Divergence):
     """Generalized Jensen-Shannon divergence, beta KL(q || m) + (1 - beta) KL(p || m).
 

@@ -117,8 +117,8 @@ class Surrogate(ABC):
         return below & (inputs.advantages < 0), above & (inputs.advantages > 0)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Clipped(Surrogate):
     """GRPO, DAPO, GSPO: -min(min(w, max_ratio) A, clip(w, 1 - clip_low, 1 + clip_high) A).
 
@@ -169,8 +169,8 @@ class Clipped(Surrogate):
         return 1 - self.clip_low, 1 + self.clip_high
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class CISPO(Surrogate):
     """CISPO: -sg[min(w, max_ratio)] A l; every token keeps its gradient. Source: arXiv:2506.13585.
 
@@ -199,8 +199,8 @@ class CISPO(Surrogate):
         return 0.0, self.max_ratio
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class SAPO(Surrogate):
     """SAPO: -4 / tau sigmoid(tau (w - 1)) A, a soft gate for the clip. Source: arXiv:2511.20347.
 
@@ -226,8 +226,8 @@ class SAPO(Surrogate):
         return -gate * inputs.advantages * inputs.correction
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class VESPO(Surrogate):
     """VESPO: -phi A l, phi = sg[exp(lam + k log W - lam W)], W the ratio of the whole completion.
 
@@ -254,8 +254,8 @@ class VESPO(Surrogate):
         return -phi * inputs.advantages * inputs.logprobs
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class GMPO(Surrogate):
     """GMPO: -A exp(mean of clipped s), a geometric mean of token ratios. Source: arXiv:2507.20673.
 
@@ -280,8 +280,8 @@ class GMPO(Surrogate):
         return math.exp(-self.clip_low), math.exp(self.clip_high)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class DPPO(Surrogate):
     """DPPO: -sg[min(w, max_ratio)] A l within a trust region of probabilities, 0 outside of it.
 
@@ -340,8 +340,8 @@ def binary_kl(old: Tensor, new: Tensor) -> Tensor:
     return old.exp() * (old - new) - torch.expm1(old) * (others_old - others)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class PolicyGradient(Surrogate):
     """REINFORCE, RLOO: -A l, for one optimizer step per rollout. Source: Williams 1992."""
 
@@ -402,8 +402,8 @@ def build_unclipped() -> Clipped:
     return Clipped(clip_low=1.0, clip_high=math.inf)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ClipCov(StepSurrogate):
     """Clip-Cov: a few random tokens of high covariance lose their gradient, against entropy loss.
 
@@ -442,8 +442,8 @@ class ClipCov(StepSurrogate):
         return smallest(keys.where(eligible, torch.nan), number, keys, comm)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class KLCov(StepSurrogate):
     """KL-Cov: the tokens of highest covariance are held near the old policy, against entropy loss.
 
@@ -484,8 +484,8 @@ class KLCov(StepSurrogate):
         return self.surrogate(inputs) + torch.where(moved, penalty, 0.0)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class M2PO(StepSurrogate):
     """M2PO: drops the tokens of the largest s^2 until the mean of s^2 is at most a limit.
 
@@ -581,8 +581,8 @@ class LossAggregation(ABC):
         return weights
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class TokenMean(LossAggregation):
     """DAPO (`token_mean`): every token counts the same, m / tokens of the step.
 
@@ -596,8 +596,8 @@ class TokenMean(LossAggregation):
         return mask / num_tokens
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class SequenceMean(LossAggregation):
     """GRPO's paper (`sequence_mean`): every completion counts the same, m / length / K.
 
@@ -611,8 +611,8 @@ class SequenceMean(LossAggregation):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / num_completions
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ConstantLength(LossAggregation):
     """Dr. GRPO (`constant_length`): m / (K * max_completion_length).
 
@@ -626,8 +626,8 @@ class ConstantLength(LossAggregation):
         return mask / (num_completions * max_completion_length)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class SequenceSum(LossAggregation):
     """LUSPO, RLOO, REINFORCE (`sequence_sum`): the sum over a completion's tokens, m / K.
 
@@ -641,8 +641,8 @@ class SequenceSum(LossAggregation):
         return mask / num_completions
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class MicroBatchTokenMean(LossAggregation):
     """BNPO (`micro_batch_token_mean`), discouraged: the mean over each micro-batch's tokens.
 
@@ -717,8 +717,8 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": ab
 # --- importance correction ---
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ImportanceCorrection:
     """Weights p_trainer / p_sampler for a sampler whose probabilities differ from the trainer's.
 
@@ -778,8 +778,8 @@ class ImportanceCorrection:
 # --- added terms ---
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class PositiveNLL:
     """VAPO's imitation of correct completions: the mean of -log p over their tokens, times `coef`.
 
@@ -807,8 +807,8 @@ class PositiveNLL:
         return (rewards.valid & (rewards.total >= self.min_reward)).flatten()
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class KLInReward:
     """Subtracts coef * (sum of KL estimates over a completion's tokens) from its reward.
 
@@ -872,8 +872,8 @@ class EntropyTotals:
     entropy_threshold: Tensor | None = None
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Objective:
     """The training objective. The default is GRPO with a token mean and without a KL penalty.
 

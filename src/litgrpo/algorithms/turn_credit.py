@@ -231,8 +231,8 @@ def _normalize(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Ten
     return (deviation / (std + eps)).nan_to_num(0.0).view_as(values)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class GiGPO(TurnAdvantages):
     """GiGPO: advantage of the episode plus that of the turn among turns in the same state.
 
@@ -269,8 +269,8 @@ class GiGPO(TurnAdvantages):
         return episode + self.turn_weight * compared
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class MTGRPO(TurnAdvantages):
     """MT-GRPO: advantage of the outcome for all turns, plus those of the rewards from a turn on.
 
@@ -301,8 +301,8 @@ class MTGRPO(TurnAdvantages):
         return outcome[..., None] + self.turn_weight * to_come
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class GTPO(TurnAdvantages):
     """GTPO: discounted return of each turn, normalized over all turns of the group.
 
@@ -327,8 +327,8 @@ class GTPO(TurnAdvantages):
         return _normalize(groups, turns.returns(self.gamma), known, self.eps)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ReBN(TurnAdvantages):
     """REINFORCE with return batch normalization: returns normalized over all turns of the batch.
 
@@ -360,8 +360,8 @@ class ReBN(TurnAdvantages):
         return (deviation / (std + self.eps)).view_as(turns.rewards)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class SimpleTIR(TurnAdvantages):
     """SimpleTIR: episodes with a void turn get zero advantage; they stay in the baseline.
 

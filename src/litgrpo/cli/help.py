@@ -13,16 +13,8 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from lightning.pytorch import Trainer
 
-from litgrpo.cli.options import (
-    UNSET,
-    Option,
-    classes_in,
-    find_class,
-    find_option,
-    options_of,
-    subclasses,
-    type_name,
-)
+from litgrpo.argument_types import UNSET, classes_in, find_class, subclasses
+from litgrpo.cli.options import Option, find_option, options_of, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS, configure_jsonargparse, import_named_classes
 from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, built_in_recipes
 

@@ -6,10 +6,7 @@ that a parse failed at (`mistakes.py`).
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import sys
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +14,15 @@ from typing import Any
 
 from docstring_parser import parse
 
-from litgrpo import PUBLIC
-from litgrpo.argument_types import argument_hints
-from litgrpo.arguments import did_you_mean, import_by_path, require
-
-# Packages whose classes no recipe names, although they are subclasses of torch's.
-INTERNAL = ("accelerate", "transformers")
-UNSET = inspect.Parameter.empty
-CLOSE = 0.5  # least similarity, of difflib, of a suggestion
+from litgrpo.argument_types import (
+    UNSET,
+    argument_hints,
+    classes_in,
+    members,
+    subclasses,
+    values_of_mapping,
+)
+from litgrpo.arguments import did_you_mean, require
 
 
 @dataclass(frozen=True)
@@ -80,30 +78,6 @@ def takes_any_option(owner: Any) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def classes_in(hint: Any) -> list[type]:
-    """Return the classes with options that a type mentions.
-
-    Example:
-        >>> from litgrpo.models.adapters import LoRA
-        >>> classes_in(LoRA | None), classes_in(dict[str, int])
-        ([<class 'litgrpo.models.adapters.LoRA'>], [])
-    """
-    arguments = typing.get_args(hint)
-    if inspect.isclass(hint) and not arguments:
-        # Enums, paths and the like are plain values; object and Any say nothing.
-        return [] if hint.__module__.partition(".")[0] in sys.stdlib_module_names else [hint]
-    if arguments and isinstance(arguments[0], list):  # Callable[[...], X]: a factory of X
-        arguments = arguments[1:]
-    return list(dict.fromkeys(each for inner in arguments for each in classes_in(inner)))
-
-
-def members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union; of another type, the type alone."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
-
-
 def is_text(hint: Any) -> bool:
     """Return True for a type whose values are texts, or null.
 
@@ -135,64 +109,6 @@ def is_list_of_texts(hint: Any) -> bool:
     """
     kinds = set(members(hint)) - {type(None)}
     return bool(kinds) and kinds <= {list[str], Sequence[str]}
-
-
-def values_of_mapping(hint: Any) -> Any:
-    """Return the type of a mapping's values, `UNSET` if the type allows no mapping."""
-    for each in members(hint):
-        if typing.get_origin(each) in (dict, Mapping) and len(typing.get_args(each)) > 1:
-            return typing.get_args(each)[1]
-    return UNSET
-
-
-def subclasses(base: type) -> list[type]:
-    """Return the public concrete classes under a base that are imported, with the base."""
-    found = [base]
-    for each in found:  # grows while it is read
-        below: list[type] = type.__subclasses__(each)
-        found += [kind for kind in below if kind not in found]
-    return [
-        kind
-        for kind in found
-        if not inspect.isabstract(kind)
-        and not kind.__name__.startswith("_")
-        and (kind.__module__ or "").partition(".")[0] not in INTERNAL
-    ]
-
-
-def find_class(name: str, bases: Sequence[type]) -> type:
-    """Return a class by its short name or import path.
-
-    Args:
-        name: of the class.
-        bases: classes of which it is a subclass; a public class may be of any other base.
-
-    Raises:
-        ValueError: there is no such class.
-    """
-    package, _, last = name.rpartition(".")
-    if last in PUBLIC and package in ("", "litgrpo"):
-        return typing.cast("type", import_by_path(f"{PUBLIC[last]}.{last}"))
-    if package:
-        return typing.cast("type", import_by_path(name))
-    known = {kind.__name__: kind for base in bases for kind in subclasses(base)}
-    listed = f": use one of {', '.join(sorted(known))}, or an import path"
-    near = nearest(name, list(known))
-    require(
-        name in known, f"unknown class {name!r}" + (near and f", did you mean {near!r}?") + listed
-    )
-    return known[name]
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name that begins with the name or is most similar; "" if none is near.
-
-    Example:
-        >>> nearest("kl", ["eps", "kl_coef"]), nearest("rnak", ["rank"]), nearest("x", ["rank"])
-        ('kl_coef', 'rank', '')
-    """
-    longer = [each for each in known if each.startswith(name)]
-    return next(iter(longer + difflib.get_close_matches(name, known, 1, CLOSE)), "")
 
 
 def find_option(key: str, roots: Mapping[str, type]) -> Option:

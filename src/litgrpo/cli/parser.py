@@ -16,6 +16,7 @@ from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_set
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from litgrpo.argument_types import classes_in, find_class, members
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.evaluation_files import EvaluationFiles, Predictions
@@ -28,13 +29,10 @@ from litgrpo.cli.console import one_line
 from litgrpo.cli.mistakes import find_mistake, last_line
 from litgrpo.cli.options import (
     Option,
-    classes_in,
-    find_class,
     find_option,
     is_list_of_texts,
     is_text,
     is_text_or_list,
-    members,
     options_of,
 )
 from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, option_word, read_value

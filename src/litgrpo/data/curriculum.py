@@ -20,8 +20,8 @@ from litgrpo.types import Stats
 LEAST_PROB = 0.01  # with 0 there might be no prompt left
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Curriculum:
     """Samples prompts less often that the policy always or never solves.
 

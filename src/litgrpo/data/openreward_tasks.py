@@ -15,8 +15,8 @@ from litgrpo.types import TASK_DATA
 KEY_VARIABLE = "OPENREWARD_API_KEY"
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class OpenRewardTasks(GeneratedSource):
     """Tasks of an OpenReward environment as rows: `prompt`, and `task_data` with the task.
 

@@ -44,8 +44,8 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, Attrib
 LongRows = Literal["drop", "truncate", "error"]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Chat:
     """Render prompts with the tokenizer's chat template, as a user message.
 

@@ -53,8 +53,8 @@ SAVED = ("state.json", "dataset_dict.json")
 INSTALL = "needs `pip install reasoning-gym==0.1.25`"
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Source:
     """A source of rows. A plain string in YAML is its `path`.
 
@@ -122,8 +122,8 @@ class GeneratedSource(ABC):
         """Generate the rows, the same ones in every call."""
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class EpisodePrompts(GeneratedSource):
     """Rows for a game that needs no data: the same prompt `size` times, each with a number.
 
@@ -170,8 +170,8 @@ class EpisodePrompts(GeneratedSource):
         return [{"prompt": self.prompt, EPISODE_NUMBER: n, **self.columns} for n in numbers]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ReasoningGym(GeneratedSource):
     """Problems of reasoning-gym, generated on reading: the same ones for the same arguments.
 

@@ -11,8 +11,8 @@ from litgrpo.data.sources import GeneratedSource
 from litgrpo.types import TASK_DATA
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class VerifiersTasks(GeneratedSource):
     """Tasks of a verifiers taskset as rows: `prompt`, and `task_data` with all data of the task.
 

@@ -88,8 +88,8 @@ class AgentResult:
         return AgentResult(number, completion)
 
 
-@dataclass(eq=False)
 @check_field_types
+@dataclass(eq=False)
 class Agent:
     """Trains the policy inside an agent that calls it through the OpenAI API.
 

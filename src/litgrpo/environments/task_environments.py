@@ -19,8 +19,8 @@ from litgrpo.instantiate import instantiate_environment
 from litgrpo.types import TASK
 
 
-@dataclass(eq=False)
 @check_field_types
+@dataclass(eq=False)
 class TaskEnvironments:
     """Plays each row in the environment of its task; rows of other tasks are a single turn.
 

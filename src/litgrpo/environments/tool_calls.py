@@ -87,8 +87,8 @@ class CallFormat(ABC):
         return [{"role": "tool", "name": each.tool, "content": each.text} for each in results]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class HermesFormat(CallFormat):
     """JSON in tags: `<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 4}}</tool_call>`.
 
@@ -123,8 +123,8 @@ class HermesFormat(CallFormat):
         return f"<{self.tag}>{call}</{self.tag}>"
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class TagFormat(CallFormat):
     """Short tags: `<call>multiply(347, 82)</call>` returns `<res>28454</res>`, inline.
 
@@ -187,8 +187,8 @@ class TagFormat(CallFormat):
         return "".join(names) if self.shorthand and len(tools) == 1 else ""
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class PythonFormat(CallFormat):
     """Python literals: the turn is `[multiply(a=3, b=4), today()]`, or holds it in a fenced block.
 

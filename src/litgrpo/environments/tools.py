@@ -52,8 +52,8 @@ class EpisodeTools:
         return self.tools | {name: replace(self.tools[name], function=own[name]) for name in own}
 
 
-@dataclass(eq=False)
 @check_field_types
+@dataclass(eq=False)
 class Tools(ToolCaller):
     """Runs the model's tool calls and returns the results; a turn without a call ends the episode.
 

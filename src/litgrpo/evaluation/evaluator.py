@@ -36,8 +36,8 @@ from litgrpo.types import PromptBatch, RewardTable, Rollout
 InitialLogprobs = Callable[[Rollout], Tensor]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Evaluation:
     """Settings of the evaluation on held-out prompts.
 

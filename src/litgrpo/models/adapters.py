@@ -30,8 +30,8 @@ CONFIG_FILE = "adapter_config.json"
 PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class LoRA:
     """Train low-rank adapters; weights are frozen, and the reference is the model without adapter.
 

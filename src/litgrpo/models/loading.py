@@ -55,8 +55,8 @@ BUILTIN = "builtin:"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Precision:
     """Dtypes, activation memory and kernels of the policy.
 

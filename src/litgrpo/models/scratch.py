@@ -25,8 +25,8 @@ PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Scratch:
     """A randomly initialized model, with a tokenizer trained on the training texts.
 

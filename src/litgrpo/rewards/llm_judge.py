@@ -49,8 +49,8 @@ from litgrpo.text.visible import excerpt
 Mark = float | None
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Criterion:
     """One line of a rubric.
 

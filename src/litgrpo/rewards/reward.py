@@ -112,8 +112,8 @@ OWN = {"environment": environment}  # functions of rewards that need not name on
 Normalize = Literal["none", "group", "batch"]
 
 
-@dataclass
 @check_field_types
+@dataclass
 class Reward:
     """One component of the reward: a function, its weight, its normalization and its gate.
 

@@ -26,8 +26,8 @@ TurnFormatName = Literal["template", "inline"]
 OnTimeout = Literal["fail", "reply"]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class EpisodeSettings:
     """Limits of an episode, and the format between turns.
 

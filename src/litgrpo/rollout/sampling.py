@@ -60,8 +60,8 @@ LARGE, BLOCK = 4096, 128  # vocabularies from this size on are summed in blocks 
 BELOW_1 = 1 - 2.0**-50  # short of 1 by more than float64 rounds: some entry always exceeds it
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Sampling:
     """Temperature, filters and stop conditions. Filters apply in the order of the arguments.
 

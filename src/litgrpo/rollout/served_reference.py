@@ -23,8 +23,8 @@ SERVER_SCHEMES = ("http://", "https://")  # of `reference`, given as an address
 PROBES = 512  # tokens of the vocabulary whose text both tokenizers encode at the start
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ReferenceServers:
     """vLLM servers of the reference model: a teacher that does not fit beside the policy.
 

@@ -15,8 +15,8 @@ from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.types import Rollout, Stats
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class EntropyTarget:
     """Adaptive entropy bonus, as large as needed to keep the entropy at the target.
 
@@ -51,8 +51,8 @@ class EntropyTarget:
         return min(max(coefficient + step, 0.0), self.max_coef)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class KLTarget:
     """Adaptive KL coefficient that keeps the KL to the reference near the target.
 
@@ -84,8 +84,8 @@ class KLTarget:
         return coefficient * (1 + self.rate * error)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ReferenceSync:
     """Move the reference towards the policy: ref <- alpha * policy + (1 - alpha) * ref.
 
@@ -110,8 +110,8 @@ class ReferenceSync:
         at_most("model.controllers.reference.mixup_alpha", self.mixup_alpha, 1)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class Controllers:
     """Coefficients that adapt during training; by default none does. Their state is checkpointed.
 

@@ -18,8 +18,8 @@ from litgrpo.training.learner import Learner
 from litgrpo.types import PromptBatch, Rollout
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class DataCompletions:
     """Completions of the data, which some iterations train on in place of sampled ones.
 

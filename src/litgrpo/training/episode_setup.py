@@ -13,6 +13,7 @@ from litgrpo.data.rendering import build_prompt_format
 from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
 from litgrpo.environments.response_log import ResponseLog
+from litgrpo.environments.tools import Tools
 from litgrpo.environments.workers import episode_pool
 from litgrpo.instantiate import instantiate_environment
 from litgrpo.models.limits import check_length
@@ -48,7 +49,7 @@ def check_environment(
     """Return the environment, after checking it against the settings of episodes.
 
     Args:
-        environment: an object, or a description of one.
+        environment: an object, a description of one, or a list of functions for `Tools`.
         episode: limits of an episode.
         engine: generates.
         rewards: {name: Reward}.
@@ -65,6 +66,8 @@ def check_environment(
             )
         check_own_reward(rewards)
         return None
+    if isinstance(environment, list | tuple):
+        environment = Tools(environment)
     environment = instantiate_environment(environment)
     if isinstance(environment, Agent):
         check_agent_settings(episode)

@@ -150,7 +150,8 @@ class GRPO(LightningModule):
         reward_format: `text`, or `chat` for functions that expect lists of messages.
         reward_runner: `ProcessRunner` (default) kills functions that hang; or `InProcessRunner`.
         environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
-            such as `litgrpo.environments.Tools`; None: every completion is a single turn.
+            such as `litgrpo.environments.Tools`, or a list of functions for `Tools`; None: every
+            completion is a single turn.
         episode: limits and format of multi-turn episodes.
         save_rollouts: write every training rollout to `rollouts/` in the run folder.
         stored_rollouts: run folder whose `rollouts/` are trained on, iteration by iteration, in

@@ -62,8 +62,8 @@ def round_down(number: float) -> int:
     return 2 ** max(0, int(number).bit_length() - 1)
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class UpdateConfig:
     """Options of the update: epochs, mini-batches, micro-batches, gradient clipping, staleness.
 

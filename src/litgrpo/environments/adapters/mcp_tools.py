@@ -32,8 +32,8 @@ READ_S = 300.0  # silence of an HTTP server; the time limit of a step is usually
 MAX_PAGES = 100
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class McpServer:
     """A server with its transport: `command` (stdio) or `url` (streamable HTTP).
 

@@ -21,8 +21,8 @@ from litgrpo.types import TASK_DATA
 KEY_VARIABLE = "OPENREWARD_API_KEY"
 
 
-@dataclass(eq=False)
 @check_field_types
+@dataclass(eq=False)
 class OpenReward(ToolCaller):
     """Plays tasks of an OpenReward environment, whose tools give rewards and end the episode.
 

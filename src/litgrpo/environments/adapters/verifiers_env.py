@@ -17,8 +17,8 @@ from litgrpo.types import TASK_DATA
 KEY_VARIABLE = "OPENAI_API_KEY"  # `Agent.run` sets it for each row
 
 
-@dataclass(eq=False)
 @check_field_types
+@dataclass(eq=False)
 class Verifiers(Agent):
     """Plays tasks of a verifiers environment: its harness is the agent, its score the reward.
 

@@ -40,8 +40,8 @@ REJOIN_EVERY = 4
 DecodeStep = tuple[Tensor, Tensor, Drawn]
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class LocalEngine(RolloutEngine):
     """Samples with the policy itself; each prompt's keys and values are shared by its group.
 

@@ -20,8 +20,8 @@ from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class StaticEngine(RolloutEngine):
     """Decodes all rows at once in tensors whose shapes never change.
 

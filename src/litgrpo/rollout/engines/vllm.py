@@ -45,8 +45,8 @@ from litgrpo.rollout.engines.weight_transfer import (
 AWAKE_FRAC, RESERVED_FRAC = 0.4, 0.05
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ServerEngine(ServedEngine):
     """Samples with vLLM servers, which receive the policy's weights before each rollout.
 
@@ -161,8 +161,8 @@ class RunningVllm:
     asleep: bool = False
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class ColocatedEngine(ServedEngine):
     """Samples with vLLM inside the trainer's process.
 

@@ -105,8 +105,8 @@ class WeightTransfer(ABC):
         """Create the sender of a run."""
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class FolderTransfer(WeightTransfer):
     """Transfer weights through a folder that trainer and servers see under the same path.
 
@@ -227,8 +227,8 @@ def write_head(folder: Path, source: str) -> None:
         return
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class AdapterTransfer(WeightTransfer):
     """Send the LoRA adapter alone, through a folder that trainer and servers see.
 
@@ -324,8 +324,8 @@ def is_sharded(policy: Policy) -> bool:
     return any(isinstance(part, FSDPModule) for part in policy.modules())
 
 
-@dataclass(frozen=True)
 @check_field_types
+@dataclass(frozen=True)
 class NcclTransfer(WeightTransfer):
     """Send weights from GPU to GPU with vLLM's own transfer classes, over NCCL.
 
