@@ -44,6 +44,13 @@ def test_completion_and_end_token_are_learned_the_prompt_is_not(tmp_path):
     assert batch.attention_mask.all()
 
 
+def test_prompts_of_pairs_that_a_template_makes_equal_are_a_warning(tmp_path):
+    with pytest.warns(
+        UserWarning, match="train: 15 of 16 prompts are .* template makes them equal"
+    ):
+        ready(tmp_path, [row | {"task": "sums"} for row in SUMS], template="{{ task }}")
+
+
 def test_short_pairs_are_padded_on_the_right(tmp_path):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "bcd"}]
     batch = the_batch(tmp_path, rows, pad_to_multiple_of=4)

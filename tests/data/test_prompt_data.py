@@ -81,6 +81,25 @@ def test_prompts_to_answer_need_no_answer_and_no_renaming(tmp_path):
     assert batch.columns == {}
 
 
+def test_repeated_prompts_are_counted_with_the_first_pair(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        ready("fit", tmp_path, train=SUMS + SUMS[:2], val=["a", "b", "a"])
+    pair = "the given list, row 13 repeats the given list, row 1"
+    assert f"train: 2 of 14 prompts are duplicates ({pair})" in caplog.text
+    assert "val: 1 of 3 prompts are duplicates" in caplog.text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_that_only_a_template_makes_equal_are_a_warning(monkeypatch, chat):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    monkeypatch.setattr(PromptData, "find_tokenizer", lambda *_: tokenizer)
+    rows = [{"prompt": f"{n % 5}?", "task": "sums"} for n in range(6)]
+    said = "train: 5 of 6 prompts are duplicates .* 4 of them differ in the data"
+    with pytest.warns(UserWarning, match=said):
+        PromptData(rows, template="Do {{ task }}.", chat=chat).setup("fit")
+
+
 def test_validation_is_held_out_of_training_or_a_source_of_its_own(tmp_path):
     data = ready("fit", tmp_path, train=SUMS, val_fraction=0.3, batch_size=2)
     train = set(data.sets["train"].texts)

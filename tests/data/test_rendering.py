@@ -2,6 +2,7 @@
 
 import pytest
 
+from litgrpo.data.modules import PairData
 from litgrpo.data.prompts import tokenize_prompts
 from litgrpo.data.rendering import (
     Chat,
@@ -114,8 +115,46 @@ def test_a_row_that_gives_no_prompt_is_named(rows, template, said):
 
 
 def test_a_template_that_is_not_jinja_is_refused():
-    with pytest.raises(ValueError, match="template of prompt, line 2: "):
+    with pytest.raises(ValueError, match="template, line 2: "):
         TextTemplate("prompt", "a\n{{ b")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "Q: {prompt}",  # of Python's format
+        "Q: $prompt",
+        "Q: %(prompt)s",
+        "Q:",
+        "{% raw %}{{ prompt }}{% endraw %}",
+        "{# {{ prompt }} #}Q:",
+        "{% for n in range(3) %}{{ n }}{% endfor %}",
+        "Level {{ level }}: {prompt}",
+    ],
+)
+def test_a_template_that_reads_no_field_is_refused(written):
+    for chat in (False, True):
+        with pytest.raises(ValueError, match=r"^template is .* write `\{\{ prompt \}\}`"):
+            build_prompt_format(written, chat)
+    with pytest.raises(ValueError, match=r"^reference_template is .* write `\{\{ prompt \}\}`"):
+        build_prompt_format(None, False, reference_template=written)
+    written = written.replace("prompt", "completion")
+    with pytest.raises(ValueError, match=r"^completion_template is .*`\{\{ completion \}\}`"):
+        PairData(["a"], completion_template=written)
+
+
+def test_a_template_may_read_any_field_and_a_system_message_none():
+    assert texts([{"a": 1, "b": 2}], "{{ a }}+{{ b }} in \\boxed{answer}") == [
+        "1+2 in \\boxed{answer}"
+    ]
+    build_prompt_format("{{ prompt }}", Chat(system="Put it into {answer}."))
+    build_prompt_format(None, False, reference_template="It is {{ answer }}.")
+
+
+@pytest.mark.parametrize("drawn", ["['a', 'b'] | random", "lipsum()"])
+def test_a_template_cannot_draw_random_text(drawn):
+    with pytest.raises(ValueError, match=drawn.split()[-1].removesuffix("()")):
+        texts(["a"], f"{{{{ prompt }}}}{{{{ {drawn} }}}}")
 
 
 def test_the_conversation_is_what_is_asked_without_the_chat_format():

@@ -651,7 +651,7 @@ class PairData(SourceData[PairBatch]):
         unlimited = batch_size is None and max_tokens_per_batch is None
         require(not unlimited, "batch_size and max_tokens_per_batch are both null; set one of them")
         one_of("train_on_turns", train_on_turns, get_args(TrainOnTurns))
-        completion = TextTemplate("completion", completion_template)
+        completion = TextTemplate("completion", completion_template, "completion_template")
         self.pair_format = PairFormat(self.prompt_format, completion, train_on_turns)
         self.batch_size, self.max_tokens_per_batch = batch_size, max_tokens_per_batch
         self.group_by_length, self.seed = group_by_length, seed

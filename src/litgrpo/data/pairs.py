@@ -31,6 +31,7 @@ from litgrpo.data.rendering import (
     apply_chat_template,
     system_remarks,
 )
+from litgrpo.data.rows import report_duplicates
 from litgrpo.data.sources import SourceRow
 from litgrpo.data.tokenization import encode_pieces, special_token_texts, tokenize
 from litgrpo.distributed.messages import rank_zero_info
@@ -299,6 +300,7 @@ def tokenize_pairs(
     encoded = pair_format.encode(rows, clipped, tokenizer)
     for line in pair_format.remarks(rows):
         rank_zero_info(f"{role}: {line}")
+    report_duplicates(role, rows, [tuple(text for text, _ in row[:-1]) for row in spans])
     pairs = [[token for ids, _ in spans for token in ids] for spans in encoded]
     targets = list(map(loss_spans, encoded))
     lengths = [

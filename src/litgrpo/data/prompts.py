@@ -13,7 +13,13 @@ from torch.utils.data import Dataset
 from litgrpo.arguments import require
 from litgrpo.data.loader import compute_padded_length
 from litgrpo.data.rendering import LengthLimit, PromptFormat
-from litgrpo.data.rows import RowReader, columns_of, identity, warn_of_empty_texts
+from litgrpo.data.rows import (
+    RowReader,
+    columns_of,
+    identity,
+    report_duplicates,
+    warn_of_empty_texts,
+)
 from litgrpo.data.sources import RowsOnDisk, SourceRow
 from litgrpo.data.tokenization import (
     keep_end,
@@ -154,6 +160,7 @@ def tokenize_prompts(
     )
     for line in prompt_format.remarks(rows):
         rank_zero_info(f"{role}: {line}")
+    report_duplicates(role, rows, texts)
     for ids, row in zip(encoded, rows, strict=True):
         require(bool(ids), f"{row.place}: the prompt has no tokens")
     split = prompt_format.split_special_tokens

@@ -76,6 +76,7 @@ class TextTemplate:
     Args:
         field: the field to use without a template.
         source: Jinja text with the row's fields as variables, or None.
+        option: name of the option that sets it, for messages.
 
     Example:
         >>> template = TextTemplate("prompt", "Question: {{ prompt }}")
@@ -85,10 +86,21 @@ class TextTemplate:
 
     field: str
     source: str | None = None
+    option: str = "template"
 
     def __post_init__(self) -> None:
-        """Check that the template is Jinja."""
+        """Check that the template is Jinja, and that it reads a field."""
         assert self._jinja
+        if self.source is None:
+            return
+        # A template of another language, `{prompt}` or `$prompt`, is a constant in Jinja.
+        unread = self.field not in self.variables and f"{{{self.field}}}" in self.source
+        if unread or not self.variables:
+            raise ValueError(
+                f"{self.option} is {self.source!r:.60}, in which no variable is the row's "
+                f"{self.field}: every row would give the same text; write "
+                f"`{{{{ {self.field} }}}}`, with two braces"
+            )
 
     @property
     def required(self) -> set[str]:
@@ -101,10 +113,12 @@ class TextTemplate:
         environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True
         )
+        # The text is a function of the row: a resumed run has to read the same prompts.
+        del environment.filters["random"], environment.globals["lipsum"]
         try:
             return environment.from_string(self.source or "")
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"template of {self.field}, line {error.lineno}: {error}") from error
+            raise ValueError(f"{self.option}, line {error.lineno}: {error}") from error
 
     def render(self, row: SourceRow) -> str:
         """Return the text of one row.
@@ -117,14 +131,16 @@ class TextTemplate:
             is_list = isinstance(value, list)
             hint = "a list of messages needs `chat: true`" if is_list else "not text"
             raise ValueError(f"{row.place}, field {self.field!r}: {value!r:.60} ({hint})")
-        require(bool(value.strip()), f"{row.place}: the {self.field} is empty")
+        by = "" if self.source is None else f" ({self.option})"
+        require(bool(value.strip()), f"{row.place}: the {self.field} is empty{by}")
         return value
 
     @cached_property
     def variables(self) -> set[str]:
         """Fields that the template reads."""
-        parsed = self._jinja.environment.parse(self.source or "")
-        return jinja2.meta.find_undeclared_variables(parsed)
+        environment = self._jinja.environment
+        names = jinja2.meta.find_undeclared_variables(environment.parse(self.source or ""))
+        return names - environment.globals.keys()
 
     def _value(self, row: SourceRow) -> Any:
         if self.source is None:
@@ -460,7 +476,7 @@ def build_prompt_format(
     """
     reference = None
     if reference_template is not None:
-        reference = TextTemplate("reference prompt", reference_template)
+        reference = TextTemplate("prompt", reference_template, "reference_template")
     format_of_text = PromptFormat(
         TextTemplate("prompt", template), split_special_tokens, reference=reference
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -146,8 +146,6 @@ class RowReader:
             bool(held_out) or not self.val_fraction,
             f"val_fraction {self.val_fraction} of {len(rows)} rows holds out none",
         )
-        report_duplicates("train", kept)
-        report_duplicates("val", held_out)
         return kept, held_out
 
     def _split(self, rows: list[SourceRow]) -> tuple[list[SourceRow], list[SourceRow]]:
@@ -233,13 +231,11 @@ def fingerprint(rows: list[SourceRow]) -> str:
     return hashlib.sha256("\n".join(map(identity, rows)).encode()).hexdigest()[:16]
 
 
-def _repeats(
-    rows: list[SourceRow], key: Callable[[SourceRow], Hashable]
-) -> Iterator[tuple[SourceRow, str]]:
+def _repeats(rows: list[SourceRow], keys: Iterable[Hashable]) -> Iterator[tuple[SourceRow, str]]:
     """Yield each row whose key an earlier row has, with the place of the first such row."""
     seen: dict[Hashable, str] = {}
-    for row in rows:
-        first = seen.setdefault(key(row), row.place)
+    for row, key in zip(rows, keys, strict=True):
+        first = seen.setdefault(key, row.place)
         if first != row.place:
             yield row, first
 
@@ -251,7 +247,7 @@ def reject_repeated_ids(rows: list[SourceRow]) -> None:
         ValueError: two rows do; the message has both places.
     """
     identified = [row for row in rows if isinstance(row.values.get("id"), str | int)]
-    repeats = _repeats(identified, lambda r: (r.set_name, r.source, r.values["id"]))
+    repeats = _repeats(identified, [(r.set_name, r.source, r.values["id"]) for r in identified])
     repeat = next(repeats, None)
     if repeat is not None:
         row, first = repeat
@@ -276,11 +272,26 @@ def warn_of_empty_texts(rows: list[SourceRow], names: Iterable[str]) -> None:
             )
 
 
-def report_duplicates(name: str, rows: list[SourceRow]) -> None:
-    """Log how many rows repeat the prompt of an earlier one, with the first pair."""
-    found = [f"{row.place} repeats {first}" for row, first in _repeats(rows, identity)]
-    if found:
-        rank_zero_info(f"{name}: {len(found)} of {len(rows)} prompts are duplicates ({found[0]})")
+def report_duplicates(role: str, rows: list[SourceRow], texts: Iterable[Hashable]) -> None:
+    """Log how many prompts repeat an earlier one, as the model reads them, with the first pair.
+
+    Warn if the rows differ and their texts do not: the template leaves out what they differ in.
+
+    Args:
+        role: name of the set.
+        rows: the rows.
+        texts: the prompt of each row, as the model reads it.
+    """
+    keys = [(text, row.values.get(EPISODE_NUMBER)) for text, row in zip(texts, rows, strict=True)]
+    found = [f"{row.place} repeats {first}" for row, first in _repeats(rows, keys)]
+    if not found:
+        return
+    line = f"{role}: {len(found)} of {len(rows)} prompts are duplicates ({found[0]})"
+    added = len(found) - sum(1 for _ in _repeats(rows, map(identity, rows)))
+    if added > 0:
+        rank_zero_warn(f"{line}; {added} of them differ in the data: the template makes them equal")
+    else:
+        rank_zero_info(line)
 
 
 def columns_of(rows: list[SourceRow]) -> dict[str, list[Any]]:
