@@ -31,6 +31,20 @@ def test_each_row_of_a_source_comes_once_before_any_comes_again(shuffle):
     assert {seen[row] for row in range(6, 9)} == {16}
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_shorter_epoch_continues_in_each_source_where_the_last_one_stopped(shuffle):
+    # Eight of nine rows: five and three of an epoch, so 6 * 3 epochs use each row equally often.
+    rows = [r % 9 for n in range(18) for r in mix_sources(SOURCES, [5, 3], 3, n, shuffle, count=8)]
+    seen = Counter(rows)
+    assert {seen[row] for row in range(6)} == {15}
+    assert {seen[row] for row in range(6, 9)} == {18}
+
+
+def test_a_weight_too_small_for_a_row_of_an_epoch_is_refused():
+    with pytest.raises(ValueError, match=r"source 2 .* \(1 of 101\) that none of the 9 rows"):
+        mix_sources(SOURCES, [100, 1], 0, 0)
+
+
 def test_the_order_depends_on_seed_and_epoch_alone():
     assert mix_sources(SOURCES, [1, 1], 0, 5) == mix_sources(SOURCES, [1, 1], 0, 5)
     assert mix_sources(SOURCES, [1, 1], 0, 5) != mix_sources(SOURCES, [1, 1], 0, 6)

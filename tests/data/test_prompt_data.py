@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
 from litgrpo.data import Chat, Source
+from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PairData, PromptData, task_names
 from litgrpo.data.sources import parse_named_sets
 from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
@@ -97,7 +98,7 @@ def test_prompts_that_only_a_template_makes_equal_are_a_warning(monkeypatch, cha
     rows = [{"prompt": f"{n % 5}?", "task": "sums"} for n in range(6)]
     said = "train: 5 of 6 prompts are duplicates .* 4 of them differ in the data"
     with pytest.warns(UserWarning, match=said):
-        PromptData(rows, template="Do {{ task }}.", chat=chat).setup("fit")
+        PromptData(rows, template="Do {{ task }}.", chat=chat, batch_size=2).setup("fit")
 
 
 def test_validation_is_held_out_of_training_or_a_source_of_its_own(tmp_path):
@@ -148,6 +149,59 @@ def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path, 
 def test_unshuffled_training_data_keep_their_order(tmp_path):
     data = PromptData(SUMS, batch_size=5, shuffle=False)
     assert train_and_record(tmp_path, data, rows_of) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("kind", ["memory", "streamed", "curriculum", "tasks", "weights", "ranks"])
+def test_unshuffled_rows_that_fill_no_batch_are_the_first_of_the_next_epoch(
+    tmp_path, monkeypatch, kind
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in SUMS[:10]))
+    train = {
+        "streamed": Source(str(file), streaming=True),
+        "tasks": {"a": SUMS[:4], "b": SUMS[4:10]},
+        "weights": {"a": SUMS[:5], "b": SUMS[5:10]},
+    }
+    settings = {
+        "curriculum": {"curriculum": Curriculum()},
+        "weights": {"task_weights": {"a": 1, "b": 1}},
+    }
+    monkeypatch.setattr(PromptData, "process", (1, 2) if kind == "ranks" else (0, 1))
+    rows = train_and_record(
+        tmp_path,
+        PromptData(
+            train.get(kind, SUMS[:10]), batch_size=4, shuffle=False, **settings.get(kind, {})
+        ),
+        rows_of,
+        epochs=5,
+    )
+    assert len(rows) == 10
+    if kind == "ranks":
+        assert rows[:4] == [[2, 3], [6, 7], [0, 1], [4, 5]]
+    elif kind == "weights":  # four rows of each in an epoch
+        assert rows[:4] == [[0, 5, 1, 6], [2, 7, 3, 8], [4, 9, 0, 5], [1, 6, 2, 7]]
+    else:
+        assert rows[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5]]
+    if kind != "ranks":
+        assert set(Counter(chain(*rows)).values()) == {4}  # 5 epochs of 8 rows, 10 prompts
+
+
+def test_a_shuffled_epoch_says_how_many_prompts_it_leaves_out(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        ready("fit", tmp_path, train=SUMS[:10], batch_size=4)
+    assert "train: 2 of 10 prompts fill no batch of 4" in caplog.text
+
+
+def test_an_unshuffled_fit_is_resumed_in_a_later_epoch(tmp_path):
+    def data():
+        return PromptData(SUMS[:10], batch_size=4, shuffle=False)
+
+    whole = train_and_record(tmp_path, data(), rows_of, epochs=4)
+    for cut in (1, 2, 3, 5):
+        save = SaveAt(str(tmp_path / f"{cut}.ckpt"), cut)
+        train_and_record(tmp_path, data(), rows_of, epochs=4, save=save)
+        after = train_and_record(tmp_path, data(), rows_of, epochs=4, ckpt_path=save.path)
+        assert whole[:cut] + after == whole
 
 
 @pytest.mark.parametrize(
@@ -213,10 +267,34 @@ def test_data_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, settings
         ready(stage, tmp_path, **settings)
 
 
-def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
-    data = ready("fit", tmp_path, train=["a", "b"], batch_size=3)
-    with pytest.raises(ValueError, match="2 training prompts do not fill one batch of 3"):
-        data.train_dataloader()
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train": ["a", "b"]}, "2 training prompts do not fill one batch of 3"),
+        ({"train": list("abcd"), "val": ["a", "b"]}, "2 training prompts do not fill"),
+        ({"train": ["a", "b", "long prompt"]}, "2 training prompts do not fill"),
+        (
+            {"train": {"easy": list("abc"), "hard": ["d"]}, "task_weights": {"easy": 9, "hard": 1}},
+            "source 2 of train .* none of the 3 rows of an epoch",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(dropped|removed from training)")
+def test_data_that_make_no_batch_are_refused_before_the_first_evaluation(tmp_path, settings, said):
+    data = PromptData(batch_size=3, max_prompt_length=5, **{"val": ["x"]} | settings)
+    module = Listener(rows_of)
+    trainer = quiet_trainer(tmp_path)
+    trainer.num_sanity_val_steps = -1
+    with pytest.raises(ValueError, match=said):
+        trainer.fit(module, data)
+    assert module.validated == []
+
+
+def test_a_batch_that_is_not_divisible_by_the_processes_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(PromptData, "process", (0, 2))
+    monkeypatch.setattr(PromptData, "find_tokenizer", lambda *_: byte_tokenizer())
+    with pytest.raises(ValueError, match=r"batch_size 3 .* not divisible by 2 processes"):
+        PromptData(SUMS, batch_size=3).setup("fit")
 
 
 def test_settings_that_make_no_sense_are_refused():

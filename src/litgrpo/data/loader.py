@@ -87,6 +87,17 @@ def shuffle_batches(count: int, batch_size: int, seed: int, epoch: int) -> FullB
     return FullBatches(shuffle_rows(count, seed, epoch), batch_size)
 
 
+def batches_in_turn(count: int, batch_size: int, epoch: int) -> FullBatches:
+    """Full batches in the order of the rows; the remaining rows are the first of the next epoch.
+
+    Example:
+        >>> [[*batches_in_turn(3, 2, epoch)] for epoch in range(3)]
+        [[[0, 1]], [[2, 0]], [[1, 2]]]
+    """
+    size = count - count % batch_size
+    return FullBatches((torch.arange(size) + epoch * size) % count, batch_size)
+
+
 def batch_by_length(
     lengths: Tensor, max_rows: int | None, max_tokens: int | None, seed: int, epoch: int
 ) -> list[list[int]]:
@@ -137,9 +148,14 @@ def allocate_rows(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix_sources(
-    sources: Sequence[int], weights: Sequence[float], seed: int, epoch: int, shuffle: bool = True
+    sources: Sequence[int],
+    weights: Sequence[float],
+    seed: int,
+    epoch: int,
+    shuffle: bool = True,
+    count: int | None = None,
 ) -> list[int]:
-    """SourceRow numbers of one epoch of weighted sources; as many as there are rows.
+    """SourceRow numbers of one epoch of weighted sources.
 
     Each source continues where the previous epoch stopped, so each of its rows is used once before
     any is repeated. A row that is repeated within the epoch is returned as its number plus a
@@ -151,9 +167,10 @@ def mix_sources(
         seed: random seed of the order.
         epoch: number of the epoch; negative ones are further epochs.
         shuffle: random order; False keeps each source in its own order, spread evenly.
+        count: rows of an epoch; by default M.
 
     Raises:
-        ValueError: a source has no row.
+        ValueError: a source has no row, or none in an epoch.
 
     Example:
         >>> mix_sources([0, 0, 1, 1], [3, 1], seed=0, epoch=0, shuffle=False)  # row 0 again: 0 + 4
@@ -165,7 +182,13 @@ def mix_sources(
     for number in range(len(weights)):
         require(bool(rows_of[number]), f"source {number + 1} of train has a weight and no rows")
     total, placed = len(sources), []
-    for number, quota in enumerate(allocate_rows(total, weights)):
+    count = total if count is None else count
+    for number, quota in enumerate(allocate_rows(count, weights)):
+        require(
+            quota > 0,
+            f"source {number + 1} of train has so small a weight ({weights[number]:g} of "
+            f"{sum(weights):g}) that none of the {count} rows of an epoch is its; raise it",
+        )
         own, repeats = rows_of[number], defaultdict[int, int](int)
         for taken in range(quota):
             turn, place = divmod(epoch * quota + taken, len(own))
@@ -175,7 +198,7 @@ def mix_sources(
             repeats[row] += 1
     if not shuffle:
         return [row for *_, row in sorted(placed)]
-    return [placed[place][2] for place in shuffle_rows(total, seed, epoch).tolist()]
+    return [placed[place][2] for place in shuffle_rows(count, seed, epoch).tolist()]
 
 
 @lru_cache(maxsize=8)  # called once for each row

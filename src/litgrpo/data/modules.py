@@ -20,9 +20,9 @@ from litgrpo.data.loader import (
     Batch,
     BatchLoader,
     BatchOrder,
-    FullBatches,
     batch_by_length,
     batch_by_set,
+    batches_in_turn,
     mix_sources,
     shuffle_batches,
 )
@@ -340,7 +340,8 @@ class PromptData(SourceData[PromptBatch]):
         split_by: another column to hash, such as a dialogue's persona: rows that agree in it are
             all held out, or none is.
         train_val_overlap: training prompts that are also in `val`: drop, error or keep.
-        shuffle: shuffle the training prompts in every epoch.
+        shuffle: shuffle the training prompts in every epoch; without it, those that fill no batch
+            are the first of the next epoch.
         seed: random seed of the order.
         split_special_tokens: encode special tokens that the data write as text, such as `<eos>`, as
             plain text; by default they become those tokens.
@@ -451,12 +452,14 @@ class PromptData(SourceData[PromptBatch]):
             )
             self.sets = {"train": streamed, **self.sets}
             self.fingerprint = fingerprint(streamed.preview_rows)
+        if stage == "fit":
+            self._check_batches()
         self.disable_validation_without("val", stage)
         sizes = ", ".join(f"{name} {prompts.description}" for name, prompts in self.sets.items())
         rank_zero_info(f"Prompts: {sizes}")
 
-    def train_dataloader(self) -> BatchLoader[PromptBatch]:
-        """Return full batches; their order depends only on seed and epoch.
+    def _check_batches(self) -> None:
+        """Check before any evaluation that the training prompts make batches.
 
         Raises:
             ValueError: there are too few prompts, or batch_size is not divisible by the processes.
@@ -472,9 +475,19 @@ class PromptData(SourceData[PromptBatch]):
             f"batch_size {self.batch_size} (prompts of all processes together) is not divisible by "
             f"{processes} processes",
         )
+        if self.weights is not None:
+            self._plan_epoch(0)  # each source needs a row of it
+        elif self.shuffle and count % self.batch_size:
+            rank_zero_info(
+                f"train: {count % self.batch_size} of {count} prompts fill no batch of "
+                f"{self.batch_size}: an epoch leaves out as many, others each time"
+            )
+
+    def train_dataloader(self) -> BatchLoader[PromptBatch]:
+        """Return full batches; their order depends only on seed and epoch."""
         identity = {
             "prompts": self.fingerprint,
-            "num_prompts": count,
+            "num_prompts": len(self.sets["train"]),
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -515,13 +528,20 @@ class PromptData(SourceData[PromptBatch]):
         return self.loader(name, batch_by_set(names, self.eval_batch_size))
 
     def _plan_epoch(self, epoch: int) -> Sequence[list[int]]:
-        prompts, size = self.sets["train"], self.batch_size
-        if self.weights is not None:
-            rows = mix_sources(self.weight_numbers, self.weights, self.seed, epoch, self.shuffle)
-            return [rows[n : n + size] for n in range(0, len(rows) - len(rows) % size, size)]
-        if self.shuffle:
-            return shuffle_batches(len(prompts), size, self.seed, epoch)
-        return FullBatches(torch.arange(len(prompts)), size)
+        count, size = len(self.sets["train"]), self.batch_size
+        if self.weights is None:
+            if self.shuffle:
+                return shuffle_batches(count, size, self.seed, epoch)
+            return batches_in_turn(count, size, epoch)
+        rows = mix_sources(
+            self.weight_numbers,
+            self.weights,
+            self.seed,
+            epoch,
+            self.shuffle,
+            count=count - count % size,
+        )
+        return [rows[n : n + size] for n in range(0, len(rows), size)]
 
     def _read(self, stage: str) -> dict[str, list[SourceRow]]:
         needed_by_template = self.prompt_format.template.required
@@ -650,6 +670,11 @@ class PairData(SourceData[PairBatch]):
         at_least("max_tokens_per_batch", max_tokens_per_batch, 1)
         unlimited = batch_size is None and max_tokens_per_batch is None
         require(not unlimited, "batch_size and max_tokens_per_batch are both null; set one of them")
+        require(
+            self.weights is None or max_tokens_per_batch is None,
+            "sources with weights give other rows in every epoch, and max_tokens_per_batch another "
+            "number of batches: leave max_tokens_per_batch out and set batch_size",
+        )
         one_of("train_on_turns", train_on_turns, get_args(TrainOnTurns))
         completion = TextTemplate("completion", completion_template, "completion_template")
         self.pair_format = PairFormat(self.prompt_format, completion, train_on_turns)
@@ -703,16 +728,7 @@ class PairData(SourceData[PairBatch]):
             )
 
     def train_dataloader(self) -> BatchLoader[PairBatch]:
-        """Return all pairs; their order depends only on seed and epoch.
-
-        Raises:
-            ValueError: sources have weights, and max_tokens_per_batch is set.
-        """
-        require(
-            self.weights is None or self.max_tokens_per_batch is None,
-            "sources with weights give other rows in every epoch, and max_tokens_per_batch another "
-            "number of batches: leave max_tokens_per_batch out and set batch_size",
-        )
+        """Return all pairs; their order depends only on seed and epoch."""
         identity = {
             "pairs": self.fingerprint,
             "num_pairs": len(self.sets["train"]),
