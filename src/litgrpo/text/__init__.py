@@ -5,6 +5,7 @@ from litgrpo.text.answers import (
     answer_claims,
     extract_answer,
     extract_reasoning,
+    list_answers,
     parse_number,
     text_of,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "answer_claims",
     "extract_answer",
     "extract_reasoning",
+    "list_answers",
     "parse_number",
     "text_of",
 ]

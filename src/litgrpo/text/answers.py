@@ -6,9 +6,10 @@ Pure Python and linear time: no function here can be made slow by what a policy 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
 from itertools import islice, pairwise
+from typing import Any
 
 Message = Mapping[str, object]
 Completions = Sequence[str | Sequence[Message]]  # N texts, or N lists of chat messages
@@ -100,6 +101,28 @@ def prompt_text_of(prompt: str | Sequence[Message]) -> str:
     if isinstance(prompt, str) or len(prompt) == 1:
         return text_of(prompt)
     return "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+
+
+def list_answers(answer: object) -> list[Any]:
+    """Return the accepted reference answers of a row; [] if the row has no answer.
+
+    None, NaN, a blank text, and an empty list or mapping are no answer, alone and in a list of
+    several.
+
+    Example:
+        >>> list_answers("7"), list_answers(["7", "", "seven"]), list_answers(" ")
+        (['7'], ['7', 'seven'], [])
+    """
+    several = isinstance(answer, Sequence) and not isinstance(answer, str | bytes)
+    return [one for one in (answer if several else [answer]) if _is_answer(one)]  # type: ignore[attr-defined]
+
+
+def _is_answer(one: object) -> bool:
+    if isinstance(one, str):
+        return bool(one.strip())
+    if isinstance(one, Sized):
+        return len(one) > 0
+    return one is not None and bool(one == one)  # noqa: PLR0124 (NaN and NaT differ from themselves)
 
 
 def find_tagged(text: str, tag: str) -> list[str]:

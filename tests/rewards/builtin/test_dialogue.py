@@ -8,7 +8,6 @@ from sacrebleu import sentence_bleu
 from litgrpo.rewards.builtin import dialogue
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
-from tests.support.raises import raises_for
 
 SAID = ["i have two dogs .", "i like cats .", ""]
 GIVEN = [["i have two big dogs ."], ["no , i do not like dogs ."], ["hello"]]
@@ -75,9 +74,10 @@ def test_blank_space_and_chat_messages_make_no_difference():
         assert reward(NOBODY, messages, GIVEN) == reward(NOBODY, SAID, GIVEN)
 
 
-def test_a_row_without_a_reference_is_named():
-    with raises_for("answers"):
-        dialogue.f1([""], ["x"], [[]])
+def test_a_row_without_a_reference_does_not_change_the_rewards_of_others():
+    for reward in (dialogue.f1, dialogue.rouge_l, dialogue.bleu, dialogue.lapdog):
+        scored = reward(NOBODY, SAID, GIVEN)
+        assert reward([*NOBODY, ""], [*SAID, "x"], [*GIVEN, []]) == [*scored, None]
 
 
 def test_lapdog_is_asked_about_the_whole_batch_and_single_terms_can_be_shown_beside_it():
@@ -94,7 +94,7 @@ def test_a_failing_batch_is_not_asked_again_row_by_row():
     parts = {"lapdog": Reward("litgrpo.rewards.lapdog"), "f1": Reward(dialogue.f1)}
     composite = Scorer(parts)
     composite.runner.max_failed_frac = 1.0
-    table = composite(NOBODY[:2], SAID[:2], {"answers": [["x"], []]}, group_size=2)
-    assert composite.failures["lapdog"] == {"ValueError": 2}
-    assert composite.failures["f1"] == {"ValueError": 1}
+    table = composite(NOBODY[:2], SAID[:2], {"answers": [["x"], [7]]}, group_size=2)
+    assert composite.failures["lapdog"] == {"TypeError": 2}
+    assert composite.failures["f1"] == {"AttributeError": 1}
     assert not table.valid.any()

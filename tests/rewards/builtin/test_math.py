@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
+from litgrpo.rewards.builtin.code import read_tests
+from litgrpo.rewards.builtin.dialogue import bleu, f1, lapdog, rouge_l
+from litgrpo.rewards.builtin.format import json_fields
+from litgrpo.rewards.builtin.length import cosine_length
 from litgrpo.rewards.builtin.math import (
     closeness,
     correctness,
@@ -109,10 +113,27 @@ def test_a_decimal_gold_number_means_its_digits() -> None:
     assert judge(tag("1/10"), 0.1) == 1.0
 
 
-def test_no_gold_answer_abstains_and_an_empty_one_is_an_error() -> None:
-    assert judge(tag("72"), None) is None
-    with raises_for("answer"):
-        judge(tag("72"), " ")
+NO_ANSWER = [None, nan, Decimal("nan"), "", " \n\t", [], (), [None, "", nan], {}]
+
+
+@pytest.mark.parametrize("gold", NO_ANSWER, ids=repr)
+def test_a_row_without_a_gold_answer_is_left_out_by_every_reward(gold: Any) -> None:
+    said = ["", "<answer></answer>", "<answer>72</answer>", '{"a": 1}', "72"]
+    for reward in (correctness, gsm8k, exact, closeness, json_fields, f1, rouge_l, bleu, lapdog):
+        Scorer({"right": Reward(reward)}).check(
+            {name: ["72", gold] for name in ("answer", "answers")}
+        )
+        assert reward(said, said, [gold] * 5) == [None] * 5, reward  # type: ignore[operator]
+    assert read_tests(gold).tests == ""
+    limit = 100
+    assert cosine_length(said, said, [gold] * 5, [9] * 5, max_completion_length=limit) == [None] * 5
+
+
+def test_a_worked_solution_with_an_empty_answer_has_none() -> None:
+    for gold in ("48 + 24 = 72\n#### ", r"so \boxed{}", "<answer> </answer>"):
+        assert judge(tag(""), gold) is None
+        assert judge(tag("72"), gold) is None
+    assert judge(tag("72"), ["####", "72"]) == 1.0
 
 
 def test_chat_messages_are_judged_like_text() -> None:
@@ -145,7 +166,6 @@ def test_exact_compares_every_character() -> None:
     assert same(tag("72.0"), 72) == 0.0
     assert same(tag("a") + tag("a"), "a") == 0.0  # said twice
     assert same("a", "a") == 0.0
-    assert same(tag(""), "") == 0.0
     assert same("a\n", "a", answer_tag=None) == 1.0
     assert same("a", None) is None
 
@@ -239,7 +259,7 @@ def test_every_type_of_answer_that_data_sets_hold_can_be_a_reference() -> None:
     assert exact(said, texts, known) == [1.0, 1.0, 1.0, 1.0, None, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("bad", [{"a": 1}, object(), float("inf"), b"72", ""])
+@pytest.mark.parametrize("bad", [{"a": 1}, object(), float("inf"), b"72", -float("inf")])
 def test_an_answer_that_cannot_be_a_reference_is_rejected_before_training(bad: object) -> None:
     scorer = Scorer({"right": Reward(correctness)})
     with raises_for("right", "answer"):

@@ -20,7 +20,7 @@ from typing import Any
 
 from litgrpo.arguments import above, require
 from litgrpo.rewards.calls import UnusableReward, add_check, isolated
-from litgrpo.text.answers import Completions, text_of
+from litgrpo.text.answers import Completions, list_answers, text_of
 from litgrpo.workers import sandbox
 
 log = logging.getLogger(__name__)
@@ -197,13 +197,13 @@ def _read_rows(
 
 
 def read_tests(given: Tests, entry_point: Names = None, reference: str | None = None) -> RowTests:
-    """Return the tests of a row; none for None and for an empty list.
+    """Return the tests of a row; none for None, NaN, and an empty text or list.
 
     Raises:
         UnusableReward: the tests have another format, cannot be parsed, or use undefined
             names.
     """
-    if given is None or given == []:
+    if given is None or not list_answers(given):
         return RowTests()
     declared = [entry_point] if isinstance(entry_point, str) else list(entry_point or [])
     if isinstance(given, str):

@@ -11,12 +11,13 @@ from math import sqrt
 
 from litgrpo.rewards.calls import whole_batch
 from litgrpo.text import overlap
-from litgrpo.text.answers import Completions, text_of
+from litgrpo.text.answers import Completions, list_answers, text_of
 
-Answers = Sequence[str | Sequence[str]]
+Answers = Sequence[str | Sequence[str] | None]
+Rewards = list[float | None]
 
 
-def f1(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
+def f1(prompts: Sequence[object], completions: Completions, answers: Answers) -> Rewards:
     """Return the harmonic mean of precision and recall over whitespace tokens.
 
     Nothing is normalized: case and punctuation count.
@@ -27,19 +28,19 @@ def f1(prompts: Sequence[object], completions: Completions, answers: Answers) ->
         answers: N reference replies, or lists of them.
 
     Returns:
-        N rewards in [0, 1].
+        N rewards in [0, 1]; None without a reference reply.
 
     Example:
         >>> f1(["Hi"], ["I like tea"], [["I like it a lot", "I like tea"]])
         [1.0]
     """
     return [
-        max(overlap.token_f1(text, reference) for reference in references)
+        max((overlap.token_f1(text, reference) for reference in references), default=None)
         for text, references in _pair(completions, answers)
     ]
 
 
-def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
+def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answers) -> Rewards:
     """Return the F-measure of the longest common subsequence of words (ROUGE-L).
 
     Needs the package rouge-score.
@@ -50,7 +51,7 @@ def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answer
         answers: N reference replies, or lists of them.
 
     Returns:
-        N rewards in [0, 1].
+        N rewards in [0, 1]; None without a reference reply.
 
     Example:
         >>> rouge_l(["Hi"], ["I like tea"], ["I like tea"])  # doctest: +SKIP
@@ -58,10 +59,13 @@ def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answer
 
     Source: Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries.
     """
-    return [overlap.rouge_f(text, references) for text, references in _pair(completions, answers)]
+    return [
+        overlap.rouge_f(text, references) if references else None
+        for text, references in _pair(completions, answers)
+    ]
 
 
-def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
+def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) -> Rewards:
     """Return the sentence BLEU of each reply divided by 100 (effective order).
 
     Needs the package sacrebleu.
@@ -72,7 +76,7 @@ def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) 
         answers: N reference replies, or lists of them.
 
     Returns:
-        N rewards in [0, 1].
+        N rewards in [0, 1]; None without a reference reply.
 
     Example:
         >>> bleu(["Hi"], ["I like tea a lot"], ["I like tea a lot"])  # doctest: +SKIP
@@ -82,12 +86,14 @@ def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) 
     """
     return [
         overlap.bleu(overlap.bleu_counts(text, references), effective_order=True) / 100
+        if references
+        else None
         for text, references in _pair(completions, answers)
     ]
 
 
 @whole_batch
-def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
+def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers) -> Rewards:
     """Return LAPDOG's reward: F1 + ROUGE-L + BLEU divided by the L2 norm of the batch's BLEUs.
 
     The third term depends on the batch: a reply that is the only one with a BLEU above 0 gets 1,
@@ -101,7 +107,7 @@ def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers
         answers: N reference replies, or lists of them.
 
     Returns:
-        N rewards in [0, 3].
+        N rewards in [0, 3]; None without a reference reply.
 
     Example:
         >>> lapdog(["Hi"], ["I like tea a lot"], ["I like tea a lot"])  # doctest: +SKIP
@@ -112,17 +118,17 @@ def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers
     """
     arguments = (prompts, completions, answers)
     bleus = bleu(*arguments)
-    norm = sqrt(sum(score * score for score in bleus)) or 1.0
+    norm = sqrt(sum(score * score for score in bleus if score is not None)) or 1.0
     terms = zip(f1(*arguments), rouge_l(*arguments), bleus, strict=True)
-    return [word_f1 + subsequence + score / norm for word_f1, subsequence, score in terms]
+    return [
+        None
+        if word_f1 is None or subsequence is None or score is None
+        else word_f1 + subsequence + score / norm
+        for word_f1, subsequence, score in terms
+    ]
 
 
 def _pair(completions: Completions, answers: Answers) -> list[tuple[str, list[str]]]:
-    """Pair each reply with its references; raises ValueError for a row without references."""
-    pairs = []
-    for completion, answer in zip(completions, answers, strict=True):
-        references = [answer] if isinstance(answer, str) else list(answer)
-        if not references:
-            raise ValueError("column answers: a row is empty; each row needs a reference reply")
-        pairs.append((text_of(completion).strip(), references))
-    return pairs
+    """Pair each reply with its references, none if the row has none."""
+    pairs = zip(completions, answers, strict=True)
+    return [(text_of(completion).strip(), list_answers(answer)) for completion, answer in pairs]

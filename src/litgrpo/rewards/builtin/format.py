@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.text.answers import Completions, text_of
+from litgrpo.text.answers import Completions, list_answers, text_of
 
 
 def reasoning_answer(
@@ -117,7 +117,7 @@ def json_fields(
     answer: Sequence[Any],
     *,
     require_same_fields: bool = False,
-) -> list[float]:
+) -> list[float | None]:
     """Return the fraction of correct fields of a completion that is exactly one JSON object.
 
     The fraction is over the union of both objects' fields, so that an additional field costs as
@@ -131,14 +131,14 @@ def json_fields(
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
         answer: N reference objects: mappings, or their JSON; or lists of these, any of which is
-            correct.
+            correct. Rows without one are not scored.
         require_same_fields: give 0 if the completion's fields are not exactly the reference's.
 
     Returns:
-        N rewards in [0, 1].
+        N rewards in [0, 1]; None without a reference object.
 
     Raises:
-        ValueError: an answer is not a JSON object, or an empty one.
+        ValueError: an answer is not a JSON object, or the text of an empty one.
 
     Example:
         >>> json_fields(["?"] * 2, ['{"a": 1, "b": 2}', "none"], [{"a": 1, "b": 3}] * 2)
@@ -148,13 +148,15 @@ def json_fields(
     for completion, reference in zip(completions, answer, strict=True):
         found = _parse_object(text_of(completion))
         accepted = _parse_references(reference)
-        rewards.append(max(_field_share(found, one, require_same_fields) for one in accepted))
+        shares = [_field_share(found, one, require_same_fields) for one in accepted]
+        rewards.append(max(shares, default=None))
     return rewards
 
 
 def _parse_references(answer: Any) -> list[Mapping[str, Any]]:
-    accepted = answer if isinstance(answer, list) and answer else [answer]
-    objects = [one if isinstance(one, Mapping) else _parse_object(str(one)) for one in accepted]
+    objects = [
+        one if isinstance(one, Mapping) else _parse_object(str(one)) for one in list_answers(answer)
+    ]
     require(all(objects), f"json_fields: answer {answer!r} is not a JSON object with a field")
     return objects
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from fractions import Fraction
-from math import isfinite, isnan
+from math import isfinite
 from numbers import Real
 
 from litgrpo.arguments import above, require
@@ -21,6 +21,7 @@ from litgrpo.text.answers import (
     answer_claims,
     extract_answer,
     find_tagged,
+    list_answers,
     parse_number,
     same_text,
     text_of,
@@ -42,7 +43,7 @@ def check_answers(answer: Sequence[References]) -> None:
         UnusableReward: one is neither a number nor a text.
     """
     for row in answer:
-        for reference in list_references(row):
+        for reference in list_answers(row):
             try:
                 parse_reference(reference)
             except ValueError as error:
@@ -70,8 +71,8 @@ def correctness(
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
         answer: N reference answers: a number, its text, or a worked solution that ends in
-            `#### 72` or `\boxed{72}`; or a list of these, any of which is correct. Rows whose
-            reference is None are not scored.
+            `#### 72` or `\boxed{72}`; or a list of these, any of which is correct. Rows without
+            one (None, NaN, an empty text or list) are not scored.
         require_tags: take answers from `<answer>..</answer>` only. If false, also from `#### x`,
             `\boxed{x}` or the last line, in this order.
         answer_tag: name of the tag.
@@ -85,8 +86,10 @@ def correctness(
         [1.0, 0.0, 0.0]
     """
 
-    def score(text: str, reference: Reference) -> float:
+    def score(text: str, reference: Reference) -> float | None:
         expected = parse_reference(reference)
+        if expected == "":
+            return None
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
         return float(bool(claims) and all(_equals(claim, expected) for claim in claims))
 
@@ -104,26 +107,9 @@ def score_rows(
     """
     rewards = []
     for completion, references in zip(completions, answer, strict=True):
-        scores = [score(text_of(completion), one) for one in list_references(references)]
+        scores = [score(text_of(completion), one) for one in list_answers(references)]
         rewards.append(max((one for one in scores if one is not None), default=None))
     return rewards
-
-
-def list_references(references: References) -> list[Reference]:
-    """Return the accepted answers of a row.
-
-    Example:
-        >>> list_references("7"), list_references(["7", "seven"]), list_references(None)
-        (['7'], ['7', 'seven'], [])
-    """
-    if isinstance(references, str | bytes) or not isinstance(references, Sequence):
-        references = [] if references is None else [references]  # type: ignore[list-item]
-    return [one for one in references if one is not None and not _is_nan(one)]
-
-
-def _is_nan(value: object) -> bool:
-    """Return True for NaN, which pandas writes for a missing value."""
-    return isinstance(value, Real | Decimal) and isnan(value)
 
 
 @add_check(check_answers)
@@ -172,7 +158,7 @@ def exact(
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N reference answers; rows whose reference is None are not scored.
+        answer: N reference answers; rows without one are not scored.
         answer_tag: name of the tag around the answer, which must appear once; None compares the
             whole completion.
 
@@ -210,7 +196,7 @@ def closeness(
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N reference answers that are numbers; rows whose reference is None are not scored.
+        answer: N reference answers that are numbers; rows without one are not scored.
         tolerance: relative error at which the reward is 0; the absolute error if the reference
             is 0.
         require_tags: as in `correctness`.
@@ -243,7 +229,7 @@ def closeness(
         return float(max(Fraction(0), 1 - error / Fraction(str(tolerance))))
 
     for row in answer:
-        references = list_references(row)
+        references = list_answers(row)
         numbers = [one for one in references if not isinstance(parse_reference(one), str)]
         require(
             bool(numbers) or not references,
@@ -276,8 +262,8 @@ def math_verify(
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N reference answers in LaTeX, with or without `$`, or lists of them; rows whose
-            reference is None are not scored.
+        answer: N reference answers in LaTeX, with or without `$`, or lists of them; rows
+            without one are not scored.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
         timeout_s: seconds for one answer; a slower one is incorrect. After eight slow answers in a
@@ -339,6 +325,8 @@ def _spellings(reference: Reference) -> set[str]:
 
 def parse_reference(reference: Reference) -> Fraction | str:
     r"""Parse a reference answer into an exact number, or its text if it is not a number.
+
+    A worked solution whose marked answer is empty (`#### `) gives "", no answer.
 
     Example:
         >>> parse_reference("48 + 24 = 72\n#### 72"), parse_reference(True)

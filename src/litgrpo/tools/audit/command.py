@@ -17,7 +17,7 @@ from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.reasoning_gym import is_executed, reasoning_gym
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.text.answers import extract_reasoning
+from litgrpo.text.answers import extract_reasoning, list_answers
 from litgrpo.text.counts import plural
 from litgrpo.text.tables import markdown_table
 from litgrpo.text.visible import visible
@@ -75,11 +75,11 @@ def audit(
         print_report(played, episode_lines(played), report)
         return
     data, found = read_problems(recipe, problems)
-    if all(problem.answer is None for problem in found):
+    answered = [problem for problem in found if list_answers(problem.answer)]
+    if not answered:
         open_report = audit_open(scorer, settings, data, limit)
         print_report(open_report, open_lines(open_report), report)
         return
-    answered = [problem for problem in found if problem.answer is not None]
     step = max(1, len(answered) // (limit or len(answered) or 1))
     threshold = evaluation["success_threshold"] if success_threshold is None else success_threshold
     result = audit_rewards(
