@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.arguments import import_package, summarize_error
+from litgrpo.environments.adapters.schemas import validator_for
 from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.tool import KINDS, EpisodeError, Tool
+from litgrpo.environments.tool import EpisodeError, Tool
 
 ACTION = "action"  # name under which turns are counted as tool calls
 
@@ -87,7 +88,9 @@ def game_result(
 
 @dataclass(frozen=True)
 class SchemaTool(Tool):
-    """Tool of a server, whose arguments are checked against all keywords of its JSON schema.
+    """Tool of a server, whose arguments are checked against its JSON schema before it gets them.
+
+    Regular expressions and formats are left to the server: see `adapters/schemas.py`.
 
     Example::
 
@@ -96,25 +99,16 @@ class SchemaTool(Tool):
 
     def mismatch(self, given: Mapping[str, Any]) -> str:
         """Explain to the policy why arguments do not match the schema; "" if they do."""
-        validator = _exact_validator()(self.schema["function"]["parameters"])
         best_match = import_package("jsonschema", "jsonschema").exceptions.best_match
-        wrong = best_match(validator.iter_errors(dict(given)))
+        try:
+            validator = validator_for(json.dumps(self.schema["function"]["parameters"]))
+            wrong = best_match(validator.iter_errors(dict(given)))
+        except Exception as error:  # the schema is a server's: any exception may come out
+            return f"the tool's schema cannot be used: {summarize_error(error)}"
         if wrong is None:
             return ""
         place = ".".join(map(str, wrong.absolute_path))
         return f"'{place}': {wrong.message}" if place else str(wrong.message)
-
-
-@functools.cache
-def _exact_validator() -> Any:
-    """Return the validator of JSON schemas whose integers and numbers are those of functions."""
-    jsonschema = import_package("jsonschema", "jsonschema")
-    base = jsonschema.Draft202012Validator
-    exact = {
-        kind: lambda _, value, fits=KINDS[kind][1]: fits(value) for kind in ("integer", "number")
-    }
-    kinds = base.TYPE_CHECKER.redefine_many(exact)
-    return jsonschema.validators.extend(base, type_checker=kinds)
 
 
 def no_connection(**arguments: Any) -> str:
@@ -133,9 +127,27 @@ def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] 
         name: of the tool.
         description: of the tool; default: its name.
         parameters: JSON schema of its arguments, an object.
+
+    Raises:
+        ValueError: the schema is not valid, too large, or refers to something outside of itself.
     """
+    import_package("jsonschema", "jsonschema")
     says = " ".join((description or name).split())
-    given = {"type": "object", "properties": {}, **(parameters or {})}
+    try:
+        given = {"type": "object", "properties": {}, **(parameters or {})}
+        validator_for(json.dumps(given, allow_nan=False))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"the server's schema of the tool {name!r:.60} cannot be used: "
+            f"{summarize_error(error).removeprefix('ValueError: ')}. Leave this tool out, or "
+            "correct its schema."
+        ) from error
+    # Prompts show the type of each argument, which the schemas `true` and `false` do not have.
+    whole: dict[Any, Any] = {True: {}, False: {"not": {}}}
+    given["properties"] = {
+        key: whole[one] if isinstance(one, bool) else one
+        for key, one in given["properties"].items()
+    }
     return {
         "type": "function",
         "function": {"name": name, "description": says, "parameters": given},

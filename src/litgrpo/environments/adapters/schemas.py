@@ -1,0 +1,166 @@
+"""Check arguments of tools against JSON schemas that a server wrote.
+
+Such a schema is a program of a stranger: `$ref` reads files and addresses, a reference to itself
+never ends, a few definitions that use each other twice are millions of checks, and a regular
+expression can take years. So arguments are checked against a copy, made once: references, which
+must point into the schema itself, are replaced by what they point to, within limits, and regular
+expressions are left out. The server still checks its own schema.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from litgrpo.arguments import import_package, require, summarize_error
+from litgrpo.environments.tool import KINDS
+
+MAX_CHARS = 200_000  # of a schema as JSON
+MAX_DEPTH = 50  # nested schemas, references included
+MAX_SCHEMAS = 2_000  # schemas in a schema, references included
+VALUES = (
+    *("type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum"),
+    *("exclusiveMinimum", "maxLength", "minLength", "maxItems", "minItems", "uniqueItems"),
+    *("maxContains", "minContains", "maxProperties", "minProperties", "required"),
+    "dependentRequired",
+)
+# Keywords that accept more values if a schema in them accepts fewer. Without a regular expression
+# in it, such a keyword would reject arguments that the server accepts, so it is left out as well.
+OPPOSITE = ("not", "oneOf", "if", "contains")
+PARTS = (
+    *("properties", "dependentSchemas", "allOf", "anyOf", "prefixItems", "items"),
+    *("additionalProperties", "propertyNames", "then", "else", *OPPOSITE),
+)
+FOR_SERVER = (
+    *("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"),
+    *("dependencies", "additionalItems"),
+)
+ELSEWHERE = ("$id", "$dynamicRef", "$recursiveRef")
+
+
+@functools.lru_cache(maxsize=1024)
+def validator_for(schema: str) -> Any:
+    """Return the `jsonschema` validator of a server's schema, whose numbers are those of functions.
+
+    Args:
+        schema: JSON schema of an object, as JSON.
+
+    Raises:
+        ValueError: it is malformed, too large, or refers to itself or to anything outside.
+    """
+    require(len(schema) <= MAX_CHARS, f"it has more than {MAX_CHARS:,} characters")
+    parsed = json.loads(schema)
+    jsonschema = import_package("jsonschema", "jsonschema")
+    try:
+        kind = _validator_class(str(parsed.get("$schema", "")))
+        closed, _ = _Copy(parsed).make(parsed, (), 0)
+        kind.check_schema(closed)
+        return kind(closed)
+    except ValueError:
+        raise
+    except jsonschema.SchemaError as error:
+        place = ".".join(map(str, error.absolute_path))
+        raise ValueError(f"it is malformed: {place}: {error.message:.100}") from error
+    except Exception as error:  # of jsonschema: any, such as RecursionError
+        raise ValueError(f"it is malformed: {summarize_error(error)}") from error
+
+
+class _Copy:
+    """Copies schemas of a document without references and regular expressions."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document, self.number = document, 0
+
+    def make(self, schema: Any, references: tuple[str, ...], depth: int) -> tuple[Any, bool]:
+        """Return the copy, and True if it accepts exactly what the schema accepts.
+
+        Args:
+            schema: a schema of the document.
+            references: those that are being replaced.
+            depth: number of schemas around this one.
+
+        Raises:
+            ValueError: it is too large, or refers to itself or to anything outside.
+        """
+        self.number += 1
+        require(depth <= MAX_DEPTH, f"it is nested more than {MAX_DEPTH} deep")
+        require(self.number <= MAX_SCHEMAS, f"it contains more than {MAX_SCHEMAS:,} schemas")
+        if isinstance(schema, bool):
+            return schema, True
+        require(isinstance(schema, Mapping), f"{schema!r:.60} is not a schema")
+        for name in ELSEWHERE:
+            require(name not in schema, f"{name} ({schema.get(name)!r:.60}) is not allowed")
+        with warnings.catch_warnings(action="ignore"):
+            for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
+                re.compile(pattern)
+        exact = not any(name in schema for name in FOR_SERVER)
+        copy = {name: schema[name] for name in VALUES if name in schema}
+        for name in PARTS:
+            # Names that match a pattern are no additional ones.
+            if name == "additionalProperties" and "patternProperties" in schema:
+                continue
+            if name in schema:
+                part, same = self._copy_parts(schema[name], references, depth, name)
+                exact &= same
+                if same or name not in OPPOSITE:
+                    copy[name] = part
+        if "$ref" in schema:
+            part, same = self._follow(schema["$ref"], references, depth)
+            exact &= same
+            copy = copy | {"allOf": [*copy.get("allOf", []), part]} if copy else part
+        return copy, exact
+
+    def _copy_parts(
+        self, part: Any, references: tuple[str, ...], depth: int, name: str
+    ) -> tuple[Any, bool]:
+        """Copy the value of a keyword: a schema, several, or {name: schema}."""
+        if isinstance(part, list):
+            listed = [self.make(one, references, depth + 1) for one in part]
+            return [one for one, _ in listed], all(same for _, same in listed)
+        if name in ("properties", "dependentSchemas"):
+            named = {key: self.make(one, references, depth + 1) for key, one in part.items()}
+            return {key: one for key, (one, _) in named.items()}, all(
+                same for _, same in named.values()
+            )
+        return self.make(part, references, depth + 1)
+
+    def _follow(self, reference: Any, references: tuple[str, ...], depth: int) -> tuple[Any, bool]:
+        """Copy what a reference points to."""
+        require(reference not in references, f"{reference!r:.60} refers to itself")
+        inside = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+        require(inside, f"$ref ({reference!r:.60}) must point into it, such as #/$defs/name")
+        found: Any = self.document
+        for step in reference.split("/")[1:]:
+            key = unquote(step).replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key) if isinstance(found, list) else key]
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"$ref ({reference!r:.60}) points to nothing") from error
+        return self.make(found, (*references, reference), depth + 1)
+
+
+@functools.cache
+def _validator_class(dialect: str) -> Any:
+    """Return the validator of a dialect whose integers and numbers are those of functions.
+
+    Args:
+        dialect: value of `$schema`; "" for the newest.
+
+    Raises:
+        ValueError: it is not a dialect of JSON schema.
+    """
+    jsonschema = import_package("jsonschema", "jsonschema")
+    base = jsonschema.Draft202012Validator
+    if dialect:
+        base = jsonschema.validators.validator_for({"$schema": dialect}, default=None)
+    require(base is not None, f"$schema ({dialect:.60}) is not a dialect of JSON schema")
+    exact = {
+        kind: lambda _, value, fits=KINDS[kind][1]: fits(value) for kind in ("integer", "number")
+    }
+    kinds = base.TYPE_CHECKER.redefine_many(exact)
+    return jsonschema.validators.extend(base, type_checker=kinds)
