@@ -3,12 +3,18 @@
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
+import time
+import tracemalloc
+from contextlib import ExitStack, suppress
 
 import pytest
 
-from litgrpo.rollout.agents.chat_api import ApiError, ChatReply, Choice
-from litgrpo.rollout.agents.proxy import MAX_BODY, AgentProxy
+from litgrpo.rollout.agents import proxy as proxy_module
+from litgrpo.rollout.agents.chat_api import MAX_DEPTH, ApiError, ChatReply, Choice
+from litgrpo.rollout.agents.proxy import MAX_BODY, MAX_HEAD, AgentProxy
 from tests.support.agents import post, user
 
 ASKED = {"messages": [user("6*7?")]}
@@ -213,3 +219,125 @@ def test_calls_that_wait_when_a_row_ends_are_rejected():
         assert proxy.take(timeout_s=0.0) == []
     finally:
         proxy.close()
+
+
+POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def is_closed(connection, within_s=5.0):
+    """True if the server closes a connection within some time."""
+    connection.settimeout(within_s)
+    with suppress(ConnectionError):
+        try:
+            while connection.recv(65_536):
+                pass
+        except TimeoutError:
+            return False
+    return True
+
+
+# A process with few descriptors that answers one agent; prints its processor time at the end.
+CROWDED = """
+import resource, sys, threading, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+from litgrpo.rollout.agents.chat_api import ChatReply, Choice
+from litgrpo.rollout.agents.proxy import AgentProxy
+
+proxy = AgentProxy()
+
+def answer():
+    while True:
+        for call in proxy.take(0.05):
+            choice = Choice({"role": "assistant", "content": "42"}, "stop", 1)
+            call.answer(ChatReply(call.request, [choice], 1))
+
+threading.Thread(target=answer, daemon=True).start()
+print(proxy.base_url, proxy.open(0), flush=True)
+for _ in sys.stdin:
+    print(time.process_time(), flush=True)
+"""
+
+
+def test_idle_connections_keep_no_agent_out_and_cost_no_processor_time():
+    descriptors = 128
+    words = [sys.executable, "-c", CROWDED, str(descriptors)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes) as server, ExitStack() as stack:
+
+        def seconds():
+            server.stdin.write("\n")
+            server.stdin.flush()
+            return float(server.stdout.readline())
+
+        url, key = server.stdout.readline().split()
+        host, port = url.split("/")[2].split(":")
+        for begin in (b"", b"POST /v1", POST.encode()):
+            for _ in range(descriptors):
+                idle = stack.enter_context(socket.create_connection((host, int(port))))
+                with suppress(ConnectionError):
+                    idle.sendall(begin)
+            assert post(url, key, ASKED)[0] == 200
+        before = seconds()
+        time.sleep(1.0)
+        assert seconds() - before < 0.3
+        for _ in range(3):
+            assert post(url, key, ASKED)[0] == 200
+        server.stdin.close()
+
+
+def test_a_body_without_a_key_is_not_kept(proxy):
+    body, count = b" " * (MAX_BODY - 1), 12
+    tracemalloc.start()
+    try:
+        with ExitStack() as stack:
+            for key in ("", "Authorization: Bearer guess\r\n") * (count // 2):
+                connection = socket.create_connection(proxy.server.server_address)
+                stack.enter_context(connection)
+                connection.sendall(f"{POST}{key}Content-Length: {MAX_BODY}\r\n\r\n".encode())
+                connection.sendall(body)
+            assert post(proxy.base_url, proxy.open(0), ASKED)[0] == 200
+            assert tracemalloc.get_traced_memory()[1] < MAX_BODY
+    finally:
+        tracemalloc.stop()
+    assert post(proxy.base_url, "guess", ASKED | {"user": "x" * 3_000_000})[0] == 401
+
+
+def test_headers_that_are_slow_or_long_are_cut_off(proxy, monkeypatch):
+    monkeypatch.setattr(proxy_module, "KEY_S", 0.5)
+    key, address = proxy.open(0), proxy.server.server_address
+    with ExitStack() as stack:
+        connect = lambda: stack.enter_context(socket.create_connection(address))  # noqa: E731
+        silent, slow, long, body = connect(), connect(), connect(), connect()
+        start = time.monotonic()
+        body.sendall(f"{POST}Content-Length: 9\r\n\r\n".encode())  # no key, and no body
+        with suppress(ConnectionError):
+            long.sendall(POST.encode() + b"X: " + b"x" * 2 * MAX_HEAD)
+        assert is_closed(long, 0.4)
+        with suppress(ConnectionError):
+            while time.monotonic() - start < 3:
+                slow.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() - start < 2
+        assert is_closed(silent, 1.0)
+        assert is_closed(body, 1.0)
+    # A connection that has sent a key stays.
+    connection = http.client.HTTPConnection(*address)
+    for _ in range(2):
+        headers = {"Authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(ASKED), headers)
+        assert connection.getresponse().read()
+        time.sleep(0.8)
+        assert connection.sock is not None
+    connection.close()
+
+
+def test_a_request_that_is_nested_deeply_is_rejected_with_a_reason(proxy):
+    key, nested = proxy.open(0), None
+    for depth in range(600):
+        nested = [nested] if depth % 2 else {"a": nested}
+        if depth + 2 in (MAX_DEPTH, MAX_DEPTH + 1, 490, 600):
+            good = depth + 2 <= MAX_DEPTH
+            status, body = post(proxy.base_url, key, ASKED | {"extra": nested})
+            assert status == (200 if good else 400)
+            assert good or "nested" in body["error"]["message"]
+    assert len(proxy.answers.calls) == 1

@@ -12,6 +12,7 @@ from typing import Any
 from litgrpo.data.messages import Messages
 
 MAX_CHOICES, MAX_STOPS = 128, 16
+MAX_DEPTH = 64  # of lists and objects in each other
 # Parameters that change the distribution from which tokens are drawn, and their neutral value. The
 # policy is trained on what `model.sampling` draws, so they are ignored, with a warning.
 SAMPLING_PARAMETERS: dict[str, Any] = {
@@ -153,14 +154,19 @@ class ChatRequest:
         )
 
 
-def _clean(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which no tokenizer accepts, in all texts of a value."""
+def _clean(value: Any, depth: int = 0) -> Any:
+    """Replace halves of surrogate pairs, which no tokenizer accepts, in all texts of a value.
+
+    Raises:
+        ApiError: 400, it is nested too deeply for templates, which call themselves.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
+    check(depth <= MAX_DEPTH, f"the body is nested more than {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [_clean(each) for each in value]
+        return [_clean(each, depth + 1) for each in value]
     if isinstance(value, dict):
-        return {_clean(name): _clean(each) for name, each in value.items()}
+        return {_clean(name): _clean(each, depth + 1) for name, each in value.items()}
     return value
 
 

@@ -2,6 +2,9 @@
 
 Each connection is read in a separate thread, which puts requests into a queue. The thread of the
 rollout takes the requests, samples the replies together, and sets their results.
+
+Every user of the machine can connect. Until a connection has sent a valid key, it costs a thread, a
+descriptor and a few KiB, for a few seconds. Above a limit, the oldest of them is closed.
 """
 
 from __future__ import annotations
@@ -9,8 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import resource
 import secrets
+import socket
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +35,11 @@ MODEL = "policy"
 MAX_BODY = 4_000_000  # bytes of a request
 CLOSE_S = 0.05  # time between looks for `close`
 IDLE_S = 120.0  # a connection on which nothing arrives for so long is closed
+KEY_S = 10.0  # from the connection to the end of the headers with a valid key
+MAX_HEAD = 65_536  # bytes of request line and headers
+MAX_STRANGERS = 128  # connections that have not sent a valid key, and at most ...
+DESCRIPTORS_FRAC = 1 / 8  # ... this fraction of the descriptors that a process may open
+DISCARD = 65_536  # bytes that are read at once of a body that is thrown away
 OVER = ApiError(410, "the episode of this API key is over", "episode_over")
 
 
@@ -169,11 +180,89 @@ class _Server(ThreadingMixIn, TCPServer):
 
     def __init__(self, proxy: AgentProxy) -> None:
         self.proxy = proxy
+        self.lock = threading.Lock()
+        # Connections that have not sent a valid key, the oldest first, and the time of their end.
+        self.strangers: dict[socket.socket, float] = {}
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        few = MAX_STRANGERS if descriptors < 0 else int(descriptors * DESCRIPTORS_FRAC)
+        self.max_strangers = max(1, min(MAX_STRANGERS, few))
         super().__init__((HOST, 0), _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
+        try:
+            return super().get_request()
+        except OSError:  # no descriptor is left; the connection stays ready, so the loop would spin
+            self._close_strangers(most=len(self.strangers) // 2)
+            time.sleep(CLOSE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection; the oldest without a key is closed if there are too many."""
+        with self.lock:
+            self.strangers[request] = time.monotonic() + KEY_S
+        self._close_strangers(most=self.max_strangers)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Close connections that sent no key in time; called at each look for `close`."""
+        self._close_strangers(most=self.max_strangers)
+
+    def trust(self, request: socket.socket) -> None:
+        """Remember that a connection has sent a valid key."""
+        with self.lock:
+            self.strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.trust(request)
+        super().shutdown_request(request)
+
+    def _close_strangers(self, most: int) -> None:
+        """Close connections without a key, the oldest first, whose time is up or above a number."""
+        now = time.monotonic()
+        with self.lock:
+            late = [each for each, end in self.strangers.items() if end < now]
+            old = [*self.strangers][: max(0, len(self.strangers) - most)]
+            for connection in {*late, *old}:
+                del self.strangers[connection]
+                with suppress(OSError):  # closed by the other side
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log instead of printing a traceback: an agent was killed, or closed its connection."""
         log.debug("a connection of an agent failed", exc_info=True)
+
+
+class _HeadReader:
+    """Reads a connection, with a limit on the bytes of request line and headers.
+
+    Args:
+        file: the connection.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.left = file, MAX_HEAD
+
+    def readline(self, size: int) -> bytes:
+        """Read a line of the head.
+
+        Raises:
+            ConnectionError: the head is too long.
+        """
+        line: bytes = self.file.readline(min(size, self.left + 1))
+        self.left -= len(line)
+        if self.left < 0:
+            raise ConnectionError(f"the head of a request has more than {MAX_HEAD:,} bytes")
+        return line
+
+    def read(self, size: int) -> bytes:
+        """Read bytes of a body."""
+        return bytes(self.file.read(size))
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -184,6 +273,16 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "litgrpo"
     disable_nagle_algorithm = True  # else short replies wait 40 ms for an acknowledgement
     timeout = IDLE_S
+
+    def setup(self) -> None:
+        """Read through a limit."""
+        super().setup()
+        self.rfile: Any = _HeadReader(self.rfile)
+
+    def handle_one_request(self) -> None:
+        """Begin to count the bytes of a head."""
+        self.rfile.left = MAX_HEAD
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         """Answer `/v1/models`."""
@@ -218,8 +317,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise self._unknown_page()
 
     def _post(self) -> None:
-        body = self._read_body()
         key = self._authorize()
+        body = self._read_body()
         if self._page != COMPLETIONS:
             raise self._unknown_page()
         try:
@@ -234,16 +333,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, reply.body)
 
     def _authorize(self) -> str:
+        """Return the key of the request, which is checked before the body is read.
+
+        Raises:
+            ApiError: the key is unknown, or its episode is over.
+        """
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
-        self.server.proxy.authorize(key)
+        try:
+            self.server.proxy.authorize(key)
+        except ApiError:
+            self.close_connection = True
+            self._discard_body()
+            raise
+        self.server.trust(self.connection)
         return key
 
     def _unknown_page(self) -> ApiError:
         served = f"this server has POST {COMPLETIONS} and GET {MODELS}"
         return ApiError(404, f"no {self.command} {self._page[:80]}; {served}", "not_found")
 
-    def _read_body(self) -> bytes:
+    def _body_length(self) -> int:
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             self.close_connection = True
@@ -252,8 +362,19 @@ class _Handler(BaseHTTPRequestHandler):
         if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
             self.close_connection = True  # the body is not read
             raise ApiError(413, f"a request has at most {MAX_BODY:,} bytes", "request_too_large")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        return int(length)
+
+    def _discard_body(self) -> None:
+        """Read a body without keeping it: closing before would lose the error for the client."""
+        with suppress(ApiError):
+            left = self._body_length()
+            while left and (part := self.rfile.read(min(left, DISCARD))):
+                left -= len(part)
+
+    def _read_body(self) -> bytes:
+        length = self._body_length()
+        body = self.rfile.read(length)
+        if len(body) < length:
             self.close_connection = True
             raise ApiError(400, "the body is shorter than its Content-Length")
         return body
