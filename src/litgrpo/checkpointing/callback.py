@@ -31,10 +31,9 @@ from litgrpo.callbacks.run_folder import (
     writes_files,
 )
 from litgrpo.callbacks.trainer_options import check_strategy
-from litgrpo.checkpointing.files import NEEDED_TO_RESUME, loader_states
+from litgrpo.checkpointing.files import NEEDED_TO_RESUME, loader_states, remove_checkpoint
 from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
 from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
-from litgrpo.checkpointing.shards import remove_checkpoint
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import textwrap
 import zipfile
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import singledispatch
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,8 +25,15 @@ from litgrpo.callbacks.run_folder import versions
 from litgrpo.distributed.device import backend, to_host
 
 MANIFEST, OWN_DIGEST = "manifest", "sha256"
-# A run cannot resume without these parts.
-NEEDED_TO_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks")
+# A run cannot resume without these parts, which are of these kinds.
+KINDS: dict[str, type] = {
+    "state_dict": Mapping,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "loops": Mapping,
+    "callbacks": Mapping,
+}
+NEEDED_TO_RESUME = tuple(KINDS)
 # Entries of a loader's state that say where it is; the others identify the data and their order.
 POSITION = ("epoch", "batches", "drawn")
 PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
@@ -210,11 +219,41 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     checkpoint = {**checkpoint, MANIFEST: build_manifest(checkpoint)}
     try:
         write_synced(checkpoint, unfinished)
-        unfinished.replace(path)
+        put_in_place(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Give a complete checkpoint, file or folder, its name; what had that name is removed.
+
+    A folder may have the name of a file and the reverse, since a run falls back from a damaged one.
+    """
+    replaced = None
+    if path.is_dir() and not path.is_symlink():
+        replaced = _rename_unwanted(path)
+    elif unfinished.is_dir():
+        path.unlink(missing_ok=True)
+    unfinished.rename(path)
     sync_folder(path.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; a folder is renamed first, so that no incomplete one keeps the name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(_rename_unwanted(path))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _rename_unwanted(folder: Path) -> Path:
+    """Rename a folder to a hidden name, which the next start removes."""
+    unwanted = folder.with_name(f".{folder.name}.old.tmp")
+    shutil.rmtree(unwanted, ignore_errors=True)
+    return folder.rename(unwanted)
 
 
 def write_synced(content: dict[str, Any], path: Path) -> None:
@@ -264,7 +303,7 @@ def read_with_manifest(path: Path, required: tuple[str, ...] = ()) -> dict[str, 
         DamagedCheckpoint: it differs; the message names the part.
         FileNotFoundError: there is no such file.
     """
-    try:
+    with report_damage(path):
         check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         _check(
@@ -273,15 +312,25 @@ def read_with_manifest(path: Path, required: tuple[str, ...] = ()) -> dict[str, 
         )
         check_sizes(checkpoint, path)
         verify(checkpoint, path, required)
+    return dict(checkpoint)
+
+
+@contextmanager
+def report_damage(path: Path) -> Iterator[None]:
+    """Turn every error of a reader into `DamagedCheckpoint`: a damaged file can fail anywhere.
+
+    A file that does not exist stays a FileNotFoundError.
+    """
+    try:
+        yield
     except (FileNotFoundError, DamagedCheckpoint):
         raise
-    except Exception as error:  # a damaged file can fail anywhere in the reader
-        reason = str(error).partition("\n")[0] or type(error).__name__
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason = textwrap.shorten(reason or type(error).__name__, 90, placeholder=" ...")
         raise DamagedCheckpoint(
-            f"{path} cannot be read: it is cut off, damaged or not a checkpoint "
-            f"({textwrap.shorten(reason, 90, placeholder=' ...')})"
+            f"{path} cannot be read: it is cut off, damaged or not a checkpoint ({reason})"
         ) from error
-    return dict(checkpoint)
 
 
 def check_archive(path: Path) -> None:
@@ -349,6 +398,10 @@ def verify(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, ...])
     for name, part in checkpoint.items():
         is_sound = name == MANIFEST or digest(part) == parts.get(name)
         _check(is_sound, f"{path}: {name} is damaged (its sha256 differs from the manifest's)")
+        _check(
+            isinstance(part, KINDS.get(name, object)),
+            f"{path}: {name} is {type_with_article(part)}",
+        )
     check_finite(checkpoint.get("state_dict", {}), path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,14 +14,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.callbacks.run_folder import sort_checkpoints
-from litgrpo.checkpointing.files import DamagedCheckpoint, copy_to_host, write_file
-from litgrpo.checkpointing.shards import (
-    allocate_whole,
-    read_checkpoint,
+from litgrpo.callbacks.run_folder import LAST, sort_checkpoints
+from litgrpo.checkpointing.files import (
+    DamagedCheckpoint,
+    copy_to_host,
     remove_checkpoint,
-    write_folder,
+    write_file,
 )
+from litgrpo.checkpointing.shards import allocate_whole, read_checkpoint, write_folder
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 
 
@@ -52,7 +53,7 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
 
     Attributes:
         excluded: parts of a checkpoint that are not written.
-        fall_back: read the newest older file if the given one is damaged.
+        fall_back: read the newest older file if the given one cannot be read.
         required: parts that a file must have.
         shards_for: allocates this rank's shard of a tensor, or all of it if weights are not
             sharded.
@@ -165,13 +166,17 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
     ) -> dict[str, Any]:
         """Read and verify a checkpoint, or with `fall_back` the newest older one that is sound.
 
+        A checkpoint of another run is sound: it ends the search, since the others may be older
+        than the mistake.
+
         Args:
             path: the file.
             map_location: unused: everything is read into the host's memory first.
             weights_only: unused: always True.
 
         Raises:
-            DamagedCheckpoint: the file, or every candidate, is damaged or of another run.
+            DamagedCheckpoint: the file, or every candidate, cannot be read, or is of another run.
+            FileNotFoundError: there is no such file; not with `fall_back`.
         """
         problems = []
         for candidate in self._candidates(Path(path)):
@@ -179,14 +184,17 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
                 checkpoint = read_checkpoint(
                     candidate, self.required, self.check_fits, self.shards_for
                 )
-            except ValueError as problem:
-                reason = str(problem)
+            except (ValueError, FileNotFoundError) as problem:
+                is_missing = isinstance(problem, FileNotFoundError)
+                reason = "it does not exist" if is_missing else str(problem)
                 if str(candidate) not in reason:
                     reason = f"{candidate}: {reason}"
                 if not self.fall_back:
-                    raise DamagedCheckpoint(reason) from problem
+                    raise problem if is_missing else DamagedCheckpoint(reason) from problem
                 rank_zero_warn(f"not resumed from {reason}")
                 problems.append(reason)
+                if not isinstance(problem, DamagedCheckpoint | FileNotFoundError):
+                    break  # it is of another run
             else:
                 self.loaded_from = candidate.resolve()
                 return checkpoint
@@ -196,10 +204,14 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
         )
 
     def _candidates(self, path: Path) -> Iterator[Path]:
+        last = path.with_name(LAST)
+        if self.fall_back and last != path and last.is_symlink() and not last.exists():
+            yield last  # the newest checkpoint is gone, which is said
         yield path
         if self.fall_back:
             for other in sort_checkpoints(path.parent).values():
-                if other.resolve() != path.resolve():
+                # (`resolve` raises for a cycle of links.)
+                if os.path.realpath(other) != os.path.realpath(path):
                     yield other
 
 

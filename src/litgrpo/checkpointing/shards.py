@@ -30,8 +30,9 @@ from litgrpo.checkpointing.files import (
     build_manifest,
     check_finite,
     map_tensors,
+    put_in_place,
     read_with_manifest,
-    sync_folder,
+    report_damage,
     write_synced,
 )
 
@@ -54,21 +55,6 @@ INDEX_CLASSES = {
     "pathlib._local": {"PosixPath", "Path", "PurePosixPath"},
 }
 CHUNK = 2**24  # bytes that are hashed at once
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint; a folder is renamed first, so that no incomplete one keeps the name."""
-    if path.is_dir():
-        shutil.rmtree(_rename_unwanted(path))
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _rename_unwanted(folder: Path) -> Path:
-    """Rename a folder to a hidden name, which the next start removes."""
-    unwanted = folder.with_name(f".{folder.name}.old.tmp")
-    shutil.rmtree(unwanted, ignore_errors=True)
-    return folder.rename(unwanted)
 
 
 def allocate_whole(tensor: Tensor) -> Tensor:
@@ -141,11 +127,7 @@ def write_folder(
         rest = map_tensors(checkpoint, _without_shards)
         manifest = build_manifest(rest, **{FILES: files})
         write_synced({**rest, MANIFEST: manifest}, unfinished / REST)
-        replaced = _rename_unwanted(path) if path.is_dir() else None
-        unfinished.rename(path)
-        sync_folder(path.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        put_in_place(unfinished, path)
         if when_done is not None:
             when_done(path)
 
@@ -268,12 +250,19 @@ def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, A
 
     Raises:
         DamagedCheckpoint: on all ranks, with the name of the part or the file.
+        FileNotFoundError: there is no such file.
     """
-    is_folder = path.is_dir()
-    checkpoint = read_with_manifest(path / REST if is_folder else path, required)
-    manifest = checkpoint.pop(MANIFEST)
-    if is_folder:
-        _run_on_all_ranks(lambda: _verify_files(path, manifest[FILES]))
+    with report_damage(path):
+        is_folder = path.is_dir()
+        if is_folder and not (path / REST).exists():
+            raise DamagedCheckpoint(f"{path}: {REST} is missing")
+        checkpoint = read_with_manifest(path / REST if is_folder else path, required)
+        digests = checkpoint.pop(MANIFEST).get(FILES)
+        if is_folder != (digests is not None):
+            belongs = "of a file" if is_folder else f"the {REST} of a folder"
+            raise DamagedCheckpoint(f"{path}: its content is {belongs}")
+        if is_folder:
+            _run_on_all_ranks(lambda: _verify_files(path, digests))
     return checkpoint
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
@@ -147,7 +148,9 @@ class LitGRPOCLI(RecipeCLI):
         """True for a training that does not continue the run in its folder."""
         settings = self.config
         resumes = settings.ckpt_path is not None and (
-            Path(settings.run_dir).resolve() in Path(settings.ckpt_path).resolve().parents
+            # (`Path.resolve` raises for a cycle of links.)
+            Path(os.path.realpath(settings.run_dir))
+            in Path(os.path.realpath(settings.ckpt_path)).parents
         )
         return self.writes_a_run and not resumes
 
@@ -179,7 +182,7 @@ class LitGRPOCLI(RecipeCLI):
             folder: the run folder, whose checkpoint would be resumed.
         """
         done = read_completion(folder)
-        source = Path(self.config.ckpt_path).resolve().name
+        source = os.path.basename(os.path.realpath(self.config.ckpt_path))
         missing = [name for name in self.outputs if not (folder / name).exists()]
         if done.get("checkpoint") != source or missing:
             return False
@@ -189,7 +192,7 @@ class LitGRPOCLI(RecipeCLI):
             return False
         try:
             verify_checkpoint(Path(self.config.ckpt_path), NEEDED_TO_RESUME)
-        except ValueError:  # the start reports it, or resumes from an earlier one
+        except (ValueError, OSError):  # the start reports it, or resumes from an earlier one
             return False
         rank_zero_only(print)(
             f"{folder} is complete after {done['iteration']} iterations: nothing to train, and no "
