@@ -1,8 +1,10 @@
 """Pages of every key and every public name, read from the classes that they belong to."""
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from docstring_parser import parse
@@ -36,10 +38,11 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         },
     ),
 }
+# Its table names the public names of `litgrpo`, group by group.
+API_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 # Their options are on the pages of keys; their methods are Lightning's.
 CONFIGURED = {"GRPO", "SFT", "PairData", "PromptData"}
 API = {
-    "litgrpo": sorted(PUBLIC),
     "litgrpo.rewards": sorted(rewards.__all__),
     "litgrpo.environments": [],
     "litgrpo.data": [],
@@ -52,8 +55,19 @@ def pages() -> Iterator[tuple[str, str]]:
     for name, (heading, words, roots) in KEYS.items():
         yield f"reference/{name}_keys", "\n".join(keys_page(heading, words, roots))
     yield "reference/run_keys", "\n".join(run_keys_page())
+    for number, (group, names) in enumerate(api_groups().items(), 1):
+        page = f"reference/api/{number:02}_{group.replace(' ', '_')}"
+        yield page, "\n".join(api_page("litgrpo", names, group.capitalize()))
     for module, names in API.items():
-        yield f"reference/{module}", "\n".join(api_page(module, names))
+        words = (import_module(module).__doc__ or "").strip().split("\n")[0]
+        yield f"reference/{module}", "\n".join(api_page(module, names, f"`{module}`", words))
+
+
+def api_groups() -> dict[str, list[str]]:
+    """Return {group: public names} of the table of docs/reference/api.md."""
+    rows = re.findall(r"^\| ([\w -]+) \| (.*) \|$", API_PAGE.read_text("utf-8"), re.MULTILINE)
+    groups = {group: re.findall(r"`(\w+)`", cell) for group, cell in rows}
+    return {group: [n for n in names if n in PUBLIC] for group, names in groups.items() if names}
 
 
 def keys_page(heading: str, words: str, roots: dict[str, list[str]]) -> Iterator[str]:
@@ -131,9 +145,9 @@ def prose(text: str) -> str:
     return escape(" ".join(text.split()))
 
 
-def api_page(module: str, names: Iterable[str]) -> Iterator[str]:
+def api_page(module: str, names: Iterable[str], heading: str, words: str = "") -> Iterator[str]:
     """Lines of the page of a module's public names, for autodoc to fill in."""
-    yield from title(f"`{module}`", (import_module(module).__doc__ or "").strip().split("\n")[0])
+    yield from title(heading, words)
     names = list(names) or import_module(module).__all__
     yield "```{eval-rst}"
     for name in names:
