@@ -127,8 +127,9 @@ class GRPO(LightningModule):
         engine: computes the rollout.
         update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and scored.
-        optimizer: callable that takes the parameters, such as `lambda p: AdamW(p, lr=1e-6)`;
-            default: AdamW, with a learning rate that is logged at start-up.
+        optimizer: arguments of AdamW, such as `{"lr": 1e-6}`, a class with its arguments, or a
+            callable that takes the parameters; default: AdamW, with a learning rate that is logged
+            at start-up.
         lr_scheduler: callable that takes the optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
             after each optimizer step.
         max_iterations: stop after this many iterations; None: after three passes over the data,

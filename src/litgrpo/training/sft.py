@@ -72,8 +72,9 @@ class SFT(LightningModule):
         pretrained: hub id, folder, GGUF file, `builtin:<name>`; or give `scratch`. In Python also
             a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         scratch: a new model and tokenizer instead of `pretrained`.
-        optimizer: callable that takes the parameters; default: AdamW, with a learning rate that is
-            logged at start-up.
+        optimizer: arguments of AdamW, such as `{"lr": 2e-5}`, a class with its arguments, or a
+            callable that takes the parameters; default: AdamW, with a learning rate that is logged
+            at start-up.
         lr_scheduler: callable that takes the optimizer, or `WarmupCosine`, `WarmupLinear`; it is
             stepped once per iteration, so give its length in iterations.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
