@@ -51,6 +51,23 @@ def test_listed_types_are_not_probed(monkeypatch):
     assert type(tiny_policy("llama")) is CausalPolicy
 
 
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("model_type", ["bloom", "gpt_neo", "gptj", "mamba", "falcon", "llama"])
+def test_several_answers_of_a_row_are_predicted_by_all_that_is_before_them(model_type, batched):
+    """Rows of two questions and two answers: each token at its place, as transformers reads it."""
+    policy = random_policy(model_type)
+    policy.batched = batched
+    ids = torch.tensor([[1, 70, 71, 80, 2, 90, 91, 81, 82, 2], [1, 72, 83, 2, 73, 84, 2, 0, 0, 0]])
+    targets = torch.zeros_like(ids).bool()
+    for row, places in enumerate([(3, 4, 7, 8, 9), (2, 3, 5, 6)]):
+        targets[row, list(places)] = True
+    with torch.no_grad():
+        logits = policy.head(policy.target_hidden_states(ids, ids != 0, targets))
+        plain = [policy.model(row[row != 0][None]).logits[0] for row in ids]
+    expected = torch.cat([plain[0][[2, 3, 6, 7, 8]], plain[1][[1, 2, 4, 5]]])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_dropping_rows_does_not_change_the_remaining_ones():
     policy = random_policy("bloom")
     batch = prompt_batch("a", "hello there", "b")

@@ -164,6 +164,15 @@ def test_predictors_of_pairs_are_those_of_prompts_and_completions():
     assert not len(logits)
 
 
+@pytest.mark.parametrize("places", [(2, 3, 5), (2, 3)], ids=["two answers", "more behind it"])
+def test_a_row_with_anything_behind_its_answer_raises(places):
+    ids = torch.tensor([[1, 70, 80, 2, 71, 81]])
+    targets = torch.zeros_like(ids).bool()
+    targets[0, list(places)] = True
+    with raises_for("encoder-decoder", "train_on_turns"):
+        tiny_policy("t5").target_hidden_states(ids, ids != 0, targets)
+
+
 def test_a_type_with_other_cross_attention_raises():
     sizes = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=259)
     heads = dict(encoder_attention_heads=1, decoder_attention_heads=1)

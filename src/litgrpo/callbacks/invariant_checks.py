@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from litgrpo.checks.invariants import Conditions, measure_invariants, raise_if_violated
+from litgrpo.checks.invariants import (
+    CheckResult,
+    Conditions,
+    measure_invariants,
+    raise_if_violated,
+)
+from litgrpo.checks.target_checks import measure_targets
+from litgrpo.data.pairs import PairBatch
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.training.lightning_compat import find_training_loader
+from litgrpo.training.steppers import TrainerComm
 from litgrpo.types import PromptBatch
 
 
@@ -26,6 +34,8 @@ class InvariantChecks(Callback):
     Example:
         `Trainer(callbacks=[InvariantChecks()])`; `GRPO.configure_callbacks` adds it.
     """
+
+    batch_class: ClassVar[type[Any]] = PromptBatch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the checks, and log each with its error.
@@ -42,22 +52,40 @@ class InvariantChecks(Callback):
             )
             return
         started = time.perf_counter()
+        with isolate_rng(include_cuda=module.device.type != "cpu"):
+            batch: Any = first_batch(trainer)
+            if not isinstance(batch, self.batch_class):
+                return  # training raises its own error
+            batch = batch.to(module.device)
+            with gathered(module), trainer.precision_plugin.train_step_context():
+                results = self.measure(module, batch)
+        rank_zero_info(f"Invariants, checked in {time.perf_counter() - started:.1f} s:")
+        for result in sorted(results, key=lambda result: result.invariant.number):
+            rank_zero_info(f"  {result}")
+        raise_if_violated(results)
+
+    def measure(self, module: Any, batch: Any) -> list[CheckResult]:
+        """Measure that sampling, learning and reference agree."""
         conditions = Conditions(
             dropout=not module.precision.disable_dropout
             or bool(module.lora and module.lora.dropout),
             fresh_reference=module.reference_path is None and module.iteration == 0,
         )
-        with isolate_rng(include_cuda=module.device.type != "cpu"):
-            prompts = first_batch(trainer)
-            if not isinstance(prompts, PromptBatch):
-                return  # training raises its own error
-            prompts = prompts.to(module.device)
-            with gathered(module), trainer.precision_plugin.train_step_context():
-                results = measure_invariants(module.rollouter, module.learner, prompts, conditions)
-        rank_zero_info(f"Invariants, checked in {time.perf_counter() - started:.1f} s:")
-        for result in sorted(results, key=lambda result: result.invariant.number):
-            rank_zero_info(f"  {result}")
-        raise_if_violated(results)
+        return measure_invariants(module.rollouter, module.learner, batch, conditions)
+
+
+class TargetChecks(InvariantChecks):
+    """Measures that the targets of supervised fine-tuning are scored as by a plain forward pass.
+
+    Example:
+        `Trainer(callbacks=[TargetChecks()])`; `SFT.configure_callbacks` adds it.
+    """
+
+    batch_class = PairBatch
+
+    def measure(self, module: Any, batch: Any) -> list[CheckResult]:
+        """Measure it on a few short rows of the first batch."""
+        return measure_targets(module.policy, module.target_logprobs, batch, TrainerComm(module))
 
 
 def first_batch(trainer: Any) -> Any:

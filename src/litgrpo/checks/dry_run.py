@@ -134,31 +134,34 @@ def pick_end_tokens(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
     return tuple(sorted({*policy.eos_ids, *ids}))
 
 
-def coarsest_dtype(learner: Learner) -> torch.dtype:
+def coarsest_dtype(policy: Policy, exact_logprobs: bool) -> torch.dtype:
     """Return the dtype of a run with the largest machine epsilon.
 
     Weights (`precision.dtype`), matrix products (`precision.autocast_dtype`), the trainer's
     autocast (`trainer.precision`) and the engine (`engine.dtype`) can each have another dtype.
     """
-    policy = learner.policy
     device = policy.model.device.type
     dtypes = {p.dtype for p in policy.parameters() if p.is_floating_point()}
     if policy.autocast_dtype is not None:
         dtypes.add(policy.autocast_dtype)
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
-    if not learner.exact_logprobs:
+    if not exact_logprobs:
         dtypes.add(torch.bfloat16)  # the lowest precision of engines
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def tolerance(learner: Learner) -> float:
+def tolerance(policy: Policy, exact_logprobs: bool = True) -> float:
     """Return the tolerance of log-probabilities (nats) and gradients.
 
     1e-4, or 32 units in the last place of the lowest precision of the run: bfloat16 0.25, float16
     and TF32 0.03.
+
+    Args:
+        policy: of the run.
+        exact_logprobs: the engine computes in the policy's precision.
     """
-    eps = torch.finfo(coarsest_dtype(learner)).eps
+    eps = torch.finfo(coarsest_dtype(policy, exact_logprobs)).eps
     if matmul_precision() != "highest":
         eps = max(eps, torch.finfo(torch.float16).eps)
     return max(FULL_TOLERANCE, 32 * eps)

@@ -157,6 +157,14 @@ class Invariant(Enum):
         True,
     )
 
+    TARGETS = (
+        12,
+        "targets equal those of a plain forward",
+        "the log-probabilities of targets are not the model's: rows are computed in another order "
+        "than they are written, tokens are shifted by one, padding is attended to, or soft-cap, "
+        "logit scale or bias of the head are not applied",
+    )
+
     def __init__(
         self, number: int, statement: str, likely_cause: str, counts: bool = False
     ) -> None:
@@ -227,7 +235,7 @@ def measure_invariants(
         prompts: the first of the training data, on the device of rollouts.
         conditions: of the run.
     """
-    limit = tolerance(learner)
+    limit = tolerance(learner.policy, learner.exact_logprobs)
     with restore_modes(learner.policy, learner.reference), restore_end_tokens(learner.policy):
         dry, few = DryRun.from_run(rollouter, learner), select_few_prompts(prompts)
         adapted = adapter_errors(dry, few, limit)
@@ -289,8 +297,8 @@ def explain(result: CheckResult) -> str:
         return (
             "that may be rounding, because this run computes in low precision: run the same "
             "command with model.precision.dtype float32, model.precision.autocast_dtype null, "
-            "model.engine.dtype null and trainer.precision 32-true to distinguish rounding from "
-            "a mistake"
+            "trainer.precision 32-true and, for GRPO, model.engine.dtype null to distinguish "
+            "rounding from a mistake"
         )
     return f"likely {result.invariant.likely_cause}"
 

@@ -158,7 +158,11 @@ class GenericPolicy(Policy):
         ids = torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1)
         mask = torch.cat([prompt_mask, rows.completion_mask], 1)
         targets = torch.cat([torch.zeros_like(prompt_mask), rows.completion_mask], 1)
-        targets = pack_left(targets.long(), mask)[0].bool()
+        return self.target_hidden_states(ids, mask, targets)
+
+    def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Compute [K, V] logits of rows padded on either side."""
+        targets = pack_left(target_mask.long(), mask)[0].bool()
         ids, mask = pack_left(ids, mask)
         if self.batched:
             return predicting(self.plain_logits(ids), targets)

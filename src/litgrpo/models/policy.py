@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from litgrpo.distributed.device import backend
 from litgrpo.models.grid_cache import GridCache
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.packing import pack_left
 from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
@@ -179,6 +178,23 @@ class Policy(nn.Module, ABC):
         """Compute the hidden states [K, E] that predict the K completion tokens, in row order."""
 
     @abstractmethod
+    def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Compute the hidden states that predict marked tokens, for supervised fine-tuning.
+
+        Args:
+            ids: [M, T] rows of tokens, padded on the right.
+            mask: [M, T] True marks a real token.
+            target_mask: [M, T] True marks the K tokens to predict, in any number of spans; each is
+                predicted by all real tokens before it in its row.
+
+        Returns:
+            [K, E] in row order, with gradient.
+
+        Raises:
+            ValueError: an encoder-decoder model, and a row has several spans.
+        """
+
+    @abstractmethod
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
@@ -249,22 +265,6 @@ class Policy(nn.Module, ABC):
         return None
 
     # --- what follows from it ---
-
-    def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """Compute the hidden states that predict marked tokens, for supervised fine-tuning.
-
-        Args:
-            ids: [M, T] a prompt followed by its completion, padded on the right.
-            mask: [M, T] True marks a real token.
-            target_mask: [M, T] True marks the K tokens to predict: those of the completion.
-
-        Returns:
-            [K, E] in row order, with gradient.
-        """
-        prompts = pack_left(ids, mask & ~target_mask)
-        completions = pack_left(ids, target_mask)
-        prompt_of = torch.arange(len(ids), device=ids.device)
-        return self.hidden(TokenRows(*prompts, prompt_of, *completions))
 
     def hidden_states(self, rows: TokenRows) -> Tensor:
         """Compute [M, C, E] hidden states that predict the generated tokens; see `logprobs`.

@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import DecodeState, Policy, autocast_to
 from litgrpo.models.shared_prefix import PromptGrid
 from litgrpo.models.static import (
@@ -342,6 +343,18 @@ class Seq2SeqPolicy(Policy):
             cross=GroupedCrossAttention(prompt_mask, prompt_of),
         )
         return output.last_hidden_state[rows.completion_mask]
+
+    def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Encode the tokens before the targets, decode those; see `Policy.target_hidden_states`."""
+        prompts = mask & (target_mask.cumsum(1) == 0)
+        if bool((mask & ~target_mask & ~prompts).any()):
+            raise ValueError(
+                "a row has several answers, and an encoder-decoder model writes one: give each "
+                "answer a separate row (data.train_on_turns: last learns the last one)"
+            )
+        prompt_of = torch.arange(len(ids), device=ids.device)
+        asked, answers = pack_left(ids, prompts), pack_left(ids, target_mask)
+        return self.hidden(TokenRows(*asked, prompt_of, *answers))
 
     def decoder_input(self, completion_ids: Tensor) -> Tensor:
         """Shift completions [M, C] to the right: start token first, last token dropped."""

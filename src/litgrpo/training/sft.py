@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.invariant_checks import TargetChecks
 from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
@@ -85,6 +86,8 @@ class SFT(LightningModule):
         seed: random seed of the initial weights of `scratch`.
         micro_batch_size: pairs computed at once; their gradients are summed. None: the whole batch,
             or what fits into memory: it is halved after each out-of-memory error.
+        check_invariants: compare the log-probabilities of a few targets with a plain forward pass
+            before training starts.
 
     Example:
         >>> module = SFT("Qwen/Qwen2.5-0.5B", max_iterations=200)  # doctest: +SKIP
@@ -93,7 +96,7 @@ class SFT(LightningModule):
     max_generated_tokens: int | None = None  # read by `resolve_run_length`; SFT generates nothing
 
     @check_argument_types("pretrained")
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 (each is an option of a recipe)
         self,
         pretrained: Pretrained | None = None,
         scratch: Scratch | None = None,
@@ -105,6 +108,7 @@ class SFT(LightningModule):
         max_iterations: int | None = None,
         seed: int = 0,
         micro_batch_size: int | None = None,
+        check_invariants: bool = True,
     ) -> None:
         super().__init__()
         ignore_harmless_warnings()
@@ -129,6 +133,7 @@ class SFT(LightningModule):
         self.max_iterations = max_iterations
         self.seed = seed
         self.micro_batch_size = micro_batch_size
+        self.check_invariants = check_invariants
         # After out-of-memory errors; it outlives the trainer.
         self.row_limit = RowLimit(
             "model.micro_batch_size",
@@ -231,8 +236,9 @@ class SFT(LightningModule):
                 kernel_choice.set_logits(self, sizes.logits)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Checks of other callbacks, and a progress bar that counts iterations."""
-        return [MonitorChecks(), *replace_stock_bar(self)]
+        """Start-up checks, checks of other callbacks, a progress bar that counts iterations."""
+        checks = [TargetChecks()] if self.check_invariants else []
+        return [*checks, MonitorChecks(), *replace_stock_bar(self)]
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trained parameters, and its schedule in iterations."""
@@ -261,6 +267,20 @@ class SFT(LightningModule):
         chunk_size = policy.chunk_size(len(hidden))
         logprobs, *_ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
         return logprobs, torch.cat(predictions) == targets
+
+    def target_logprobs(self, batch: PairBatch) -> Tensor:
+        """Compute the [K] log-probabilities of a batch's targets, in parts if memory needs it."""
+        return self._score_in_parts(batch)[0]
+
+    def _score_in_parts(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return the result of `score`, in parts if memory needs it."""
+
+        def score(max_rows: int | None) -> tuple[Tensor, Tensor]:
+            parts = batch.split(self._rows_at_once(batch, max_rows))
+            logprobs, correct = zip(*map(self.score, parts), strict=True)
+            return torch.cat(logprobs), torch.cat(correct)
+
+        return self._retry_with_fewer_rows(score, batch)
 
     def training_step(self, batch: PairBatch, batch_idx: int) -> dict[str, Any]:
         """Mean negative log-probability of all target tokens, over all processes, and its gradient.
@@ -427,12 +447,7 @@ class SFT(LightningModule):
 
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Count loss and accuracy of a batch, weighted by its tokens."""
-
-        def score(max_rows: int | None) -> list[Tensor]:
-            parts = batch.split(self._rows_at_once(batch, max_rows))
-            return list(map(torch.cat, zip(*map(self.score, parts), strict=True)))
-
-        logprobs, correct = self._retry_with_fewer_rows(score, batch)
+        logprobs, correct = self._score_in_parts(batch)
         mean_loss, mean_accuracy = self.means[batch.set_name]
         mean_loss.update(-logprobs)
         mean_accuracy.update(correct.float())
