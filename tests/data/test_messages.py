@@ -174,6 +174,17 @@ def test_a_system_message_of_the_data_replaces_that_of_the_recipe(caplog):
     assert text == "system:own<eos>\nuser:1+1?<eos>\nassistant:2<eos>"
 
 
+def test_a_field_of_a_prompts_message_that_nothing_reads_is_an_error():
+    talk = [*ASKED, {"role": "assistant", "content": "2", "weight": 0}, *ASKED]
+    (text,) = prompts_of([{"prompt": talk}]).texts
+    assert text == "user:1+1?<eos>\nassistant:2<eos>\nuser:1+1?<eos>\nassistant:"
+    for field in ({"hidden": True}, {"images": ["a.png"]}):
+        with raises_for("row 2", "'user' ('1+1?')", next(iter(field))):
+            prompts_of([{"prompt": ASKED}, {"prompt": [ASKED[0] | field]}])
+    with raises_for("row 1", "message 2", "weight is 2"):
+        prompts_of([{"prompt": [ASKED[0], {"role": "assistant", "content": "2", "weight": 2}]}])
+
+
 def test_the_errors_of_a_chat_template_name_the_row():
     tokenizer = byte_tokenizer()
     for body in ("{{ messages[0].content + 1 }}", "{{ raise_exception('') }}", "{{ m.n.o }}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,20 +26,66 @@ ROLES = {
     "function_response": "tool",
 }
 TEXT_PARTS = {"text", "input_text", "output_text"}
+# Fields that say with 0 or 1 whether a message is trained on: `weight` of OpenAI and Mistral,
+# `train` and `training` of axolotl, `loss` of ms-swift, `loss_mask` and `trainable` of verl.
+TRAINED = {
+    *("weight", "train", "training", "train_on", "train_on_turn", "trainable"),
+    *("loss", "loss_mask", "loss_scale", "loss_weight"),
+}
+MASKED = "masked"  # of torchtune, which says the opposite
+# Fields that only some chat templates read, or nothing, and that do not change what a message is.
+HARMLESS = {
+    *(
+        "name",
+        "id",
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "reasoning_content",
+        "reasoning",
+    ),
+    *("thinking", "tool_plan", "citations", "annotations", "channel", "recipient"),
+    *(
+        "author",
+        "message_id",
+        "parent_id",
+        "turn_id",
+        "turn_identifier",
+        "turn",
+        "index",
+        "end_turn",
+    ),
+    *("timestamp", "time", "date", "created_at", "updated_at", "create_time", "update_time"),
+    *(
+        "metadata",
+        "meta",
+        "model",
+        "source",
+        "language",
+        "lang",
+        "status",
+        "state",
+        "finish_reason",
+    ),
+    *("stop_reason", "usage", "logprobs", "country", "hashed_ip", "header", "toxic", "redacted"),
+}
 
 
 def read_messages(given: Any, place: str) -> Messages:
     """Return the messages of a row as chat templates take them: a role, and a text as content.
 
     Fields `from` and `value` (ShareGPT) become `role` and `content`, parts of text are joined, and
-    the content of a message that only calls tools becomes "". Fields that are null are left out.
+    the content of a message that only calls tools becomes "". Fields that are null are left out,
+    and a message of the assistant that is not to be trained on, by one of the fields of `TRAINED`,
+    gets `weight` 0.
 
     Args:
         given: the messages; or {field: one value per message}, as older `datasets` return them.
         place: file and line, for errors.
 
     Raises:
-        ValueError: a message has no role, no text, or parts that are not text.
+        ValueError: a message has no role, no text, parts that are not text, or a mark of training
+            that is neither 0 nor 1.
 
     Example:
         >>> read_messages([{"from": "human", "value": "1+1?"}], "a.jsonl, line 1")
@@ -143,7 +190,60 @@ def _read_message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
         calls = message.get("tool_calls") or message.get("function_call")
         require(bool(calls), f"{place}: has no content ({given!r:.60}); {EXPECTED}")
     content = _read_content(message.get("content", ""), place)
-    return {"role": message["role"], **message, "content": content}
+    trained = _pop_marks(message, place)
+    message = {"role": message["role"], **message, "content": content}
+    return message if trained else message | {"weight": 0}
+
+
+def _pop_marks(message: dict[str, Any], place: str) -> bool:
+    """Remove the marks of training from a message; return False if it is not to be trained on."""
+    marks = {name: message.pop(name) for name in [*message] if name in TRAINED or name == MASKED}
+    trained = set()
+    for name, value in marks.items():
+        require(
+            value in (0, 1),
+            f"{place}: {name} is {value!r}; it says whether the message is trained on: set 0 or 1",
+        )
+        trained.add(bool(value) != (name == MASKED))
+    require(len(trained) <= 1, f"{place}: {marks} contradict each other; keep one of them")
+    is_answer = message["role"] == ASSISTANT
+    require(
+        is_answer or True not in trained,
+        f"{place}: {marks} trains on a message of {message['role']!r}; only those of the assistant "
+        "are trained on: leave it out",
+    )
+    return not is_answer or False not in trained
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """True for a message of the assistant that is not marked as not to be trained on.
+
+    Args:
+        message: one of `read_messages`.
+    """
+    return message["role"] == ASSISTANT and bool(message.get("weight", 1))
+
+
+def check_fields(messages: Messages, place: str, template: Any = "") -> None:
+    """Check that each field of messages has a known meaning.
+
+    Args:
+        messages: of `read_messages`.
+        place: file and line, for errors.
+        template: the chat template; fields that it names are read there.
+
+    Raises:
+        ValueError: a field may change what is meant, and nothing reads it.
+    """
+    for message in messages:
+        for name in sorted(message.keys() - HARMLESS - {"role", "content", "weight"}):
+            is_empty = message[name] in ("", [], {})
+            require(
+                is_empty or re.search(rf"\b{re.escape(name)}\b", str(template)) is not None,
+                f"{place}: a message of {message['role']!r} ({message['content']!r:.40}) has the "
+                f"field {name!r} ({message[name]!r:.40}), which neither litgrpo nor a chat "
+                "template reads: leave it out; `weight: 0` excludes a message from training",
+            )
 
 
 def _read_content(content: Any, place: str) -> str:

@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 from litgrpo.arguments import require
 from litgrpo.data.loader import compute_padded_length
 from litgrpo.data.messages import (
-    ASSISTANT,
     EXPECTED,
     Messages,
+    check_fields,
+    is_trained,
     looks_like_messages,
     read_messages,
     with_system,
@@ -27,6 +28,7 @@ from litgrpo.data.rendering import (
     ChatPromptFormat,
     LengthLimit,
     PromptFormat,
+    TemplateFailure,
     TextTemplate,
     apply_chat_template,
     system_remarks,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:  # slow to import; used in annotations only
 TrainOnTurns = Literal["all", "last"]
 TextSpan = tuple[str, bool]  # a text, and whether the loss includes it
 IdSpan = tuple[list[int], bool]  # token ids, and whether the loss includes them
+COMPARED_CHARS = 20  # at the end of a text
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,13 @@ class PairFormat:
                 assert isinstance(self.prompt, ChatPromptFormat)
                 chat, turns = self.prompt.chat, self.train_on_turns
                 spans.append(conversation_spans(row, messages, turns, chat, tokenizer))
+            several = [in_loss for _, in_loss in spans[-1]] != [False, True]
+            require(
+                not (self.prompt.encoder_decoder and several),
+                f"{row.place}: has several answers, or text behind one; an encoder-decoder model "
+                "reads one prompt and writes one answer: give each answer a separate row, or "
+                "learn the last one of a conversation with `train_on_turns: last`",
+            )
         return spans
 
     def encode(
@@ -310,6 +320,11 @@ def tokenize_pairs(
     for number in kept:
         length = targets[number][0][0]
         require(
+            length > 0,
+            f"{rows[number].place}: the prompt has no tokens, so nothing predicts the first token "
+            "of the completion",
+        )
+        require(
             length < limit.tokens,
             f"{rows[number].place}: the prompt alone has {length} tokens, "
             f"max_length={limit.tokens} leaves none to learn; set `long_examples: drop`",
@@ -347,6 +362,11 @@ def read_conversation(row: SourceRow, prompt_format: ChatPromptFormat) -> Messag
     """
     messages, completion = row.values.get("messages"), row.values.get("completion")
     if messages is not None:
+        require(
+            "loss_mask" not in row.values,
+            f"{row.place}: has a loss_mask of its messages, which litgrpo does not read: leave it "
+            "out, and mark messages that are not trained on with `weight: 0`",
+        )
         return read_messages(messages, row.place)
     if not isinstance(completion, list | tuple) and not looks_like_messages(completion):
         return None
@@ -358,10 +378,11 @@ def message_spans(row: SourceRow, messages: Any) -> list[TextSpan]:
 
     Args:
         row: the row, for messages of errors.
-        messages: those of the role `assistant` are in the loss, all others are not.
+        messages: those of the assistant are in the loss, unless they are marked as not to be
+            trained on; all others are not.
 
     Raises:
-        ValueError: an item is not a message, or the last one is not the assistant's.
+        ValueError: an item is not a message, or the last one is not in the loss.
 
     Example:
         >>> row = SourceRow({}, "a.jsonl, line 1", 0)
@@ -372,9 +393,14 @@ def message_spans(row: SourceRow, messages: Any) -> list[TextSpan]:
     """
     require(bool(messages), f"{row.place}: the completion is empty; {EXPECTED}")
     found = read_messages(messages, f"{row.place}, completion")
-    last = found[-1]["role"]
-    require(last == ASSISTANT, f"{row.place}: the last message of the completion is of {last!r}")
-    return [(each["content"], each["role"] == ASSISTANT) for each in found]
+    check_fields(found, row.place)
+    last = found[-1]
+    require(
+        is_trained(last),
+        f"{row.place}: the last message of the completion is of {last['role']!r}, or not to be "
+        "trained on",
+    )
+    return [(each["content"], is_trained(each)) for each in found]
 
 
 def conversation_spans(
@@ -388,31 +414,47 @@ def conversation_spans(
 
     The loss of a turn covers the tokens that a model would generate there: everything between the
     generation prompt and the special token that ends the turn, including that token. The positions
-    come from rendering the conversation up to each answer and after it.
+    come from rendering the conversation up to each answer and after it. If a template writes
+    nothing behind a turn, as GLM's, the special token that opens the next one ends it.
 
     Args:
         row: the row, for messages of errors.
         messages: the conversation; messages after its last answer are left out.
-        train_on_turns: which answers are in the loss.
+        train_on_turns: which answers are in the loss, of those that are to be trained on.
         chat: settings of the chat format.
         tokenizer: tokenizer with a chat template.
 
     Raises:
-        ValueError: there is no answer, or the template renders a turn differently if other turns
-            follow.
+        ValueError: there is no answer, the first message is an answer, the template renders a turn
+            differently if other turns follow, or writes nothing that ends a turn.
     """
+    check_fields(messages, row.place, tokenizer.chat_template)
     messages = with_system(messages, chat.system)
-    answers = [number for number, each in enumerate(messages) if each["role"] == ASSISTANT]
+    answers = [number for number, each in enumerate(messages) if is_trained(each)]
     require(
-        bool(answers), f"{row.place}: no message has the role assistant; there is nothing to learn"
+        bool(answers),
+        f"{row.place}: no message of the role assistant is to be trained on; there is nothing to "
+        "learn",
+    )
+    answers = answers if train_on_turns == "all" else answers[-1:]
+    require(
+        answers[0] > 0,
+        f"{row.place}: begins with a message of the assistant, which answers nothing: mark it with "
+        "`weight: 0` to keep it without training on it, leave it out, or set `chat: {system: ...}`",
     )
     spans: list[TextSpan] = []
     done = ""
-    for number in answers if train_on_turns == "all" else answers[-1:]:
-        prompt = apply_chat_template(messages[:number], chat, tokenizer)
-        answered = apply_chat_template(
-            messages[: number + 1], chat, tokenizer, add_generation_prompt=False
-        )
+
+    def render(end: int, add_generation_prompt: bool = False) -> str:
+        try:
+            return apply_chat_template(
+                messages[:end], chat, tokenizer, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateFailure as error:
+            raise ValueError(f"{row.place}, up to message {end}: {error}") from error
+
+    for number in answers:
+        prompt, answered = render(number, add_generation_prompt=True), render(number + 1)
         require(
             prompt.startswith(done) and answered.startswith(prompt),
             f"{row.place}: the tokenizer's chat template renders a turn differently if other turns "
@@ -422,9 +464,51 @@ def conversation_spans(
         )
         # Templates write a line break after the token that ends a turn; models do not generate it.
         turn = answered[len(prompt) :].rstrip()
+        if not has_turn_end(turn, messages[number]["content"], tokenizer):
+            followed = render(number + 2) if number + 1 < len(messages) else ""
+            mark = opening_mark(followed, prompt + turn, tokenizer)
+            require(
+                bool(mark) or number == answers[-1],  # the end token ends the last one
+                f"{row.place}: the tokenizer's chat template writes nothing that ends a turn "
+                f"(behind message {number + 1}), so the model would not learn to stop there; set "
+                "`train_on_turns: last`, or use a chat template that ends turns with a token",
+            )
+            turn += mark
         spans += [(prompt[len(done) :], False), (turn, True)]
         done = prompt + turn
     return spans
+
+
+def has_turn_end(turn: str, content: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if a chat template wrote something behind the content of a turn.
+
+    Args:
+        turn: the turn as rendered, without white space at its end.
+        content: text of the message.
+        tokenizer: tokenizer with the template.
+    """
+    # Templates may leave out the beginning of a text, such as earlier reasoning.
+    end_of_content = content.rstrip()[-COMPARED_CHARS:]
+    return turn.endswith(tuple(special_token_texts(tokenizer))) or not turn.endswith(end_of_content)
+
+
+def opening_mark(text: str, before: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the token that opens the next turn, and white space in front of it; or "".
+
+    Args:
+        text: a conversation as rendered.
+        before: its beginning, up to the end of a turn.
+        tokenizer: tokenizer with the template.
+
+    Example:
+        `opening_mark("<|user|>hi<|assistant|>yo<|user|>bye", "<|user|>hi<|assistant|>yo", ...)`
+        is `"<|user|>"`.
+    """
+    behind = text[len(before) :] if text.startswith(before) else ""
+    start = behind.lstrip()
+    marks = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    mark = max(filter(start.startswith, marks), key=len, default="")
+    return behind[: len(behind) - len(start)] + mark if mark else ""
 
 
 def loss_spans(parts: list[IdSpan]) -> list[tuple[int, int]]:

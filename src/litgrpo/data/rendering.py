@@ -14,6 +14,7 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of, require, without_repeats
 from litgrpo.data.messages import (
     Messages,
+    check_fields,
     ends_with_assistant,
     has_system,
     looks_like_messages,
@@ -355,6 +356,7 @@ class ChatPromptFormat(PromptFormat):
         found = []
         for row in rows:
             messages = self.conversation(row)
+            check_fields(messages, row.place, tokenizer.chat_template)
             try:
                 found.append(self._render(messages, tokenizer, row.values.get(TASK)))
             except TemplateFailure as error:
@@ -614,9 +616,10 @@ def apply_chat_template(
             **chat.template_kwargs,
         )
     except TemplateError as error:  # Gemma's template raises one on a system message
+        advice = "; if the model has no system messages, put that text into `template`"
         raise TemplateFailure(
-            f"chat: the tokenizer's chat template failed: {error}; if the model has no system "
-            "messages, put that text into `template`"
+            f"chat: the tokenizer's chat template failed: {error}"
+            f"{advice if has_system(messages) else ''}"
         ) from error
 
 
