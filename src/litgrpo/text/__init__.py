@@ -1,4 +1,8 @@
-"""Reading texts: answers and numbers (`answers`), likeness and variety (`overlap`)."""
+"""Reading texts.
+
+Answers and numbers (`answers`), Unicode spelling (`normalization`), likeness and variety
+(`overlap`).
+"""
 
 from litgrpo.text.answers import (
     Message,
@@ -9,6 +13,7 @@ from litgrpo.text.answers import (
     parse_number,
     text_of,
 )
+from litgrpo.text.normalization import normalize
 
 __all__ = [
     "Message",
@@ -16,6 +21,7 @@ __all__ = [
     "extract_answer",
     "extract_reasoning",
     "list_answers",
+    "normalize",
     "parse_number",
     "text_of",
 ]

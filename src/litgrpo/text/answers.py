@@ -11,6 +11,8 @@ from fractions import Fraction
 from itertools import islice, pairwise
 from typing import Any
 
+from litgrpo.text.normalization import fold, normalize
+
 Message = Mapping[str, object]
 Completions = Sequence[str | Sequence[Message]]  # N texts, or N lists of chat messages
 
@@ -30,10 +32,6 @@ POWER_OF_TEN = re.compile(
 )
 # The 2 of "72 m2" is not a number, but that of "7e2" is.
 UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])(?<![0-9.][eE])\^?[23](?![0-9])")
-SUPERSCRIPT = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
-SUPERSCRIPTS = str.maketrans(
-    "\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "+-0123456789"
-)
 # Text around a number that makes it another claim: "x > 5", "at least 5", "5i", "5x", "5 < x".
 ARROW_OR_TAG = re.compile(r"[-=]{1,3}>|</?[A-Za-z]{1,10}>")
 COMPARISON = "<>\u2264\u2265\u2260"
@@ -65,16 +63,6 @@ OPERATIONS = {
     *("not", "sqrt", "root", "squared", "cubed", "factorial", "log", "ln", "sin", "cos", "tan"),
 }
 
-MINUS_SIGNS = "\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013"  # hyphens and the en dash among them
-CHARACTERS = str.maketrans(
-    {
-        **dict.fromkeys(MINUS_SIGNS, "-"),
-        **dict.fromkeys("\u00d7\u22c5\u00b7", "*"),
-        **{"\u2044": "/", "\u2215": "/", "~": " "},
-        **{"\u00bd": " 1/2", "\u00bc": " 1/4", "\u00be": " 3/4"},
-        **{"\u2153": " 1/3", "\u2154": " 2/3"},
-    }
-)
 # LaTeX for characters that numbers are written with.
 SYMBOLS = (("{,}", ","), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\times", "*"), ("\\cdot", "*"))
 # The spaces of LaTeX, line breaks, and the marks around formulas.
@@ -119,7 +107,7 @@ def list_answers(answer: object) -> list[Any]:
 
 def _is_answer(one: object) -> bool:
     if isinstance(one, str):
-        return bool(one.strip())
+        return bool(normalize(one).strip())
     if isinstance(one, Sized):
         return len(one) > 0
     return one is not None and bool(one == one)  # noqa: PLR0124 (NaN and NaT differ from themselves)
@@ -251,8 +239,7 @@ def _is_another_claim(before: str, after: str) -> bool:
 
 def _plain(text: str) -> str | None:
     """The text without LaTeX and odd characters; None where an unreadable command remains."""
-    text = SUPERSCRIPT.sub(lambda match: "^" + match[0].translate(SUPERSCRIPTS), text)
-    text = ARROW_OR_TAG.sub(" ", text.translate(CHARACTERS))
+    text = ARROW_OR_TAG.sub(" ", normalize(text).replace("~", " "))
     for old, new in SYMBOLS:
         text = text.replace(old, new)
     for spacing in SPACINGS:
@@ -302,7 +289,8 @@ def _sign(before: str) -> int | None:
 def same_text(left: str, right: str) -> bool:
     """Compare two answers, ignoring case, surrounding markup and a final full stop.
 
-    The number of spaces does not matter, nor do spaces beside a sign: `(3, 4)` is `(3,4)`.
+    The Unicode spelling (see `normalize`) and the number of spaces do not matter, nor do spaces
+    beside a sign: `(3, 4)` is `(3,4)`.
 
     Example:
         >>> same_text("**Yes.**", "yes")
@@ -312,5 +300,6 @@ def same_text(left: str, right: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    bare = " ".join(text.casefold().split()).strip("$*`_. ")
+    words = " ".join(fold(text).split())
+    bare = words.strip("$*`_.\u3002 ") or words  # the answer may be a full stop
     return SPACED_SIGN.sub(r"\1", bare)

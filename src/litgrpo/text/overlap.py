@@ -1,6 +1,7 @@
 """Similarity of two texts and diversity of one: F1, ROUGE, BLEU, n-grams.
 
-ROUGE and BLEU come from the packages rouge-score and sacrebleu, which are imported on first use.
+A text and its reference are compared in the one Unicode spelling of `normalize`. ROUGE and BLEU
+come from the packages rouge-score and sacrebleu, which are imported on first use.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
+
+from litgrpo.text.normalization import normalize
 
 Token = TypeVar("Token")
 
@@ -54,7 +57,7 @@ def token_f1(prediction: str, reference: str) -> float:
 
     Source: SQuAD, arXiv:1606.05250, section 6.1, without its normalization.
     """
-    predicted, expected = prediction.split(), reference.split()
+    predicted, expected = normalize(prediction).split(), normalize(reference).split()
     shared = (Counter(predicted) & Counter(expected)).total()
     return 2 * shared / (len(predicted) + len(expected)) if shared else 0.0
 
@@ -68,7 +71,7 @@ def without_articles(text: str) -> str:
 
     Source: SQuAD's evaluation script, version 1.1.
     """
-    bare = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
+    bare = "".join(letter for letter in normalize(text).lower() if letter not in PUNCTUATION)
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 
 
@@ -80,7 +83,7 @@ def rouge_f(prediction: str, references: Sequence[str], kind: str = "rougeL") ->
         references: at least one text.
         kind: rouge1, rouge2 or rougeL, as the package rouge-score names them.
     """
-    scores = _rouge(kind).score_multi(references, prediction)
+    scores = _rouge(kind).score_multi(list(map(normalize, references)), normalize(prediction))
     return float(scores[kind].fmeasure)
 
 
@@ -101,7 +104,8 @@ def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
     Returns:
         Length, reference length, and for n = 1 to 4 first the matched and then all n-grams.
     """
-    score = _sentence_bleu().sentence_score(prediction, list(references))
+    references = list(map(normalize, references))
+    score = _sentence_bleu().sentence_score(normalize(prediction), references)
     return [score.sys_len, score.ref_len, *score.counts, *score.totals]
 
 

@@ -20,7 +20,7 @@ Rewards = list[float | None]
 def f1(prompts: Sequence[object], completions: Completions, answers: Answers) -> Rewards:
     """Return the harmonic mean of precision and recall over whitespace tokens.
 
-    Nothing is normalized: case and punctuation count.
+    Case and punctuation count; only the Unicode spelling is normalized.
 
     Args:
         prompts: N prompts; not read.

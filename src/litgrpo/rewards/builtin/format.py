@@ -8,6 +8,7 @@ from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.text.answers import Completions, list_answers, text_of
+from litgrpo.text.normalization import fold
 
 
 def reasoning_answer(
@@ -121,8 +122,9 @@ def json_fields(
     """Return the fraction of correct fields of a completion that is exactly one JSON object.
 
     The fraction is over the union of both objects' fields, so that an additional field costs as
-    much as a missing one. A number is not equal to its text. Texts are compared without case and
-    surrounding whitespace. A completion that `json.loads` rejects or that repeats a field gets 0.
+    much as a missing one. A number is not equal to its text. Texts are compared without case,
+    surrounding whitespace and Unicode spelling. A completion that `json.loads` rejects or that
+    repeats a field gets 0.
 
     Leaving a field out costs as much as an incorrect value, so a policy may learn to leave out
     fields that are difficult. `require_same_fields` prevents this.
@@ -191,7 +193,7 @@ def _field_share(
 def _equal(one: Any, other: Any) -> bool:
     match one, other:
         case str(), str():
-            return one.strip().casefold() == other.strip().casefold()
+            return fold(one).strip() == fold(other).strip()
         case bool(), bool():
             return one == other
         case (bool(), _) | (_, bool()):  # in Python True == 1

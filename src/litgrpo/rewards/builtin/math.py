@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from fractions import Fraction
+from itertools import islice
 from math import isfinite
 from numbers import Real
 
@@ -26,6 +27,7 @@ from litgrpo.text.answers import (
     same_text,
     text_of,
 )
+from litgrpo.text.normalization import normalize
 
 MAX_ANSWER_WORDS = 20  # of an answer that is a number
 MAX_QUESTION_WORDS = 3  # "72 clips?" is an answer; a longer question is a copy of the prompt
@@ -153,7 +155,8 @@ def exact(
 ) -> list[float | None]:
     """Return 1 if the answer equals the reference answer character by character, else 0.
 
-    For answers whose spelling matters: code, names, labels. Surrounding whitespace is ignored.
+    For answers whose spelling matters: code, names, labels. Unicode spelling counts, too.
+    Surrounding whitespace is ignored.
 
     Args:
         prompts: N prompts; not read.
@@ -287,7 +290,7 @@ def math_verify(
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
         equal = [_equal_formulas(comparison, reference, claim) for claim in claims]
         if not equal:  # no answer: incorrect, if there is a reference
-            equal = [comparison.equal(str(reference), None) and False]
+            equal = [comparison.equal(normalize(str(reference)), None) and False]
         return None if None in equal else float(all(equal))
 
     with lock:
@@ -310,7 +313,7 @@ def _equal_formulas(
         return True
     if len(claim) > MAX_LATEX_CHARS or is_tower(claim):
         return False
-    return comparison.equal(str(reference), claim)
+    return comparison.equal(normalize(str(reference)), normalize(claim))
 
 
 def _spellings(reference: Reference) -> set[str]:
@@ -353,7 +356,13 @@ def find_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
     whole = opened == closed == len(find_tagged(completion, tag))
     if not whole or (require_tags and not opened):
         return set()
-    return set(answer_claims(completion, tag=tag) or completion.strip().splitlines()[-1:])
+    return set(answer_claims(completion, tag=tag) or _last_line(completion))
+
+
+def _last_line(completion: str) -> list[str]:
+    """Return the last line with a visible character, if there is one."""
+    lines = reversed(completion.splitlines())
+    return list(islice((line for line in lines if normalize(line).strip()), 1))
 
 
 def _equals(claim: str, reference: Fraction | str) -> bool:

@@ -17,7 +17,7 @@ from litgrpo.text.answers import Completions, text_of
 WORD_FILE = "unsafe_words.txt"
 # Characters that replace letters; a text is checked both as it is and with the letters.
 DISGUISES = str.maketrans("013457@$!|", "oieastasil")
-INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
+WITHOUT_WIDTH = ("Cf", "Mn", "Me")  # format characters and marks, in Unicode's categories
 WORD = re.compile(r"[a-z]+")
 Phrases = dict[str, list[tuple[str, ...]]]
 
@@ -85,8 +85,8 @@ def _load_words(words: tuple[str, ...], file: str | None) -> tuple[Phrases, froz
 
 
 def _has_listed_word(text: str, phrases: Phrases, prefixes: frozenset[str]) -> bool:
-    plain = unicodedata.normalize("NFKD", INVISIBLE.sub("", text)).casefold()
-    plain = "".join(c for c in plain if not unicodedata.combining(c))
+    plain = unicodedata.normalize("NFKD", text).casefold()
+    plain = "".join(c for c in plain if unicodedata.category(c) not in WITHOUT_WIDTH)
     readings = {plain, plain.translate(DISGUISES)}
     return any(_matches(WORD.findall(reading), phrases, prefixes) for reading in readings)
 
