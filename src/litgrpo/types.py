@@ -738,8 +738,9 @@ class RolloutLogprobs:
 
     Args:
         old: [N, C] under the policy before the first optimizer step. None: there is one optimizer
-            step per rollout, so the current policy is the old one (ratio 1). A stale or inexact
-            sampler is handled by `Objective.importance_correction`.
+            step per rollout, so the current policy is the old one (ratio 1), and no KL in the
+            reward needs them. A stale or inexact sampler is handled by
+            `Objective.importance_correction`.
         ref: [N, C] under the reference; None without a reference.
         ref_hidden: [N, C, E] hidden states of the reference, if the KL term is exact over the
             vocabulary (`Objective.divergence`).

@@ -342,10 +342,9 @@ def test_the_fraction_of_kept_tokens_is_logged_only_if_tokens_are_left_out():
     assert "policy/kept_frac" not in Objective().loss(new, training_batch).stats
 
 
-def test_masks_and_corrections_leave_the_kl_term_alone():
+def test_masks_leave_the_kl_term_alone():
     plain = Objective(kl_coef=0.1)
     masked = replace(plain, top_entropy_quantile=0.3, off_policy_mask_threshold=-9.0)
-    masked = replace(masked, importance_correction=ImportanceCorrection(mode="mask", max=0.0))
     now, entropy, training_batch = batch(plain)
     only_kl = replace(training_batch, advantages=torch.zeros_like(now))
     bad = replace(training_batch, advantages=-torch.ones_like(now))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,16 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     )
     found = chosen.entropy_totals(training_batch.loss_weights, entropy)
     scaled = EntropyTotals(found.num_tokens / of_bonus, found.entropy_threshold)
-    value = chosen.loss(TokenLogprobs(logprobs, entropy), training_batch, scaled).loss
+    parts = [chosen]
+    if chosen.importance_correction is not None and chosen.kl_coef:
+        # TRL corrects the surrogate loss only, litgrpo the KL penalty as well.
+        without_rewards = replace(chosen, reward_coef=0.0, entropy_coef=0.0)
+        parts = [
+            replace(chosen, kl_coef=0.0),
+            replace(without_rewards, importance_correction=None),
+        ]
+    new = TokenLogprobs(logprobs, entropy)
+    value = torch.stack([part.loss(new, training_batch, scaled).loss for part in parts]).sum()
     value.backward()
     gradients = [
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (logprobs, entropy)

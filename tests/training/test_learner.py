@@ -694,6 +694,32 @@ def test_the_kl_in_the_reward_lowers_the_advantage_of_what_the_reference_finds_u
     torch.testing.assert_close(total / count, gap.sum() / rollout.loss_mask.sum())
 
 
+def test_the_kl_in_the_reward_of_a_stale_rollout_is_that_of_the_policy_before_the_update():
+    stale, policy = tiny_policy("qwen2", seed=7), tiny_policy("qwen2")
+    rollout = rollouter_of(stale).generate(prompt_batch(*BATCH), "train")
+    objective = Objective(Normalized("none", "none"), kl_in_reward=KLInReward(coef=0.5))
+    rewards, mask = rewards_of(rollout), rollout.loss_mask
+    with torch.no_grad():
+        of_policy = policy.logprobs(rollout.tokens).logprobs
+
+    for changes in ({"importance_correction": ImportanceCorrection()}, {"old_policy": "sampler"}):
+        learner = learner_of(
+            policy,
+            replace(objective, **changes),
+            reference=FrozenReference(tiny_policy("qwen2", seed=5)),
+        )
+        learner.reuse_sampler_logprobs = False
+        logprobs = learner.old_and_reference_logprobs(rollout)
+        found = learner.build_batch(rollout, rewards, logprobs)
+
+        gap = torch.where(mask, of_policy - logprobs.ref, 0.0)
+        expected = rewards.total.flatten() - 0.5 * gap.sum(1).double()
+        torch.testing.assert_close(found.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-4)
+        total, count = learner.reward_kl_stats(rollout, logprobs)["policy/kl_in_reward"]
+        torch.testing.assert_close(total / count, gap.sum() / mask.sum(), rtol=1e-4, atol=1e-4)
+        assert found.old_logprobs is None  # one optimizer step: the ratio stays exactly 1
+
+
 CPU = torch.device("cpu")
 
 

@@ -1,5 +1,6 @@
 """Settings that contradict each other, the device, the trainer or the data are rejected early."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,27 @@ def compiles(monkeypatch):
     """A device that compiles a program for each set of shapes."""
     device = SimpleNamespace(static_shapes=True)
     monkeypatch.setattr(settings_checks, "backend", lambda _: device)
+
+
+def test_a_stale_run_logs_which_terms_are_not_corrected(caplog):
+    stale = UpdateConfig(staleness=2)
+    exact = Objective(kl_coef=0.1, kl_estimator="reverse_kl")
+
+    def read_log(objective, update=stale, **options):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="litgrpo"):
+            with_importance_correction(objective, LocalEngine(), update, **options)
+        return caplog.text
+
+    assert "All terms of the loss are corrected" in read_log(Objective(kl_coef=0.1))
+    assert "All terms but kl_coef are corrected" in read_log(exact)
+    assert "but kl_coef, entropy_coef are" in read_log(exact, entropy_target=True)
+    by_completion = ImportanceCorrection(level="sequence")
+    own = replace(exact, importance_correction=by_completion)
+    assert "All terms of the loss are corrected" in read_log(own)
+    to_sampler = Objective(old_policy="sampler", log_ratio_coef=0.1)
+    assert "but log_ratio_coef are" in read_log(to_sampler)
+    assert read_log(exact, UpdateConfig()) == read_log(own, UpdateConfig()) == ""
 
 
 def test_a_device_with_static_shapes_rejects_what_it_cannot_compute(compiles):

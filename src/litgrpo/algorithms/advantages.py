@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -112,20 +112,55 @@ class Advantages(ABC):
                     return groups.values - groups.values.nanmean(1, keepdim=True)
     """
 
+    # Tokens that share an advantage; an estimator that contains others combines completions only.
+    granularity: ClassVar[Literal["completion", "turn", "token"]] = "completion"
+
+    @property
+    def contained(self) -> dict[str, Advantages]:
+        """{option: estimator} whose advantages this one changes; {} without one."""
+        fields = vars(self).items()
+        tasks = [
+            (f"task {key!r}", x) for _, x in fields if isinstance(x, dict) for key, x in x.items()
+        ]
+        return {name: x for name, x in [*tasks, *fields] if isinstance(x, Advantages)}
+
+    def check_contained(self) -> None:
+        """Check that this estimator can contain the ones that it does.
+
+        Raises:
+            ValueError: one of them has an advantage per turn or token, which would be lost.
+        """
+        outer = type(self).__name__
+        for option, estimator in self.contained.items():
+            if estimator.granularity != "completion":
+                inner = type(estimator).__name__
+                swapped = f", or {outer} as {inner}.advantages" if estimator.contained else ""
+                raise ValueError(
+                    f"{inner} of {option} has one advantage per {estimator.granularity}, but "
+                    f"{outer} takes estimators of whole completions. Set {inner} as "
+                    f"model.objective.advantages{swapped}."
+                )
+            estimator.check_contained()
+
     @property
     def needs_group(self) -> bool:
         """True if a prompt needs at least two completions."""
-        return True
+        return not self.contained or any(x.needs_group for x in self.contained.values())
 
     @property
     def needs_greedy(self) -> bool:
         """True if each prompt needs a greedy completion as well, see `RewardTable.greedy`."""
-        return False
+        return any(x.needs_greedy for x in self.contained.values())
 
     @property
     def needs_score_norms(self) -> bool:
         """True if `per_token` needs `TokenLogprobs.score_norms` of the policy before the update."""
         return False
+
+    @property
+    def uses_total(self) -> bool:
+        """True if the advantages follow the total reward, not each reward function separately."""
+        return all(x.uses_total for x in self.contained.values())
 
     def __call__(self, table: RewardTable, lengths: Tensor, comm: Comm) -> Tensor:
         """[B, G] float64 advantages, 0 for rows without a valid reward.
@@ -140,7 +175,7 @@ class Advantages(ABC):
 
     @abstractmethod
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] advantages; NaN counts as 0."""
+        """[B, G] advantages; NaN is none: it counts as 0, and in no statistic of `Whitened`."""
 
 
 @check_field_types
@@ -277,6 +312,8 @@ class OptimalTokenBaseline(Advantages):
                 [ 0.7500,  0.7500]], dtype=torch.float64)
     """
 
+    granularity = "token"
+
     @property
     def needs_score_norms(self) -> bool:
         """Always."""
@@ -336,14 +373,20 @@ class GDPO(Advantages):
 
     eps: float = 1e-4
 
+    @property
+    def uses_total(self) -> bool:
+        """Every reward function counts separately."""
+        return False
+
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] weighted sums of normalized rewards over their standard deviation in the batch."""
         table, total = groups.table, torch.zeros_like(groups.values)
+        valid = ~groups.values.isnan()  # GFPO may have left completions out
         for name, component in table.processed.items():
-            deviation, std, _ = groups.with_rewards(component, table.valid).group_statistics()
+            deviation, std, _ = groups.with_rewards(component, valid).group_statistics()
             total = total + table.weights[name] * (deviation / (std + self.eps)).nan_to_num(0.0)
         # Every component sums to 0 in each group, so the mean over the batch is 0 already.
-        _, std = groups.with_rewards(total, ~groups.values.isnan()).batch_statistics()
+        _, std = groups.with_rewards(total, valid).batch_statistics()
         return total / (std + self.eps)
 
 
@@ -368,17 +411,18 @@ class GFPO(Advantages):
     advantages: Advantages = field(default_factory=Normalized)
 
     @property
-    def needs_greedy(self) -> bool:
-        """True if the estimator needs greedy completions."""
-        return self.advantages.needs_greedy
+    def needs_group(self) -> bool:
+        """The completions of a group are ranked."""
+        return True
 
     def __post_init__(self) -> None:
-        """Check the fraction."""
+        """Check the fraction and the estimator."""
+        self.check_contained()
         if not 0 < self.keep_frac <= 1:
             raise ValueError(f"keep_frac is {self.keep_frac}; it must be above 0 and at most 1")
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] advantages; 0 for the completions that are filtered out."""
+        """[B, G] advantages; NaN for the completions that are filtered out."""
         rewards, lengths = groups.values, groups.lengths.clamp(min=1)
         scores = {"reward": rewards, "shortest": -lengths, "reward_per_token": rewards / lengths}
         score = scores[self.rank_by].double().masked_fill(rewards.isnan(), -torch.inf)
@@ -386,7 +430,7 @@ class GFPO(Advantages):
         kept = score >= score.topk(num_kept).values[:, -1:]
         if self.normalize_kept_only:
             groups = groups.with_rewards(rewards, kept)
-        return self.advantages.estimate(groups).masked_fill(~kept, 0.0)
+        return self.advantages.estimate(groups).masked_fill(~kept, torch.nan)
 
 
 @check_field_types
@@ -421,7 +465,8 @@ class Whitened(Advantages):
     """REINFORCE++-baseline: advantages normalized over all tokens of the batch.
 
     (A - mean) / (std + eps), where a completion counts as often as it has tokens, and std is taken
-    with n - 1 tokens. Source: arXiv:2501.03262; verl: `reinforce_plus_plus_baseline`.
+    with n - 1 tokens. Completions without an advantage (those that GFPO filters out) are left out
+    and stay without one. Source: arXiv:2501.03262; verl: `reinforce_plus_plus_baseline`.
 
     Args:
         advantages: advantage estimator.
@@ -431,19 +476,14 @@ class Whitened(Advantages):
     advantages: Advantages = field(default_factory=lambda: Normalized(scale="none"))
     eps: float = 1e-4
 
-    @property
-    def needs_group(self) -> bool:
-        """True if the estimator needs a group."""
-        return self.advantages.needs_group
-
-    @property
-    def needs_greedy(self) -> bool:
-        """True if the estimator needs greedy completions."""
-        return self.advantages.needs_greedy
+    def __post_init__(self) -> None:
+        """Check the estimator."""
+        self.check_contained()
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] advantages, whose mean over all tokens of all ranks is 0."""
         values = self.advantages.estimate(groups).double()
+        values = values.masked_fill(groups.values.isnan(), torch.nan)
         tokens = groups.lengths.double().where(~values.isnan(), 0.0)
         count = groups.comm.sum(tokens.sum())
         mean = groups.comm.sum((tokens * values.nan_to_num(0.0)).sum()) / count.clamp(min=1)
@@ -473,19 +513,9 @@ class TaskAdvantages(Advantages):
     tasks: dict[str, Advantages]
     others: Advantages = field(default_factory=Normalized)
 
-    @property
-    def _estimators(self) -> list[Advantages]:
-        return [*self.tasks.values(), self.others]
-
-    @property
-    def needs_group(self) -> bool:
-        """True if one of the estimators needs a group."""
-        return any(each.needs_group for each in self._estimators)
-
-    @property
-    def needs_greedy(self) -> bool:
-        """True if one of the estimators needs greedy completions."""
-        return any(each.needs_greedy for each in self._estimators)
+    def __post_init__(self) -> None:
+        """Check the estimators."""
+        self.check_contained()
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] advantages, each group's by the estimator of its task."""

@@ -18,13 +18,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.advantages import (
-    GDPO,
-    Advantages,
-    Normalized,
-    OptimalTokenBaseline,
-    TaskAdvantages,
-)
+from litgrpo.algorithms.advantages import Advantages, Normalized, OptimalTokenBaseline
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence, DivergenceName
 from litgrpo.algorithms.token_selection import (
     covariance,
@@ -774,6 +768,20 @@ class ImportanceCorrection:
         # The last fill is for padding, which has a weight of 1 and no loss.
         return bounded.masked_fill(impossible, 0.0).masked_fill(~mask, 1.0)
 
+    def position_weights(
+        self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+    ) -> Tensor:
+        """[M, 1] weights of terms that do not depend on the token sampled at their position.
+
+        These are sums over the vocabulary and observations. Those of a completion weight all of it.
+        The weight of a token has the mean 1 for them after any prefix, so `token` leaves their
+        mean unchanged without it; only `token_min` drops them. Arguments as of a call.
+        """
+        weights = self
+        if self.level == "token":
+            weights = replace(self, level="geometric_mean", mode="truncate", min=1.0, max=1.0)
+        return weights(old_logprobs, sampler_logprobs, mask)
+
 
 # --- added terms ---
 
@@ -813,7 +821,8 @@ class KLInReward:
     """Subtracts coef * (sum of KL estimates over a completion's tokens) from its reward.
 
     The advantages are then those of the lower rewards, and no gradient flows through the KL. The
-    log-probabilities are those at sampling. With turn-level advantages it belongs to the last turn.
+    log-probabilities are those at sampling; with an importance correction or `old_policy: sampler`
+    those before the update. With turn-level advantages it belongs to the last turn.
     Source: Ziegler et al. 2019, arXiv:1909.08593; verl: `use_kl_in_reward`.
 
     Args:
@@ -915,7 +924,8 @@ class Objective:
             log-probability fell by more than this many nats since sampling (arXiv:2512.02556).
         kl_mask_threshold: exclude tokens whose s^2 / 2 exceeds this, in nats, for any
             advantage (torchrl: kl_mask_threshold).
-        importance_correction: weights for a sampler that differs from the trainer; null: none.
+        importance_correction: weights for a sampler that differs from the trainer, of every term
+            that is a mean over its samples (see `find_uncorrected`); null: none.
         positive_nll: adds the cross-entropy of correct completions to the loss (VAPO); null: none.
         observation_nll_coef: coefficient of the cross-entropy of the tokens of an environment, the
             mean over those of the optimizer step (ECHO, arXiv:2605.24517; prime-rl: `echo`, alpha
@@ -1009,18 +1019,12 @@ class Objective:
                 f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
                 "the probabilities of single tokens; set it to token"
             )
-        if isinstance(self.advantages, TaskAdvantages):
-            for task, estimator in [*self.advantages.tasks.items(), ("", self.advantages.others)]:
-                if isinstance(estimator, TurnAdvantages | OptimalTokenBaseline):
-                    raise ValueError(
-                        f"{type(estimator).__name__} {f'of task {task!r} ' if task else ''}has one "
-                        "advantage per turn or token; TaskAdvantages takes estimators of whole "
-                        "completions"
-                    )
-        if self.kl_in_reward is not None and isinstance(self.advantages, GDPO):
+        self.advantages.check_contained()
+        if self.kl_in_reward is not None and not self.advantages.uses_total:
             raise ValueError(
-                "kl_in_reward lowers the total reward, but GDPO normalizes each reward function by "
-                "itself; set kl_in_reward to null and use kl_coef, or other advantages"
+                f"kl_in_reward lowers the total reward, but {type(self.advantages).__name__} "
+                "normalizes each reward function separately (GDPO); set kl_in_reward to null and "
+                "use kl_coef, or other advantages"
             )
 
     @property
@@ -1051,6 +1055,44 @@ class Objective:
         given = self.kl_estimator
         found = DIVERGENCES.get(given) if isinstance(given, str) else given
         return found if self.kl_coef > 0 and isinstance(found, Divergence) else None
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """True if the loss accounts for completions of another policy than that of the update."""
+        return self.importance_correction is not None or self.old_policy == "sampler"
+
+    @property
+    def needs_policy_kl(self) -> bool:
+        """True if `kl_in_reward` is that of the policy before the update, not of the sampler."""
+        return self.kl_in_reward is not None and self.corrects_sampler
+
+    def find_uncorrected(self) -> list[str]:
+        """Names of the terms in use that `importance_correction` or `old_policy` do not weight.
+
+        A term of the sampled token has its weight. A term of a position (a divergence over the
+        vocabulary, the entropy, an observation) has that of the completion, if there is one. With
+        `old_policy: sampler` only terms with the ratio are weighted.
+        """
+        base = self.surrogate
+        base = base.surrogate if isinstance(base, StepSurrogate) else base
+        sampled, by_position = self.importance_correction is not None, False
+        if self.importance_correction is not None:
+            by_position = self.importance_correction.level != "token"
+        to_sampler = self.old_policy == "sampler"
+        kl = by_position if self.divergence else sampled or (to_sampler and self.kl_bias_correction)
+        # {name: (is in use, is weighted)}
+        terms = {
+            "the surrogate loss": (
+                self.reward_coef > 0,
+                sampled or (to_sampler and not isinstance(base, PolicyGradient)),
+            ),
+            "kl_coef": (self.kl_coef > 0, kl),
+            "log_ratio_coef": (self.log_ratio_coef > 0, sampled),
+            "entropy_coef": (self.entropy_coef != 0, by_position),
+            "positive_nll": (self.positive_nll is not None, sampled),
+            "observation_nll_coef": (self.observation_nll_coef > 0, by_position),
+        }
+        return [name for name, (used, weighted) in terms.items() if used and not weighted]
 
     @property
     def needs_all_rows(self) -> bool:
@@ -1138,7 +1180,7 @@ class Objective:
 
         Args:
             rewards: of N = B * G completions.
-            logprobs: [N, C] at sampling.
+            logprobs: [N, C] at sampling; before the update if `needs_policy_kl`.
             ref_logprobs: [N, C] under the reference; needed only with `kl_in_reward`.
             mask: [N, C] True marks a generated token.
         """
@@ -1225,7 +1267,8 @@ class Objective:
         kept = in_loss
         if totals.entropy_threshold is not None:
             kept = kept & (entropy.detach().float() >= totals.entropy_threshold)
-        bonus = torch.where(kept, entropy, 0.0).sum()
+        position_weights = self._position_weights(inputs.old_logprobs, batch, in_loss)
+        bonus = (position_weights * torch.where(kept, entropy, 0.0)).sum()
         if self.off_policy_mask_threshold is not None:
             # Mean of log p_sampler - log p over a completion. A completion of negative advantage
             # that became much less likely has been pushed far enough: its tokens are left out.
@@ -1245,9 +1288,13 @@ class Objective:
         if self.importance_correction is not None:
             stats["policy/sampler_weight"] = inputs.correction
         if self.log_ratio_coef > 0:
-            token_loss = token_loss + self.log_ratio_coef * inputs.log_ratio.square()
+            penalty = inputs.log_ratio.square() * inputs.correction
+            token_loss = token_loss + self.log_ratio_coef * penalty
         if self.kl_coef > 0:
-            penalty = self._kl_penalty(inputs, batch, new.divergence)
+            if new.divergence is None:
+                penalty = self._kl_estimate(inputs, batch)
+            else:
+                penalty = position_weights * torch.where(in_loss, new.divergence, 0.0)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
         # loss = sum_t u_t (reward_coef surrogate_t + log_ratio_coef s_t^2 + kl_coef KL_t)
         #        - entropy_coef * mean entropy.
@@ -1269,6 +1316,13 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the [] weighted sum of -log p, and {name: [2] its sum and count} by term."""
         nll = torch.where(weights != 0, -new.logprobs, 0.0)
+        if self.importance_correction is not None:
+            # Of all generated tokens: those without a weight in the loss may be imitated.
+            old = new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+            arguments = old, batch.sampler_logprobs, batch.loss_mask
+            sampled = self.importance_correction(*arguments)
+            by_position = self.importance_correction.position_weights(*arguments)
+            weights = weights * torch.where(batch.loss_mask, sampled, by_position)
         terms = {"positive": batch.loss_mask} if self.positive_nll is not None else {}
         if self.observation_nll_coef > 0:
             terms["observation"] = ~batch.loss_mask
@@ -1279,19 +1333,21 @@ class Objective:
             pairs[f"policy/{name}_nll"] = torch.stack([total, counted.sum()])
         return (weights * nll).sum(), pairs
 
-    def _kl_penalty(
-        self, inputs: SurrogateInputs, batch: TrainingBatch, divergence: Tensor | None
-    ) -> Tensor:
-        """[M, C] divergence at each token, or KL estimate, with gradient."""
-        if divergence is not None:
-            return torch.where(inputs.mask, divergence, 0.0)
+    def _position_weights(self, old: Tensor, batch: TrainingBatch, mask: Tensor) -> Tensor:
+        """[M, 1] weights of terms of a position, see `ImportanceCorrection.position_weights`."""
+        if self.importance_correction is None:
+            return torch.ones_like(old[:, :1])
+        return self.importance_correction.position_weights(old, batch.sampler_logprobs, mask)
+
+    def _kl_estimate(self, inputs: SurrogateInputs, batch: TrainingBatch) -> Tensor:
+        """[M, C] KL estimate of each token, with gradient."""
         assert batch.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
         # d = l_ref - l; k3 = e^d - d - 1 >= 0 (DeepSeekMath, eq. 4). Its gradient on-policy is
         # that of KL(reference || policy); times the ratio w, of KL(policy || reference).
         d = torch.where(inputs.mask, batch.ref_logprobs, 0.0) - inputs.logprobs
         given = self.kl_estimator
         estimator: KLEstimator = KL_ESTIMATORS[given] if isinstance(given, str) else given
-        penalty = estimator(d)
+        penalty = estimator(d) * inputs.correction
         return penalty * inputs.ratio if self.kl_bias_correction else penalty
 
     def _surrogate_inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> SurrogateInputs:

@@ -183,6 +183,8 @@ class TurnAdvantages(Advantages):
                     return rewards - rewards.flatten(1).nanmean(1)[:, None, None]
     """
 
+    granularity = "turn"
+
     def per_token(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
         """[N, C] float64 advantage of each token's turn; other arguments as of `__call__`."""
         return turns.per_token(self.per_turn(Groups.from_table(table, lengths, comm), turns))
@@ -377,13 +379,9 @@ class SimpleTIR(TurnAdvantages):
     answer_pattern: str = r"\S"
     advantages: Advantages = field(default_factory=Normalized)
 
-    @property
-    def needs_greedy(self) -> bool:
-        """True if the estimator needs greedy completions."""
-        return self.advantages.needs_greedy
-
     def __post_init__(self) -> None:
-        """Check the expression."""
+        """Check the expression and the estimator."""
+        self.check_contained()
         try:
             re.compile(self.answer_pattern)
         except re.error as error:

@@ -256,7 +256,13 @@ class GRPO(LightningModule):
         self.save_rollouts, self.stored_rollouts = save_rollouts, stored_rollouts
         self.data_completions = data_completions
 
-        objective = with_importance_correction(objective, engine, update, stored_rollouts)
+        objective = with_importance_correction(
+            objective,
+            engine,
+            update,
+            stored_rollouts,
+            entropy_target=controllers.entropy is not None,
+        )
         self.coefficients = FixedCoefficients(objective)
         if controllers != Controllers():
             self.coefficients = AdaptiveCoefficients(controllers, objective)

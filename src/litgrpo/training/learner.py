@@ -130,7 +130,8 @@ class Learner:
         1). It is None as well if the old policy of the objective is the sampler. With several steps
         and an exact engine it is the sampler's, without a forward pass. A stale or inexact sampler
         is handled by `importance_correction`. Without a KL term `ref` is None. Advantages that need
-        the norms of scores cost one forward pass in any case.
+        the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
+        not the policy (`Objective.needs_policy_kl`).
 
         Args:
             rollout: N completions.
@@ -156,8 +157,7 @@ class Learner:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return [N, C] old log-probabilities and score norms; None for what is not needed."""
         needs_norms = self.objective.advantages.needs_score_norms
-        # Not needed: see `Objective.old_policy`.
-        needs_old = self.config.num_steps > 1 and self.objective.old_policy != "sampler"
+        needs_old = self._updates_from_old or self.objective.needs_policy_kl
         reused = rollout.sampler_logprobs if self.reuse_sampler_logprobs else None
         if not needs_norms and not (needs_old and reused is None):
             return (reused if needs_old else None), None
@@ -166,6 +166,18 @@ class Learner:
         found = self.micro_batching.compute_logprobs(rollout.tokens, compute, limits)
         old = found.logprobs if reused is None else reused
         return (old if needs_old else None), found.score_norms
+
+    @property
+    def _updates_from_old(self) -> bool:
+        """True if the ratio needs the log-probabilities before the update, see `old_policy`."""
+        return self.config.num_steps > 1 and self.objective.old_policy != "sampler"
+
+    def _kl_logprobs(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Tensor:
+        """Return the [N, C] log-probabilities that `kl_in_reward` compares with the reference."""
+        if not self.objective.needs_policy_kl:
+            return rollout.sampler_logprobs
+        assert logprobs.old is not None
+        return logprobs.old
 
     def add_policy_logprobs(self, rollout: Rollout) -> Rollout:
         """Return given completions with the policy's log-probabilities as those of the sampler.
@@ -248,7 +260,8 @@ class Learner:
         correct = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
         if self.objective.positive_nll is not None:
             correct = self.objective.positive_nll.find_correct(rewards).to(mask.device)
-        rewards = self.objective.subtract_kl(rewards, rollout.sampler_logprobs, logprobs.ref, mask)
+        policy_logprobs = self._kl_logprobs(rollout, logprobs)
+        rewards = self.objective.subtract_kl(rewards, policy_logprobs, logprobs.ref, mask)
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
         advantages = self.objective.token_advantages(
             rewards, mask, self.comm, turns, logprobs.score_norms
@@ -290,7 +303,7 @@ class Learner:
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
             loss_weights=loss_weights,
-            old_logprobs=logprobs.old,
+            old_logprobs=logprobs.old if self._updates_from_old else None,
             ref_logprobs=logprobs.ref,
             nll_weights=nll_weights,
             ref_hidden=logprobs.ref_hidden,
@@ -305,7 +318,7 @@ class Learner:
         option, mask = self.objective.kl_in_reward, rollout.loss_mask
         if option is None or logprobs.ref is None:
             return {}
-        kl = option.token_kl(rollout.sampler_logprobs, logprobs.ref, mask)
+        kl = option.token_kl(self._kl_logprobs(rollout, logprobs), logprobs.ref, mask)
         return {"policy/kl_in_reward": torch.stack([kl.sum(), mask.sum()])}
 
     # --- the update ---

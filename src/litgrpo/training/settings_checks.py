@@ -11,7 +11,7 @@ import torch
 from lightning import LightningModule
 
 from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
-from litgrpo.arguments import at_least, did_you_mean
+from litgrpo.arguments import at_least, did_you_mean, find_page
 from litgrpo.data.modules import SourceData
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet, StreamedPrompts
@@ -542,14 +542,23 @@ def with_importance_correction(
     engine: RolloutEngine,
     update: UpdateConfig,
     stored_rollouts: str | None = None,
+    *,
+    entropy_target: bool = False,
 ) -> Objective:
     """Add an importance correction if the sampler's probabilities are not the trainer's.
 
-    With `old_policy: sampler` the ratio of the objective corrects for them already.
+    With `old_policy: sampler` the ratio of the objective corrects for them already. The log names
+    the terms of the loss that are not corrected.
+
+    Args:
+        objective: of the config.
+        engine: samples.
+        update: may generate rollouts ahead.
+        stored_rollouts: folder of the rollouts to train on; None: they are sampled.
+        entropy_target: a controller sets the coefficient of the entropy bonus.
     """
-    corrected = objective.importance_correction is not None or objective.old_policy == "sampler"
     on_policy = not (update.rollouts_ahead or stored_rollouts)
-    if corrected or (engine.exact_logprobs and on_policy):
+    if engine.exact_logprobs and on_policy:
         return objective
     reason = f"{type(engine).__name__} has its own log-probabilities"
     if update.rollouts_ahead:
@@ -557,11 +566,20 @@ def with_importance_correction(
         reason = f"model.update.{name} is {update.rollouts_ahead}, so rollouts are off-policy"
     if stored_rollouts:
         reason = "model.stored_rollouts is set, so rollouts are off-policy"
+    if not objective.corrects_sampler:
+        objective = replace(objective, importance_correction=ImportanceCorrection())
+    correction = "importance_correction is on"
+    if objective.importance_correction is None:
+        correction = "old_policy is sampler, so the ratio corrects for it"
+    used = replace(objective, entropy_coef=1.0) if entropy_target else objective
+    uncorrected = used.find_uncorrected()
+    terms = f"but {', '.join(uncorrected)}" if uncorrected else "of the loss"
     rank_zero_info(
-        f"{reason}: model.objective.importance_correction is on. Log-probabilities before the "
-        "update are recomputed if there are several optimizer steps per rollout."
+        f"{reason}: model.objective.{correction}. All terms {terms} are corrected "
+        f"({find_page('docs/explanation/algorithm.md#off-policy-rollouts')}). Log-probabilities "
+        "before the update are recomputed if there are several optimizer steps per rollout."
     )
-    return replace(objective, importance_correction=ImportanceCorrection())
+    return objective
 
 
 def can_reuse_sampler_logprobs(
