@@ -134,6 +134,19 @@ def test_m2po_drops_the_largest_until_the_mean_is_below_the_limit_by_hand():
     assert drop(0.0) == [True, True, True, True, False]
 
 
+@pytest.mark.parametrize("rounding", [1e-7, -1e-7, 9e-5])
+def test_m2po_counts_no_token_that_moved_by_rounding(rounding):
+    # s^2: 0.09 and 0.25 of the tokens that moved, whose mean is 0.17; with zeros it would be 0.068.
+    old = [-1.3, -1.5, *[-1.0 - rounding] * 3]
+    new, rows = tokens([-1.0] * 5, [1.0] * 5, old=old)
+
+    dropped = selection(M2PO(max_second_moment=0.1), new, rows).flatten().tolist()
+    assert dropped == [False, True, False, False, False]
+    assert not selection(M2PO(max_second_moment=0.2), new, rows).any()
+    only_rounding = replace(rows, old_logprobs=new.logprobs - rounding)
+    assert not selection(M2PO(max_second_moment=0.0), new, only_rounding).any()
+
+
 def reference_selection(name, new, rows):
     """Selected tokens as {(row, column)}, by loops."""
     real = list(map(tuple, rows.loss_mask.nonzero().tolist()))

@@ -184,7 +184,8 @@ class Normalized(Advantages):
     """Reward minus a baseline, divided by a scale: (r - baseline) / scale.
 
     GRPO: group, group (arXiv:2402.03300). Dr. GRPO: group, none (arXiv:2503.20783). RLOO: others,
-    none (arXiv:2402.14740). REINFORCE: none | batch, none. REINFORCE++: batch, batch (2501.03262).
+    none (arXiv:2402.14740). REINFORCE: none | batch, none. REINFORCE++: batch, batch (2501.03262),
+    where a completion counts once; OpenRLHF, verl and NeMo-RL count it as often as it has tokens.
     MaxRL: group, mean (arXiv:2602.02710), for rewards that are not negative. OPO: length_weighted,
     none (arXiv:2505.23585).
 
@@ -296,11 +297,11 @@ class OptimalTokenBaseline(Advantages):
 
     A_it = r_i - sum_j W_jt r_j / sum_j W_jt, over the completions j of the group that have a token
     t; W_jt = sum of |score_jk|^2 over its tokens k <= t, and |score|^2 = 1 - 2 p + sum_v p_v^2, the
-    squared gradient of log p by the logits. This baseline minimizes the variance of the gradient if
-    scores of different tokens are uncorrelated. Tokens of a completion that is longer than all
-    others of its group have no advantage. In episodes, t counts generated tokens. It takes one more
-    forward pass before the update. Source: arXiv:2602.07078; verl: `optimal_token_baseline`, with
-    episodes `tir_optimal_token_baseline`.
+    squared gradient of log p by the logits. This baseline minimizes the variance of the gradient by
+    the logits if scores of different tokens are uncorrelated. Tokens beyond the end of all other
+    completions of the group have no advantage. In episodes, t counts generated tokens. It takes
+    one more forward pass before the update. Source: arXiv:2602.07078; verl:
+    `optimal_token_baseline`, with episodes `tir_optimal_token_baseline`.
 
     Example:
         >>> from litgrpo.distributed.collectives import SingleProcess

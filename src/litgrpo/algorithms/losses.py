@@ -484,9 +484,11 @@ class M2PO(StepSurrogate):
     """M2PO: drops the tokens of the largest s^2 until the mean of s^2 is at most a limit.
 
     Only tokens that a clip could affect are counted and dropped: those of positive advantage that
-    became more likely, and those of negative advantage that became less likely. Stale rollouts then
-    lose far fewer tokens than by a clip. Source: arXiv:2510.01161, algorithm 1; AReaL:
-    `m2_threshold`, which counts all tokens.
+    became more likely, and those of negative advantage that became less likely; |s| up to 1e-4
+    counts as 0, because its sign is that of a rounding error. Stale rollouts then lose far fewer
+    tokens than by a clip. Source: arXiv:2510.01161, algorithm 1; AReaL: `m2_threshold`, which
+    counts all tokens. The authors' code clips ratios at a bound instead of dropping tokens, and
+    never within [0.7, 1.5].
 
     Args:
         max_second_moment: largest mean of s^2 over the optimizer step, in nats^2.
@@ -504,7 +506,9 @@ class M2PO(StepSurrogate):
 
     def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
         """[M, C] the tokens to drop."""
-        affected = inputs.mask & (inputs.log_ratio * inputs.advantages > 0)
+        # A token within rounding did not move: its sign, and so its place in the mean, is chance.
+        moved = inputs.log_ratio.detach().abs() > LOG_RATIO_ROUNDING
+        affected = inputs.mask & moved & (inputs.log_ratio * inputs.advantages > 0)
         return largest_second_moments(inputs.log_ratio, affected, self.max_second_moment, comm)
 
 
@@ -900,7 +904,8 @@ class Objective:
         loss_aggregation: token_mean (DAPO), sequence_mean (the GRPO paper), constant_length (Dr.
             GRPO), sequence_sum (LUSPO, RLOO), micro_batch_token_mean (BNPO), or a LossAggregation.
         log_ratio_coef: coefficient of a penalty s^2, the squared log-ratio of the policy to the old
-            one, on every token (Kimi K2.5; DRO: beta / 2; prime-rl: kl_tau).
+            one, on every token (Kimi K2.5; prime-rl: kl_tau; DRO: beta / 2, per token as in verl,
+            while the paper squares the sum over the completion).
         kl_coef: KL penalty coefficient (TRL: beta); 0: no reference model.
         kl_estimator: of the sampled token: k1, k2, k3, abs, or a function of (ref_logprobs -
             logprobs); or exact over the vocabulary: reverse_kl, forward_kl, jsd, or a Divergence.

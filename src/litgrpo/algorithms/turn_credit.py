@@ -368,7 +368,8 @@ class SimpleTIR(TurnAdvantages):
     """SimpleTIR: episodes with a void turn get zero advantage; they stay in the baseline.
 
     A turn is void if it neither calls a tool nor ends the episode with an answer. A completion of
-    one turn without an environment is never void. Source: arXiv:2509.02479.
+    one turn without an environment is never void. Void episodes count in the denominators of the
+    loss, too; the authors' code removes them from the loss mask. Source: arXiv:2509.02479.
 
     Args:
         answer_pattern: regular expression that a last turn must match (anywhere) to be an answer;
