@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from litgrpo.data.rendering import Chat
 from litgrpo.rollout.turn_format import InlineFormat, TemplateFormat, collapse_roles
 from tests.support.chat_templates import (
     GEMMA,
@@ -177,3 +178,33 @@ def test_three_or_more_equal_roles_collapse_to_two():
     user = {"role": "user"}
     assert collapse_roles([RESULT] * 4) == ("tool", "tool") == collapse_roles([RESULT] * 2)
     assert collapse_roles([RESULT, user]) == ("tool", "user")
+
+
+# Tools before the last user message, as Mistral's template writes them, and names of results.
+LATE_TOOLS = (
+    "{% for m in messages %}{% if loop.last and tools %}{{ tools | tojson }}<|eot_id|>{% endif %}"
+    "<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_names_of_results_and_tools_add_no_control_token_to_an_observation():
+    def encode(name, description):
+        function = {"name": "f", "description": description, "parameters": {}}
+        chat = Chat(tools=[{"type": "function", "function": function}])
+        made = turn_format(LATE_TOOLS, chat=chat)
+        observation = [
+            {"role": "tool", "name": name, "content": "1"},
+            {"role": "user", "name": name, "content": "2"},
+        ]
+        ids = made.encode(observation, turn_has_end=False)
+        tokenizer = made.chat_format.tokenizer
+        special = [token for token in ids if token in tokenizer.all_special_ids]
+        return tokenizer.decode(ids), special
+
+    _, expected = encode("x", "y")
+    for name, description in (("a<|im_end|>b", "y"), ("x", "<eos> <|im_end|>\n<|im_start|>")):
+        text, special = encode(name, description)
+        assert special == expected
+        assert name in text
+        assert description.replace("\n", "\\n") in text

@@ -23,14 +23,13 @@ from litgrpo.data.messages import (
 )
 from litgrpo.data.sources import SourceRow
 from litgrpo.data.tokenization import (
+    Placeholders,
     closing_ids,
     encode_as_plain_text,
     encode_with_placeholders,
-    insert_placeholders,
     keep_end,
     longest_token,
-    placeholders_for,
-    special_token_texts,
+    texts_in,
     tokenize,
 )
 from litgrpo.distributed.messages import rank_zero_warn
@@ -262,7 +261,7 @@ class PromptFormat:
         plain = isinstance(added, str)
         hint = "they need the chat format (`chat: true` of the data)"
         require(plain, f"the environment begins with messages ({added!r:.60}), {hint}")
-        if not (split_added and placeholders_for(added, tokenizer)):
+        if not (split_added and Placeholders(tokenizer).finds_special(added)):
             return self.encode([f"{text}{added}"], tokenizer)[0]
         ids = self.encode([text], tokenizer)[0]
         # T5's tokenizer appends an end token to every prompt; it has to stay last.
@@ -313,8 +312,8 @@ class ChatPromptFormat(PromptFormat):
     tools_of_tasks: Mapping[str, Messages] = field(default_factory=dict)
 
     def texts_of_data(self, row: SourceRow) -> list[str]:
-        """Return the contents of the row's messages."""
-        return [message["content"] for message in self.messages(row)]
+        """Return the texts of the row's messages, with those of calls and names."""
+        return [*texts_in(self.messages(row))]
 
     def messages(self, row: SourceRow) -> Messages:
         """Return the messages of a row without `chat.system`.
@@ -373,18 +372,27 @@ class ChatPromptFormat(PromptFormat):
         return messages
 
     def _render(
-        self, messages: Messages, tokenizer: PreTrainedTokenizerBase, task: Any = None
+        self,
+        messages: Messages,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Any = None,
+        placeholders: Placeholders | None = None,
     ) -> str:
         """Render a prompt up to where the policy's answer begins, or is continued."""
         continued = self.chat.continue_final_message and ends_with_assistant(messages)
-        own = self.tools_of_tasks.get(str(task), [])
+        chat = self._chat_of(task)
         return apply_chat_template(
             messages,
-            replace(self.chat, tools=[*self.chat.tools, *own]) if own else self.chat,
+            chat if placeholders is None else hide_tools(chat, placeholders),
             tokenizer,
             add_generation_prompt=not continued,
             continue_final_message=continued,
         )
+
+    def _chat_of(self, task: Any) -> Chat:
+        """Return the settings with the tools of a task."""
+        own = self.tools_of_tasks.get(str(task), [])
+        return replace(self.chat, tools=[*self.chat.tools, *own]) if own else self.chat
 
     def reward_columns(self, rows: list[SourceRow]) -> dict[str, list[Any]]:
         """Return the messages without the chat format."""
@@ -403,13 +411,23 @@ class ChatPromptFormat(PromptFormat):
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
-        """Return token ids of each prompt; the chat template has written the begin token."""
+        """Return token ids of each prompt; the chat template has written the begin token.
+
+        Special tokens that tools write are plain text, those of the rows if they are to be split.
+        """
         ids = tokenize(tokenizer, texts, add_special_tokens=False)
-        known = special_token_texts(tokenizer) if self.split_special_tokens else []
+        special = Placeholders(tokenizer)
+        tools = {
+            task: special.finds_special(_foreign_texts(self._chat_of(task)))
+            for task in {row.values.get(TASK) for row in rows}
+        }
         for number, row in enumerate(rows):
-            if any(special in text for special in known for text in self.texts_of_data(row)):
-                messages = self.conversations([row])[0]
-                ids[number] = self._encode_plain_contents(messages, tokenizer, row.values.get(TASK))
+            task = row.values.get(TASK)
+            split = self.split_special_tokens and special.finds_special(self.messages(row))
+            if split or tools[task]:
+                placeholders, messages = Placeholders(tokenizer), self.conversation(row)
+                safe = placeholders.hide_messages(messages) if split else messages
+                ids[number] = self._encode_safe(safe, placeholders, tokenizer, task)
         return self._remove_second_begin(ids, tokenizer)
 
     def encode_opening(
@@ -421,18 +439,17 @@ class ChatPromptFormat(PromptFormat):
         split_added: bool = True,
     ) -> list[int]:
         """Return the same in the chat format: a text for the last user message, or messages."""
-        messages = append_opening(columns["conversation"], added)
-        known = special_token_texts(tokenizer) if self.split_special_tokens else []
-        if any(special in each["content"] for special in known for each in messages):
-            ids = self._encode_plain_contents(messages, tokenizer, columns.get(TASK))
-            return self._remove_second_begin([ids], tokenizer)[0]
-        # Chat templates must not see texts that look like special tokens or placeholders.
-        placeholders = placeholders_for(added, tokenizer) if split_added else {}
-        messages = append_opening(columns["conversation"], insert_placeholders(added, placeholders))
-        rendered = self._render(messages, tokenizer, columns.get(TASK))
-        if not placeholders:
-            return self.encode([rendered], tokenizer)[0]
-        ids = encode_with_placeholders(rendered, placeholders, tokenizer)
+        placeholders, given = Placeholders(tokenizer), columns["conversation"]
+        if self.split_special_tokens:
+            messages = placeholders.hide_messages(append_opening(given, added))
+        elif not split_added:
+            messages = append_opening(given, added)
+        elif isinstance(added, str):
+            messages = append_opening(given, placeholders.hide_text(added))
+        else:
+            append_opening(given, added)  # rejects malformed messages
+            messages = append_opening(given, placeholders.hide_messages(added))
+        ids = self._encode_safe(messages, placeholders, tokenizer, columns.get(TASK))
         return self._remove_second_begin([ids], tokenizer)[0]
 
     def with_tools(
@@ -452,17 +469,23 @@ class ChatPromptFormat(PromptFormat):
             return replace(self, tools_of_tasks=tools)
         return replace(self, chat=every)
 
-    def _encode_plain_contents(
-        self, messages: Messages, tokenizer: PreTrainedTokenizerBase, task: Any = None
+    def _encode_safe(
+        self,
+        messages: Messages,
+        placeholders: Placeholders,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Any,
     ) -> list[int]:
-        """Return token ids of a prompt whose messages are plain text, special tokens included."""
-        placeholders = {f"\ue000{n}\ue001": each["content"] for n, each in enumerate(messages)}
-        replaced = [
-            each | {"content": placeholder}
-            for each, placeholder in zip(messages, placeholders, strict=True)
-        ]
-        text = self._render(replaced, tokenizer, task)
-        return encode_with_placeholders(text, placeholders, tokenizer)
+        """Return token ids of a prompt.
+
+        Args:
+            messages: its messages, with placeholders.
+            placeholders: of the messages; those of the tools are added.
+            tokenizer: tokenizer of the model.
+            task: task of the row, for its tools.
+        """
+        text = self._render(messages, tokenizer, task, placeholders)
+        return encode_with_placeholders(text, placeholders.texts, tokenizer)
 
 
 def build_prompt_format(
@@ -486,6 +509,25 @@ def build_prompt_format(
         return format_of_text
     settings = Chat() if chat is True else chat
     return ChatPromptFormat(**vars(format_of_text), chat=settings)
+
+
+def _foreign_texts(chat: Chat) -> list[Any]:
+    """Return the settings of a chat format that servers and documents wrote."""
+    return [chat.tools, chat.template_kwargs.get("documents")]
+
+
+def hide_tools(chat: Chat, placeholders: Placeholders) -> Chat:
+    """Return settings with placeholders for the special tokens that tools and documents write.
+
+    Args:
+        chat: the settings.
+        placeholders: of the same conversation.
+    """
+    if not placeholders.finds_special(_foreign_texts(chat)):
+        return chat
+    kwargs = chat.template_kwargs
+    documents = {n: placeholders.hide(kwargs[n]) for n in ("documents",) if n in kwargs}
+    return replace(chat, tools=placeholders.hide(chat.tools), template_kwargs=kwargs | documents)
 
 
 def _all_tools(tools: Messages | Mapping[str, Messages]) -> Messages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import first_line, require
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
 
 # Placeholders are a number between characters of the private use area, which chat templates and
-# data do not contain. Texts of an environment are numbered from here, those of a prompt from 0.
+# data do not contain. Equally long ones leave a template's line lengths alone.
 FIRST_ADDED = 100_000
 
 
@@ -198,33 +198,82 @@ def encode_with_placeholders(
     return ids
 
 
-def placeholders_for(added: str | Messages, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return {placeholder: text} of an environment's texts; {} if none writes a special token."""
-    texts = [added] if isinstance(added, str) else [each["content"] for each in added]
-    known = [*special_token_texts(tokenizer), "\ue000"]
-    written = {n: text for n, text in enumerate(texts) if isinstance(text, str)}
-    if not any(special in text for special in known for text in written.values()):
-        return {}
-    return {_placeholder(n): text for n, text in written.items()}
+class Placeholders:
+    """Placeholders of texts that others wrote, for a chat template to render.
 
-
-def _placeholder(number: int) -> str:
-    return f"\ue000{FIRST_ADDED + number}\ue001"
-
-
-def insert_placeholders(added: str | Messages, placeholders: dict[str, str]) -> str | Messages:
-    """Return an environment's texts with their placeholders instead; unchanged if there are none.
+    A template must not see special tokens of such texts: it renders placeholders, which are then
+    encoded as the plain text that they represent.
 
     Args:
-        added: a text, or messages.
-        placeholders: see `placeholders_for`.
+        tokenizer: tokenizer of the model.
+        texts: {placeholder: text} of others in the same conversation.
+
+    Example::
+
+        placeholders = Placeholders(tokenizer)
+        safe = placeholders.hide_messages([{"role": "tool", "content": "<eos>"}])
+        ids = encode_with_placeholders(render(safe), placeholders.texts, tokenizer)
     """
-    if isinstance(added, str):
-        return next(iter(placeholders), added)
-    return [
-        each | {"content": _placeholder(n)} if _placeholder(n) in placeholders else each
-        for n, each in enumerate(added)
-    ]
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, str] | None = None
+    ) -> None:
+        self.texts = dict(texts or {})
+        self._placeholders = {text: placeholder for placeholder, text in self.texts.items()}
+        known = [*special_token_texts(tokenizer), "\ue000"]
+        self._special = re.compile("|".join(map(re.escape, known)))
+
+    def finds_special(self, value: Any) -> bool:
+        """True if a text in a JSON value, or the name of a field, writes a special token."""
+        return any(self._special.search(text) for text in texts_in(value))
+
+    def hide(self, value: Any) -> Any:
+        """Return a JSON value with placeholders for the special tokens in its texts and names."""
+        if isinstance(value, str):
+            return self._special.sub(lambda special: self._placeholder_of(special[0]), value)
+        if isinstance(value, Mapping):
+            return {self.hide(name): self.hide(one) for name, one in value.items()}
+        return [self.hide(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def hide_text(self, text: str) -> str:
+        """Return a text, or one placeholder for the whole of it if it writes a special token."""
+        return self._placeholder_of(text) if self._special.search(text) else text
+
+    def hide_messages(self, messages: Messages) -> Messages:
+        """Return messages with placeholders for contents and parts that write a special token."""
+        return [
+            {
+                self.hide(name): self.hide_text(value)
+                if name == "content" and isinstance(value, str)
+                else self.hide(value)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+
+    def _placeholder_of(self, text: str) -> str:
+        if text not in self._placeholders:
+            placeholder = f"\ue000{FIRST_ADDED + len(self.texts)}\ue001"
+            self._placeholders[text], self.texts[placeholder] = placeholder, text
+        return self._placeholders[text]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of a JSON value and the names of its fields.
+
+    Example:
+        >>> [*texts_in([{"role": "user", "parts": ["a", 1]}])]
+        ['role', 'user', 'parts', 'a']
+    """
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from texts_in(name)
+            yield from texts_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from texts_in(one)
 
 
 def report_special_tokens(

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import first_line, require
 from litgrpo.data.messages import Messages
-from litgrpo.data.rendering import TEMPLATE_ERRORS, Chat, apply_chat_template
+from litgrpo.data.rendering import TEMPLATE_ERRORS, Chat, apply_chat_template, hide_tools
 from litgrpo.data.tokenization import (
+    Placeholders,
     encode_as_plain_text,
     encode_with_placeholders,
-    insert_placeholders,
-    placeholders_for,
     special_token_texts,
-    tokenize,
 )
 from litgrpo.environments.base import Message
 
@@ -153,15 +151,38 @@ class ChatFormat:
         defaults = {"name": "tool", "tool_call_id": f"call{number:05}"}
         return defaults | message | {"role": self.tool_role}
 
+    @cached_property
+    def _chat_and_texts(self) -> tuple[Chat, dict[str, str]]:
+        """The settings with placeholders for special tokens in the tools, and their texts."""
+        placeholders = Placeholders(self.tokenizer)
+        return hide_tools(self.chat, placeholders), placeholders.texts
+
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """Render messages as text, by default up to where the policy's next reply begins."""
+        """Render messages as text, by default up to where the policy's next reply begins.
+
+        Special tokens that the tools write are placeholders in it: see `encode`.
+        """
+        chat, _ = self._chat_and_texts
         return apply_chat_template(
-            messages, self.chat, self.tokenizer, add_generation_prompt=add_generation_prompt
+            messages, chat, self.tokenizer, add_generation_prompt=add_generation_prompt
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text."""
-        return tokenize(self.tokenizer, [text], False)[0]
+    def encode(self, text: str, placeholders: Placeholders | None = None) -> list[int]:
+        """Return the token ids of rendered text.
+
+        Args:
+            text: what `render` returned.
+            placeholders: of the messages; see `hide`.
+        """
+        texts = self._chat_and_texts[1] if placeholders is None else placeholders.texts
+        return encode_with_placeholders(text, texts, self.tokenizer)
+
+    def hide(self, messages: Messages) -> tuple[Messages, Placeholders]:
+        """Return messages for `render` and the placeholders of special tokens that they write."""
+        placeholders = Placeholders(self.tokenizer, self._chat_and_texts[1])
+        if self.split_special_tokens:
+            messages = placeholders.hide_messages(messages)
+        return messages, placeholders
 
     @property
     def needs_content_parts(self) -> bool:
@@ -224,14 +245,9 @@ class TemplateFormat(TurnFormat):
             why = self.rejected.get(roles, UNEXPECTED_ROLES)
             named = ", ".join(roles) or "none"
             raise ValueError(f"Could not render an observation of role {named}: {why}.")
-        # The template must not see texts that look like special tokens or placeholders: it renders
-        # placeholders, which are then encoded as the plain text that they represent.
-        placeholders: dict[str, str] = {}
-        if self.chat_format.split_special_tokens:
-            placeholders = placeholders_for(messages, self.chat_format.tokenizer)
-        safe: Any = insert_placeholders(messages, placeholders)
+        safe, placeholders = self.chat_format.hide(messages)
         text = self._render_from_end(safe)
-        ids = encode_with_placeholders(text, placeholders, self.chat_format.tokenizer)
+        ids = self.chat_format.encode(text, placeholders)
         require(
             ids[0] in self.chat_format.end_ids,
             f"The tokenizer does not encode the end of a turn ({text[:20]!r}) as one of the end "

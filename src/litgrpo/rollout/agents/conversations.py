@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from litgrpo.data.messages import Messages
 from litgrpo.data.rendering import TEMPLATE_ERRORS, build_prompt_format
-from litgrpo.data.tokenization import (
-    encode_with_placeholders,
-    insert_placeholders,
-    placeholders_for,
-)
 from litgrpo.environments.tool import Tool, ToolResult
 from litgrpo.environments.tool_calls import CallFormat, ToolCall
 from litgrpo.rollout.agents.chat_api import ApiError
@@ -182,15 +177,12 @@ class TemplateConversations(ConversationFormat):
         """See `ConversationFormat.encode_opening`."""
         chat_format = self._format(tools).chat_format
         prepared = chat_format.to_messages([_for_template(each) for each in messages])
-        placeholders: dict[str, str] = {}
-        if chat_format.split_special_tokens:
-            placeholders = placeholders_for(prepared, chat_format.tokenizer)
-        safe: Any = insert_placeholders(prepared, placeholders)
         try:
+            safe, placeholders = chat_format.hide(prepared)
             text = chat_format.render(safe)
-        except TEMPLATE_ERRORS as error:
+        except (*TEMPLATE_ERRORS, RecursionError) as error:  # arguments of a call that are deep
             raise ApiError(400, describe_template_error(error), "template_error") from error
-        return encode_with_placeholders(text, placeholders, chat_format.tokenizer)
+        return chat_format.encode(text, placeholders)
 
     def encode_following(
         self, messages: Messages, tools: Schemas, *, turn_has_end: bool, truncated: bool
