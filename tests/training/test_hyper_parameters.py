@@ -1,7 +1,10 @@
 import inspect
+import pkgutil
+import re
 import sys
 import warnings
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,15 +14,27 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+import litgrpo.rewards
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.files import write_file
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.rewards.builtin.math import correctness
+from litgrpo.rewards.reward import builtin_rewards
 from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.vllm import ServerEngine
+from litgrpo.rollout.engines.weight_transfer import FolderTransfer
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.hyper_parameters import NotDescribable, build, describe, load_trained_policy
+from litgrpo.training.hyper_parameters import (
+    ADAPTERS,
+    OUTSIDE,
+    PACKAGES,
+    NotDescribable,
+    build,
+    describe,
+    load_trained_policy,
+)
 from litgrpo.training.sft import SFT
 from tests.support.raises import raises_for
 from tests.support.sft import SCRATCH
@@ -309,3 +324,121 @@ def test_loggers_and_hparams_yaml_have_the_arguments(tmp_path):
     written = yaml.unsafe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
     assert written["group_size"] == grpo.hparams.group_size == grpo.group_size
     assert written["objective"]["class_path"] == "litgrpo.algorithms.losses.Objective"
+
+
+# --- what is reached comes from the caller ---
+
+NEAR = "http://127.0.0.1:9"
+
+
+def of(kind, /, **init_args):
+    return {"class_path": f"litgrpo.{kind}", "init_args": init_args}
+
+
+def reward(name, /, **kwargs):
+    return {"right": of("rewards.reward.Reward", function=f"litgrpo.rewards.{name}", kwargs=kwargs)}
+
+
+JUDGE = {"model": "m", "criteria": {"a": {}}}
+ENGINES, TRANSFER = "rollout.engines.vllm", "rollout.engines.weight_transfer"
+MCP = {"command": "touch", "args": ["created"]}
+# {argument: descriptions that choose what is read, called or asked}
+REACHES = {
+    "engine": [
+        of(f"{ENGINES}.ServerEngine", urls=[NEAR]),
+        of(f"{ENGINES}.ColocatedEngine", engine_args={"download_dir": "x"}),
+        of(f"{TRANSFER}.FolderTransfer", path="created"),
+        of(f"{TRANSFER}.AdapterTransfer", path="created"),
+        of(f"{TRANSFER}.NcclTransfer", master_address="10.0.0.9"),
+    ],
+    "reference": [
+        NEAR,
+        "/home/somebody/model",
+        "somebody/model",
+        of("rollout.served_reference.ReferenceServers", urls=[NEAR]),
+    ],
+    "rewards": [
+        reward("LLMJudge", base_url=NEAR, api_key_env="HOME", **JUDGE),
+        reward("RewardModel", pretrained="/home/somebody/model"),
+        reward("safety", word_file="/etc/passwd"),
+        reward("safety", classifier=f"{LOUD}.classify"),
+        reward("exact", anything=[{"deep": "HTTPS://127.0.0.1:9"}]),
+    ],
+    "environment": [
+        of("environments.agent.Agent", command=["touch", "created"]),
+        of("environments.agent.Agent", function=f"{LOUD}.act"),
+        of("environments.tools.Tools", mcp_servers={"a": MCP}),
+        of("environments.tools.Tools", mcp_servers={"a": {"url": NEAR}}),
+        of(
+            "environments.tools.Tools",
+            factory="litgrpo.environments.examples.Search",
+            kwargs={"path": "/etc/passwd"},
+        ),
+        of(
+            "environments.task_environments.TaskEnvironments",
+            environments={"a": of("environments.agent.Agent", command=["touch", "created"])},
+        ),
+    ],
+    "stored_rollouts": ["/home/somebody/run"],
+}
+
+
+@pytest.mark.parametrize("name", REACHES)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_checkpoint_would_reach_is_given_by_the_caller(saved, name, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr("socket.socket.connect", lambda *args: started.append(args))
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: started.append(args))
+    monkeypatch.chdir(tmp_path)
+    for description in REACHES[name]:
+        path = with_arguments(saved, **{name: description})
+        with raises_for(f" {name} (", f"Pass {name} to load_from_checkpoint"):
+            GRPO.load_from_checkpoint(path)
+        assert not list(tmp_path.iterdir())
+    assert not started
+    assert LOUD not in sys.modules
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_caller_gives_is_reached_and_an_export_needs_none_of_it(tmp_path):
+    path, engine = tmp_path / "a.ckpt", ServerEngine([NEAR], FolderTransfer("shared"))
+    module = save(GRPO(BUILTIN, {"right": Reward(correctness)}, engine=engine, seed=3), path)
+    with raises_for("engine (urls", NEAR, "Pass engine"):
+        GRPO.load_from_checkpoint(path)
+    again = GRPO.load_from_checkpoint(path, engine=engine)
+    assert equal_weights(module, again)
+    assert (again.engine, again.seed) == (engine, 3)
+    exported = load_trained_policy(path).state_dict()
+    assert all(exported[n].equal(w) for n, w in module.policy.state_dict().items())
+
+
+SUSPICIOUS = re.compile(
+    "ur[li]s?|path|folder|dir|file|address|host|port|command|server|env|api|cwd"
+)
+# Of the trained model itself, a switch, and of objects that no checkpoint holds.
+EXCEPTIONS = {"adapter_path", "client_address", "server"}
+
+
+def test_every_option_with_the_name_of_an_address_or_a_path_is_one_that_a_file_may_not_set():
+    functions = [getattr(litgrpo.rewards, name) for name in builtin_rewards()]
+    for package in PACKAGES:
+        folder = import_module(f"litgrpo.{package}")
+        for each in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+            if each.name.startswith(ADAPTERS) or each.name.endswith("vllm_uniforms"):
+                continue
+            members = vars(import_module(each.name)).values()
+            functions += [
+                c.__init__
+                for c in members
+                if getattr(c, "__module__", "") == each.name
+                and inspect.isclass(c)
+                and inspect.isfunction(c.__init__)
+            ]
+    names = {
+        name
+        for function in functions
+        for name in inspect.signature(function).parameters
+        if any(SUSPICIOUS.fullmatch(word) for word in name.split("_"))
+    }
+    assert {"urls", "path", "base_url", "api_key_env", "word_file"} <= names
+    assert names - OUTSIDE - EXCEPTIONS == set()

@@ -3,7 +3,9 @@
 Lightning saves `hparams` in checkpoints, in `hparams.yaml` and with loggers. Here they are numbers,
 texts, lists and dicts; objects and functions are described by their import paths. A file must not
 decide which code runs: `build` imports and calls classes of litgrpo, torch's optimizers and
-schedules, and built-in reward functions. Everything else has to be given by the caller.
+schedules, and built-in reward functions. Nor must it decide what is reached: addresses, paths,
+commands and names of keys are refused. Both have to be given by the caller, except the name of the
+trained model, without which no checkpoint of it could be loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +44,17 @@ TORCH_KINDS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 BUILTIN_REWARDS = "litgrpo.rewards.builtin."
 # Values that switch a protection off, which only the caller may do.
 UNPROTECTED: dict[str, Any] = {"isolation": "none", "allow_public": True}
+# Options that reach outside of the process, or import: servers, files, programs, keys.
+OUTSIDE = frozenset(
+    (
+        *("address", "base_url", "folder", "headers", "master_address", "path", "url", "urls"),
+        *("cache_dir", "checkpoints", "stored_rollouts", "word_file"),
+        *("args", "classifier", "command", "cwd", "engine_args", "env", "mcp_servers"),
+        *("api_key", "api_key_env", "extra_body"),
+        *("pretrained", "reference", "tokenizer"),  # of another model than the trained one
+    )
+)
+ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # whatever its option is called
 POLICY_ARGUMENTS: dict[str, type] = {
     "pretrained": str,
     "scratch": Scratch,
@@ -57,7 +71,7 @@ class NotDescribable(ValueError):
 
 
 class NotTrusted(ValueError):
-    """A description that names code which a file must not choose."""
+    """A description that names code, or something to reach, which a file must not choose."""
 
 
 def describe_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,8 +137,8 @@ def build(description: Any) -> Any:
     """Rebuild a value from its description.
 
     Raises:
-        NotTrusted: it names anything else than what `import_trusted` returns, or switches a
-            protection off.
+        NotTrusted: it names anything else than what `import_trusted` returns, switches a
+            protection off, or sets an option of `OUTSIDE`.
 
     Example:
         >>> build({"import_path": "torch.optim.adamw.AdamW"})
@@ -132,11 +146,16 @@ def build(description: Any) -> Any:
     """
     if isinstance(description, list | tuple):
         return type(description)(build(each) for each in description)
+    if isinstance(description, str) and ADDRESS.match(description):
+        raise NotTrusted(f"address {description!r:.60}")
     if not isinstance(description, dict):
         return description
-    for name, value in UNPROTECTED.items():
-        if description.get(name) == value:
-            raise NotTrusted(f"{name}: {value}")
+    for name, value in description.items():
+        is_unprotected = name in UNPROTECTED and value == UNPROTECTED[name]
+        # A partial has `args` of its own, which are built below.
+        is_outside = name in OUTSIDE and value and PARTIAL not in description
+        if is_unprotected or is_outside:
+            raise NotTrusted(f"{name} {value!r:.60}")
     if FUNCTION in description:
         return _import_callable(description[FUNCTION])
     if PARTIAL in description:
@@ -210,7 +229,9 @@ def build_arguments(
         for name in names:
             try:
                 if name in saved:
-                    built[name] = build(saved[name])
+                    is_own = name in POLICY_ARGUMENTS
+                    value = saved[name]
+                    built[name] = build(value) if is_own else build({name: value})[name]
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 rejected[name] = " ".join(str(error).split())
     return built, rejected
@@ -229,7 +250,7 @@ def load_from_checkpoint(
 
     Raises:
         ValueError: the file is damaged; or an argument is missing, or its saved value names code
-            that a checkpoint must not choose.
+            or an address, path, command or key, which a checkpoint must not choose.
     """
     path = Path(checkpoint_path)
     checkpoint, saved = _read(path)
@@ -349,6 +370,7 @@ def _missing_error(path: Path, kind: str, missing: Mapping[str, str]) -> ValueEr
     return ValueError(
         f"{path} does not provide {named} of {kind}: lambdas and objects in memory are not saved, "
         "and a checkpoint may only name classes of litgrpo, optimizers and schedules of torch, and "
-        f"built-in rewards. Pass {', '.join(missing)} to load_from_checkpoint; `export` takes "
+        "built-in rewards, and no address, path, command or key. Pass "
+        f"{', '.join(missing)} to load_from_checkpoint; `export` takes "
         "--recipe."
     )
