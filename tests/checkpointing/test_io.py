@@ -131,7 +131,7 @@ def folder_in_folder(path):
 
 
 def other_container(path):
-    """As if the version of the container had another name."""
+    """Rename the entry that holds the version of the container."""
     path.write_bytes(path.read_bytes().replace(b"version", b"vorsion"))
 
 
@@ -154,7 +154,7 @@ DAMAGE_OF_FILES = {
     "a web page": replace_by(b"<html>404</html>"),
     "a missing target": link_to("gone"),
     "a link to itself": link_to("iteration=000003.ckpt"),
-    "a circle of links": lambda path: (
+    "a cycle of links": lambda path: (
         link_to("other")(path), path.with_name("other").symlink_to(path.name)
     ),
     "a device": link_to("/dev/zero"),

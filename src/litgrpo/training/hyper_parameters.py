@@ -4,7 +4,7 @@ Lightning saves `hparams` in checkpoints, in `hparams.yaml` and with loggers. He
 texts, lists and dicts; objects and functions are described by their import paths. A file must not
 decide which code runs: `build` imports and calls classes of litgrpo, torch's optimizers and
 schedules, and built-in reward functions. Nor must it decide what is reached: addresses, paths,
-commands and names of keys are refused. Both have to be given by the caller, except the name of the
+commands and names of keys are rejected. Both have to be given by the caller, except the name of the
 trained model, without which no checkpoint of it could be loaded.
 """
 
@@ -152,7 +152,7 @@ def build(description: Any) -> Any:
         return description
     for name, value in description.items():
         is_unprotected = name in UNPROTECTED and value == UNPROTECTED[name]
-        # A partial has `args` of its own, which are built below.
+        # A partial names its arguments `args`; they are built below.
         is_outside = name in OUTSIDE and value and PARTIAL not in description
         if is_unprotected or is_outside:
             raise NotTrusted(f"{name} {value!r:.60}")
