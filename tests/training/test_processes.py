@@ -1,5 +1,6 @@
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from lightning import Callback
 from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.summary import Summary
 from litgrpo.data.loader import BatchLoader, BatchOrder
-from litgrpo.data.modules import PromptData
+from litgrpo.data.modules import PairData, PromptData
 from litgrpo.environments.agent import Agent
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.evaluation.metrics import DialogueScores
@@ -19,6 +20,7 @@ from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.optim import WarmupLinear
+from litgrpo.training.sft import SFT
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import DISTILLING, PUBLISHED
 from tests.support.models import tiny_policy
@@ -96,6 +98,29 @@ def take_gradients(num_processes, folder):
         grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1).to(dtype))
         grpo.file = folder / f"{num_processes} {dtype}.pt"
         trainer(num_processes).fit(grpo, PromptData(TEXTS, batch_size=4))
+
+
+def accumulate(num_processes, folder):
+    """One supervised step on eight pairs: alone at once, in two processes as two batches."""
+    pairs = [
+        {"prompt": text, "completion": "ab" * (1 + 7 * n % 11)} for n, text in enumerate(TEXTS)
+    ]
+    sft = SFT("", max_iterations=1, optimizer=partial(torch.optim.SGD, lr=0.5), max_grad_norm=None)
+    sft.policy = tiny_policy("qwen2")
+    sft.tokenizer = sft.policy.tokenizer
+    runner = trainer(num_processes)
+    runner.accumulate_grad_batches = num_processes
+    runner.fit(sft, PairData(pairs, batch_size=8 // num_processes, group_by_length=False))
+    weights = torch.cat([weight.detach().flatten() for weight in sft.policy.parameters()])
+    loss = runner.callback_metrics["sft/loss"]
+    if runner.is_global_zero:
+        torch.save((weights, loss), folder / f"{num_processes}.pt")
+
+
+def test_supervised_processes_that_accumulate_take_the_step_of_one_large_batch(tmp_path):
+    in_a_process_of_one_thread(accumulate, tmp_path)
+    alone, together = (torch.load(tmp_path / f"{number}.pt") for number in (1, 2))
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
 def redraw(num_processes, folder):

@@ -441,6 +441,68 @@ def test_parts_of_a_batch_have_its_gradient_also_if_memory_chose_them(folder, ki
         assert float(trainer.callback_metrics[name]) == pytest.approx(float(number), rel=1e-4)
 
 
+ONE = ([1, 73], [86])
+MEDIUM = ([1, 74, 75, 76], [87, 88, 2])
+STEPS = [batch_of(SHORT, LONG), batch_of(ONE, MEDIUM)]
+WHOLE = batch_of(SHORT, LONG, ONE, MEDIUM)  # 2 + 6 and 1 + 3 targets
+
+
+def train_on(batches, folder, lr=0.5, **settings):
+    """Weights and metrics after training on these batches."""
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=lr), max_grad_norm=None)
+    trainer = fit(sft, batches, **settings)
+    return torch.cat([p.detach().flatten() for p in sft.policy.parameters()]), trainer
+
+
+def test_an_accumulated_step_is_that_of_the_large_batch(folder):
+    """Also of transformers, whose loss is a mean over the tokens of its batch."""
+    weights, trainer = train_on(STEPS, folder, accumulate_grad_batches=2)
+    model = tiny_model("gemma2")
+    loss = plain_loss(model, WHOLE)
+    loss.backward()
+    expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights, train_on([WHOLE], folder)[0], rtol=1e-4, atol=1e-6)
+    # The numbers of a step are those of all of its tokens.
+    metrics = trainer.callback_metrics
+    assert metrics["sft/loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["sft/padding_frac"].item() == pytest.approx(1 - (13 + 10) / (16 + 14))
+
+
+def test_the_last_step_of_an_epoch_may_have_fewer_batches(folder):
+    """Three batches in twos, for two epochs: steps on 2, 1, 2 and 1 of them."""
+    third = batch_of(MEDIUM, SHORT)
+    weights, trainer = train_on([*STEPS, third], folder, accumulate_grad_batches=2, max_epochs=2)
+    assert trainer.global_step == 4
+    expected, _ = train_on([WHOLE, third, WHOLE, third], folder)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"micro_batch_size": 1}, {"lora": LoRA(rank=2)}])
+def test_batches_in_parts_and_adapters_accumulate_to_the_large_batch(folder, settings):
+    def train(batches, every):
+        torch.manual_seed(0)  # of the adapters
+        sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.5), **settings)
+        fit(sft, batches, accumulate_grad_batches=every)
+        return [p for p in sft.policy.parameters() if p.requires_grad]
+
+    for one, other in zip(train(STEPS, 2), train([WHOLE], 1), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_takes_the_same_accumulated_steps(folder, tmp_path):
+    batches = [*STEPS, *STEPS[::-1]]
+    expected, _ = train_on(batches, folder, accumulate_grad_batches=2)
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.5), max_grad_norm=None)
+    settings = {"accumulate_grad_batches": 2}
+    fit(sft, batches, limit_train_batches=2, **settings).save_checkpoint(tmp_path / "one.ckpt")
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.5), max_grad_norm=None)
+    trainer = Trainer(**QUIET | {"max_epochs": 2} | settings)
+    trainer.fit(sft, loader(batches[2:]), ckpt_path=tmp_path / "one.ckpt")
+    weights = torch.cat([p.detach().flatten() for p in sft.policy.parameters()])
+    assert torch.equal(weights, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*kept:UserWarning")
 def test_a_validation_is_computed_in_parts_if_memory_needs_it(folder):
     reports = []

@@ -64,6 +64,7 @@ else:  # the type of a config; Python takes more
     Pretrained = str
 
 Result = TypeVar("Result")
+StepSizes = dict[str, Tensor]  # {targets, real, positions: number of tokens of all processes}
 
 
 class SFT(LightningModule):
@@ -146,6 +147,8 @@ class SFT(LightningModule):
         self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
         self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
+        # Sums [2] and sizes of the batches since the last optimizer step, of all processes.
+        self.earlier_batches: tuple[Tensor, StepSizes] | None = None
         self.cpu_contention = CpuContention()
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
@@ -285,7 +288,8 @@ class SFT(LightningModule):
     def training_step(self, batch: PairBatch, batch_idx: int) -> dict[str, Any]:
         """Mean negative log-probability of all target tokens, over all processes, and its gradient.
 
-        Optimization is Lightning's own, so that `trainer.accumulate_grad_batches` works. The
+        Optimization is Lightning's own, so that `trainer.accumulate_grad_batches` works: gradient
+        and metrics of an optimizer step are means over the tokens of all of its batches. The
         gradient is computed here, in as many passes as memory needs. Lightning's backward pass then
         averages it over ranks: a rank that runs out of memory has entered no collective.
 
@@ -294,21 +298,27 @@ class SFT(LightningModule):
         """
         sizes = self._count_tokens(batch)
         optimizer: Any = self.trainer.optimizers[0]
-        trained, every = list_parameters(optimizer), self.trainer.accumulate_grad_batches
-        # An attempt starts without gradients, and those of earlier batches are added to its own.
-        earlier = [p.grad for p in trained] if batch_idx % every else []
+        trained = list_parameters(optimizer)
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.earlier_batches = None
+        # An attempt starts without gradients, and is then averaged with those of earlier batches.
+        earlier = [] if self.earlier_batches is None else [p.grad for p in trained]
         # Gradients are averaged over ranks: times world_size, the mean is one over all tokens.
         scale = self.trainer.world_size / sizes["targets"]
         attempt = partial(self._accumulate_gradients, batch, scale, trained)
         sums = self._retry_with_fewer_rows(attempt, batch)
+        loss = -sums[0].float() * scale
+        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        step = self._add_earlier_batches(sums, sizes)
+        share = float(sizes["targets"] / step[1]["targets"]) if earlier else 1.0
         for parameter, gradient in zip(trained, earlier, strict=bool(earlier)):
+            own = None if parameter.grad is None else parameter.grad.mul_(share)
             if gradient is not None:
-                own = parameter.grad
+                gradient.mul_(1 - share)
                 parameter.grad = gradient if own is None else gradient.add_(own)
-        self._log_batch(sums, sizes)
+        self._log_step(*step)
         # Lightning steps after this method; the hook below adds the report to this list.
         self.reports = []
-        loss = -sums[0].float() * scale
         if self.trainer.world_size > 1 and not self._is_sharded:
             loss = loss + zero_loss(trained)
         return {"loss": loss, "reports": self.reports}
@@ -324,7 +334,6 @@ class SFT(LightningModule):
         for part, is_filler in self._split(batch, max_rows):
             logprobs, correct = self.score(part)
             loss = -logprobs.sum() * (0 if is_filler else scale)
-            loss = loss / self.trainer.accumulate_grad_batches
             # Operators of the backward pass follow the types of the forward pass.
             with torch.autocast(self.device.type, enabled=False):
                 (loss if scaler is None else scaler.scale(loss)).backward()
@@ -375,17 +384,25 @@ class SFT(LightningModule):
         if loss.requires_grad:
             super().backward(loss, *args, **kwargs)
 
-    def _count_tokens(self, batch: PairBatch) -> dict[str, Tensor]:
+    def _count_tokens(self, batch: PairBatch) -> StepSizes:
         """Count target tokens, real tokens and positions of the batches of all processes."""
         positions = torch.tensor(batch.input_ids.numel(), device=self.device)
         sizes = torch.stack([batch.loss_mask.sum(), batch.attention_mask.sum(), positions])
         sizes = self.trainer.strategy.reduce(sizes.double(), reduce_op="sum").float()
         return dict(zip(("targets", "real", "positions"), sizes, strict=True))
 
-    def _log_batch(self, sums: Tensor, sizes: dict[str, Tensor]) -> None:
-        """Log means over the tokens of all processes."""
-        sums = self.trainer.strategy.reduce(sums, reduce_op="sum").float()
-        total_logprob, num_correct = sums
+    def _add_earlier_batches(self, sums: Tensor, sizes: StepSizes) -> tuple[Tensor, StepSizes]:
+        """Return sums and sizes of the optimizer step up to this batch."""
+        if self.earlier_batches is not None:
+            earlier_sums, earlier_sizes = self.earlier_batches
+            sums = sums + earlier_sums
+            sizes = {name: size + earlier_sizes[name] for name, size in sizes.items()}
+        self.earlier_batches = sums, sizes
+        return sums, sizes
+
+    def _log_step(self, sums: Tensor, sizes: StepSizes) -> None:
+        """Log means over the tokens of all processes and of all batches of the step so far."""
+        total_logprob, num_correct = sums.float()
         mean_loss = -total_logprob / sizes["targets"]
         self.log("step", float(self.iteration + 1))  # loggers take it as their x-axis
         self.log_dict(
