@@ -138,6 +138,17 @@ def test_the_order_is_one_of_its_own_per_epoch_and_seed(tmp_path, num_workers):
     )
 
 
+@pytest.mark.parametrize(
+    "now", [{"template": "{{ prompt }}!"}, {"completion_template": "{{ completion }}!"}]
+)
+def test_a_fit_whose_pairs_are_rendered_in_another_way_is_not_resumed(tmp_path, now):
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
+    train_and_record(tmp_path, PairData(SUMS, batch_size=4), texts_of, save=save)
+    changed = PairData(SUMS, batch_size=4, **now)
+    with pytest.raises(ValueError, match="data rendered_pairs="):
+        train_and_record(tmp_path, changed, texts_of, ckpt_path=save.path)
+
+
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_fit_that_is_resumed_skips_and_repeats_no_pair(tmp_path, cut):
     whole = train_and_record(tmp_path, PairData(SUMS, batch_size=4), texts_of, epochs=2)

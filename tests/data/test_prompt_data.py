@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from datetime import datetime
 from itertools import chain
 from types import SimpleNamespace
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
+from transformers.utils import chat_template_utils
 
-from litgrpo.data import Chat, Source
+from litgrpo.checkpointing.callback import check_fits
+from litgrpo.data import Chat, Source, rendering
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PairData, PromptData, task_names
-from litgrpo.data.sources import parse_named_sets
+from litgrpo.data.sources import parse_named_sets, read_rows
 from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
 from tests.support.models import byte_tokenizer
 
@@ -92,8 +95,7 @@ def test_repeated_prompts_are_counted_with_the_first_pair(tmp_path, caplog):
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompts_that_only_a_template_makes_equal_are_a_warning(monkeypatch, chat):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages[-1].content }}"
+    tokenizer = chat_tokenizer("{{ messages[-1].content }}")
     monkeypatch.setattr(PromptData, "find_tokenizer", lambda *_: tokenizer)
     rows = [{"prompt": f"{n % 5}?", "task": "sums"} for n in range(6)]
     said = "train: 5 of 6 prompts are duplicates .* 4 of them differ in the data"
@@ -249,6 +251,105 @@ def test_a_fit_with_other_data_or_another_order_is_not_resumed(tmp_path, now, sa
     train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
     with pytest.raises(ValueError, match=said):
         train_and_record(tmp_path, now, rows_of, ckpt_path=save.path)
+
+
+DATED = (
+    "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages | map(attribute='content') | join }}{{ end }}"
+)
+
+
+def chat_tokenizer(template=DATED):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def chat_fit(tmp_path, data, template=DATED, **settings):
+    """The prompts that a fit reads."""
+    module = Listener(lambda batch: batch.prompts, chat_tokenizer(template))
+    save = settings.pop("save", None)
+    trainer = quiet_trainer(tmp_path, 2, callbacks=[save] if save else [])
+    trainer.fit(module, data, **settings)
+    return module.trained
+
+
+def set_clock(monkeypatch, day):
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 7, day, 23, 59)
+
+    for module in (rendering, chat_template_utils):
+        monkeypatch.setattr(module, "datetime", Clock)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_fit_that_is_resumed_on_another_day_reads_the_date_of_its_start(
+    tmp_path, monkeypatch, num_workers, streaming
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+
+    def data():
+        source = Source(str(file), streaming=streaming)
+        return PromptData(source, val=["v"], chat=True, batch_size=4, num_workers=num_workers)
+
+    set_clock(monkeypatch, 25)
+    whole = chat_fit(tmp_path, data())
+    assert whole[0][0].startswith("25 Jul 2026 23:59 ")
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 2)
+    chat_fit(tmp_path, data(), save=save)
+    for day in (26, 25):
+        set_clock(monkeypatch, day)
+        resumed = data()
+        assert chat_fit(tmp_path, resumed, ckpt_path=save.path) == whole[2:]
+        assert resumed.sets["val"].texts == ["25 Jul 2026 23:59 v"]
+    # What is rendered later, as the prompts of an agent, has the same date.
+    prompt_format, tokenizer = resumed.final_format
+    assert prompt_format.texts(read_rows(["x"]), tokenizer) == ["25 Jul 2026 23:59 x"]
+
+
+def test_a_checkpoint_of_another_day_fits_the_same_data(tmp_path, monkeypatch):
+    set_clock(monkeypatch, 25)
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 2)
+    chat_fit(tmp_path, PromptData(SUMS, chat=True, batch_size=4), save=save)
+    set_clock(monkeypatch, 26)
+    data = PromptData(SUMS, chat=True, batch_size=4)
+    monkeypatch.setattr(PromptData, "find_tokenizer", lambda *_: chat_tokenizer())
+    data.setup("fit")
+    module = Listener(None)
+    check_fits(SimpleNamespace(datamodule=data), module, torch.load(save.path))
+    assert data.sets["train"].texts[0].startswith("25 Jul")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"chat": Chat(system="Be kind.")},
+        {"chat": Chat(template_kwargs={"end": "?"})},
+        {"template": "{{ prompt }} Think."},
+        {"template": "{{ prompt }}{{ answer }}"},
+        {"reference_template": "{{ prompt }}{{ answer }}"},
+        {"chat": False},
+        {"chat_template": "{{ messages[-1].content }}"},
+    ],
+)
+def test_a_fit_whose_prompts_are_rendered_in_another_way_is_not_resumed(tmp_path, now):
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
+    settings = {"chat": True, "batch_size": 4}
+    chat_fit(tmp_path, PromptData(SUMS, **settings), save=save)
+    template = now.pop("chat_template", DATED)
+    with pytest.raises(ValueError, match=r"data rendered_prompts=.* restore template, chat, tools"):
+        chat_fit(tmp_path, PromptData(SUMS, **settings | now), template, ckpt_path=save.path)
+
+
+def test_a_fit_whose_answers_were_corrected_is_resumed(tmp_path):
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
+    train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
+    corrected = [row | {"answer": -1} for row in SUMS]
+    data = PromptData(corrected, batch_size=4)
+    assert len(train_and_record(tmp_path, data, rows_of, ckpt_path=save.path)) == 2
 
 
 @pytest.mark.parametrize(

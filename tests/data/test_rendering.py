@@ -151,6 +151,21 @@ def test_a_template_may_read_any_field_and_a_system_message_none():
     build_prompt_format(None, False, reference_template="It is {{ answer }}.")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tools", "messages", "conversation", "tokenize", "add_generation_prompt"),
+        *("continue_final_message", "chat_template", "padding", "return_dict", "return_tensors"),
+        *("tokenizer", "strftime_now"),
+    ],
+)
+def test_an_argument_that_is_set_elsewhere_is_refused_among_those_of_the_template(name):
+    with pytest.raises(
+        ValueError, match=rf"^data\.chat\.template_kwargs contains '{name}'.*; (leave|set) "
+    ):
+        Chat(template_kwargs={"enable_thinking": False, name: None})
+
+
 @pytest.mark.parametrize("drawn", ["['a', 'b'] | random", "lipsum()"])
 def test_a_template_cannot_draw_random_text(drawn):
     with pytest.raises(ValueError, match=drawn.split()[-1].removesuffix("()")):

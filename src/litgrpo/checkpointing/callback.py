@@ -36,6 +36,7 @@ from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
 from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.loader import BatchLoader
+from litgrpo.data.modules import SourceData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.models.loading import check_weights
@@ -455,9 +456,12 @@ def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None
     trained = {name for name, weight in pl_module.named_parameters() if weight.requires_grad}
     ours = {n: w for n, w in pl_module.state_dict().items() if n in found or n in trained}
     check_weights(found, ours)
-    if trainer.datamodule is None:
+    data = trainer.datamodule
+    if data is None:
         return
-    loader = trainer.datamodule.train_dataloader()
+    if isinstance(data, SourceData):
+        data.load_run_time(checkpoint.get(type(data).__qualname__, {}))
+    loader = data.train_dataloader()
     if isinstance(loader, BatchLoader):
         for state in loader_states(checkpoint):
             loader.check_state(state)

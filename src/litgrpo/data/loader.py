@@ -409,10 +409,12 @@ class BatchLoader(Generic[Batch]):
         """
         for name, value in self.identity.items():
             if state.get(name) != value:
+                rendered = name.startswith("rendered")
+                what = "template, chat, tools and tokenizer" if rendered else "the setting"
                 raise ValueError(
                     f"the checkpoint was made with data {name}={state.get(name)!r}, now it is "
-                    f"{value!r}: prompts would be skipped or repeated; restore the setting, or "
-                    "start a new run from the exported weights"
+                    f"{value!r}: prompts would be skipped, repeated or read in another form; "
+                    f"restore {what}, or start a new run from the exported weights"
                 )
 
 

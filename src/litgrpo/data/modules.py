@@ -6,6 +6,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -38,14 +40,22 @@ from litgrpo.data.pairs import (
 from litgrpo.data.prompts import PromptSet, StreamedPrompts, tokenize_prompts
 from litgrpo.data.rendering import (
     Chat,
+    ChatPromptFormat,
     LengthLimit,
     LongRows,
     PromptFormat,
+    RunTime,
     TextTemplate,
     build_prompt_format,
     encode_opening,
 )
-from litgrpo.data.rows import RowReader, TrainValOverlap, fingerprint, identity
+from litgrpo.data.rows import (
+    RowReader,
+    TrainValOverlap,
+    fingerprint,
+    identity,
+    token_fingerprint,
+)
 from litgrpo.data.sources import (
     SetsLike,
     SourceLike,
@@ -58,7 +68,7 @@ from litgrpo.data.sources import (
 from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.instantiate import instantiate_sources
-from litgrpo.types import TASK, PromptBatch
+from litgrpo.types import REFERENCE_PROMPT, TASK, PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -136,6 +146,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.sets: dict[str, Any] = {}
         self.fingerprint = ""
+        self.run_time = RunTime()
+        self._stage = ""  # of the last `setup`
         self._saved_order: dict[str, Any] | None = None  # of the checkpoint of a resumed run
         # The format with the tools of the environment, and its tokenizer; set by `setup`.
         self.final_format: tuple[PromptFormat, PreTrainedTokenizerBase] | None = None
@@ -166,7 +178,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         """Return the prompt format for the kind of model that reads the prompts."""
         model: Any = None if self.trainer is None else self.trainer.lightning_module
         encoder = isinstance(model, HasEncoder) and model.uses_encoder()
-        return replace(self.prompt_format, encoder_decoder=encoder)
+        return replace(self.prompt_format, encoder_decoder=encoder).at_time(self.run_time)
 
     def add_tools(self, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
         """Return the prompt format with the tools of the model's environment.
@@ -284,11 +296,28 @@ class SourceData(LightningDataModule, Generic[Batch]):
         Lightning saves the position in the epoch with its loops, and drops it if the epoch is over.
         """
         loader = None if self.trainer is None else self.trainer.train_dataloader
-        return {"order": loader.order_state()} if isinstance(loader, BatchLoader) else {}
+        order = {"order": loader.order_state()} if isinstance(loader, BatchLoader) else {}
+        return {"run_time": self.run_time.time.isoformat()} | order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the batches that follow those of a checkpoint."""
         self._saved_order = state_dict.get("order")
+        self.load_run_time(state_dict)
+
+    def load_run_time(self, state_dict: dict[str, Any]) -> None:
+        """Write the time of a checkpoint's run, if the chat template writes one.
+
+        Args:
+            state_dict: of this class.
+        """
+        time = datetime.fromisoformat(state_dict.get("run_time", self.run_time.time.isoformat()))
+        changed, self.run_time.time = time != self.run_time.time, time
+        if changed and self.final_format is not None:
+            prompt_format, tokenizer = self.final_format
+            if isinstance(prompt_format, ChatPromptFormat) and "strftime_now" in str(
+                tokenizer.chat_template
+            ):
+                self.setup(self._stage)
 
     def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
         """Return a loader of the same batches of a set in every epoch."""
@@ -420,6 +449,7 @@ class PromptData(SourceData[PromptBatch]):
         Args:
             stage: fit, validate, test or predict.
         """
+        self._stage = stage
         rows = {name: part for name, part in self._read(stage).items() if part}
         texts = [text for part in rows.values() for text in self.prompt_format.plain_texts(part)]
         tokenizer = self.find_tokenizer(texts)
@@ -485,9 +515,13 @@ class PromptData(SourceData[PromptBatch]):
 
     def train_dataloader(self) -> BatchLoader[PromptBatch]:
         """Return full batches; their order depends only on seed and epoch."""
+        prompts = self.sets["train"]
         identity = {
             "prompts": self.fingerprint,
-            "num_prompts": len(self.sets["train"]),
+            "rendered_prompts": token_fingerprint(
+                chain(prompts.ids, prompts.columns.get(REFERENCE_PROMPT, []))
+            ),
+            "num_prompts": len(prompts),
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -689,6 +723,7 @@ class PairData(SourceData[PairBatch]):
         Args:
             stage: fit or validate.
         """
+        self._stage = stage
         known = stage in ("fit", "validate")
         require(known, f"PairData is for fit and validate, not {stage}; use PromptData")
         if isinstance(self.sources["train"], dict):
@@ -729,9 +764,12 @@ class PairData(SourceData[PairBatch]):
 
     def train_dataloader(self) -> BatchLoader[PairBatch]:
         """Return all pairs; their order depends only on seed and epoch."""
+        pairs = self.sets["train"]
+        targets = (list(chain(*spans)) for spans in pairs.loss_spans)
         identity = {
             "pairs": self.fingerprint,
-            "num_pairs": len(self.sets["train"]),
+            "rendered_pairs": token_fingerprint(chain(pairs.ids, targets)),
+            "num_pairs": len(pairs),
             "batch_size": self.batch_size,
             "max_tokens_per_batch": self.max_tokens_per_batch,
             "group_by_length": self.group_by_length,

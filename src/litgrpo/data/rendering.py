@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -42,6 +43,19 @@ if TYPE_CHECKING:  # slow to import; used in annotations only
 # Chat templates are third-party code: these are what they raise for messages that they reject.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
 LongRows = Literal["drop", "truncate", "error"]
+# Arguments of `apply_chat_template` that `template_kwargs` cannot set: what to do instead.
+OF_THE_DATA = "leave it out: it comes from the data"
+NO_TOKENS = "leave it out: the template renders text, which is tokenized afterwards"
+RESERVED_KWARGS = {
+    "tools": "set `tools` of chat instead",
+    "continue_final_message": "set `continue_final_message` of chat instead",
+    "chat_template": "set it in the folder of the tokenizer, which `tokenizer` of the data names",
+    **dict.fromkeys(("messages", "conversation", "add_generation_prompt"), OF_THE_DATA),
+    **dict.fromkeys(("tokenizer", "strftime_now", "raise_exception"), "leave it out"),
+    **dict.fromkeys(("tokenize", "tokenizer_kwargs", "padding", "truncation"), NO_TOKENS),
+    **dict.fromkeys(("max_length", "return_tensors", "return_dict"), NO_TOKENS),
+    "return_assistant_tokens_mask": NO_TOKENS,
+}
 
 
 @check_field_types
@@ -67,6 +81,37 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: Messages = field(default_factory=list)
     continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the names of `template_kwargs`."""
+        for name in self.template_kwargs:
+            require(
+                name not in RESERVED_KWARGS,
+                f"data.chat.template_kwargs contains {name!r}, an argument that litgrpo sets itself; "
+                f"{RESERVED_KWARGS.get(name)}",
+            )
+
+
+class RunTime:
+    """The time that chat templates write: that of the run's start, also if it is resumed later."""
+
+    def __init__(self) -> None:
+        self.time = datetime.now()  # changed when a checkpoint is loaded
+
+    def strftime_now(self, format: str) -> str:
+        """Return the time as text; templates call this function of transformers by its name."""
+        return self.time.strftime(format)
+
+
+@dataclass(frozen=True)
+class TimedChat(Chat):
+    """The chat format of a run.
+
+    Args:
+        run_time: the time that the chat template writes.
+    """
+
+    run_time: RunTime = field(default_factory=RunTime)
 
 
 @dataclass(frozen=True)
@@ -171,6 +216,10 @@ class PromptFormat:
     split_special_tokens: bool = False
     encoder_decoder: bool = False
     reference: TextTemplate | None = None
+
+    def at_time(self, run_time: RunTime) -> PromptFormat:
+        """Return a format whose chat template writes this time; here, the same one."""
+        return self
 
     def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield the prompts without any chat format, to train a tokenizer on."""
@@ -310,6 +359,10 @@ class ChatPromptFormat(PromptFormat):
 
     chat: Chat = Chat()
     tools_of_tasks: Mapping[str, Messages] = field(default_factory=dict)
+
+    def at_time(self, run_time: RunTime) -> PromptFormat:
+        """Return a format whose chat template writes this time."""
+        return replace(self, chat=TimedChat(**vars(self.chat) | {"run_time": run_time}))
 
     def texts_of_data(self, row: SourceRow) -> list[str]:
         """Return the texts of the row's messages, with those of calls and names."""
@@ -655,6 +708,7 @@ def apply_chat_template(
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            strftime_now=chat.run_time.strftime_now if isinstance(chat, TimedChat) else None,
             **chat.template_kwargs,
         )
     except TemplateError as error:  # Gemma's template raises one on a system message

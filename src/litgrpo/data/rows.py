@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -229,6 +230,19 @@ def fingerprint(rows: list[SourceRow]) -> str:
         'e3b0c44298fc1c14'
     """
     return hashlib.sha256("\n".join(map(identity, rows)).encode()).hexdigest()[:16]
+
+
+def token_fingerprint(rows: Iterable[Sequence[int]]) -> str:
+    """Hash token ids of prompts in their order: all that a model reads.
+
+    Example:
+        >>> token_fingerprint([[1, 2], [3]]) == token_fingerprint([[1], [2, 3]])
+        False
+    """
+    digest = hashlib.sha256()
+    for ids in rows:
+        digest.update(array("q", [len(ids), *ids]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _repeats(rows: list[SourceRow], keys: Iterable[Hashable]) -> Iterator[tuple[SourceRow, str]]:

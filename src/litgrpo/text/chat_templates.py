@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ class TimeIsUp(BaseException):
     """A time limit has passed; not an Exception, because Jinja catches those and continues."""
 
 
-def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
+def render_messages(
+    tokenizer: Any,
+    messages: Any,
+    *,
+    strftime_now: Callable[[str], str] | None = None,
+    **options: Any,
+) -> str:
     """Return messages as text, in the chat format of a tokenizer.
 
     The limit of time holds in the main thread, where prompts are rendered before training.
@@ -39,6 +45,7 @@ def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
     Args:
         tokenizer: tokenizer with a chat template.
         messages: the conversation.
+        strftime_now: function that templates call for the time; by default they read the clock.
         options: of `apply_chat_template`.
 
     Raises:
@@ -51,6 +58,8 @@ def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
                 if template not in _tried:
                     limits.enter_context(limit_memory(MAX_BYTES))
                 limits.enter_context(limit_time(MAX_SECONDS))
+            if strftime_now is not None:
+                _set_clock(tokenizer.get_chat_template(None, options.get("tools")), strftime_now)
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         _tried.add(template)
     except TimeIsUp as error:
@@ -62,6 +71,14 @@ def render_messages(tokenizer: Any, messages: Any, **options: Any) -> str:
     if not isinstance(text, str) or len(text) > MAX_CHARS:
         raise TemplateError(f"it wrote more than {MAX_CHARS:,} characters")
     return text
+
+
+def _set_clock(template: str, strftime_now: Callable[[str], str]) -> None:
+    """Replace the function by which a chat template reads the clock."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # slow to import
+
+    # transformers caches the compiled template, and makes a text of a function among the options.
+    _compile_jinja_template(template).globals["strftime_now"] = strftime_now
 
 
 @contextmanager
