@@ -1,5 +1,6 @@
 """Pages for users of other trainers: their options have a row, litgrpo's options exist."""
 
+import json
 import re
 import shlex
 from dataclasses import fields
@@ -7,11 +8,15 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 from transformers import TrainingArguments
 
 from litgrpo import PairData, PromptData
+from litgrpo.data import Source
+from litgrpo.types import PromptBatch
+from tests.support.models import byte_tokenizer
 from tests.support.recipes import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -170,3 +175,74 @@ def test_everything_that_a_page_imports_is_there(system):
     for path in set(PATH.findall(PAGES[system].read_text())):
         module, _, name = path.rpartition(".")
         assert getattr(import_module(module), name) is not None
+
+
+VERL_ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"split": "train", "index": n, "question": f"What is {n} + 1?"},
+    }
+    for n in range(6)
+]
+
+
+def prompts_of(data: PromptData, monkeypatch) -> PromptBatch:
+    """The training prompts, with a tokenizer of bytes whose chat format writes the roles."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    )
+    monkeypatch.setattr(PromptData, "find_tokenizer", lambda *_: tokenizer)
+    data.setup("fit")
+    return next(iter(data.train_dataloader()))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_page_for_users_of_verl_reads_verls_file(tmp_path, monkeypatch, streaming):
+    page = (TRL_PAGE.parent / "coming_from_verl.md").read_text()
+    (recipe,) = re.findall(r"```yaml\n(# litgrpo.+?)```", page, re.DOTALL)
+    settings = yaml.safe_load(recipe)["data"]
+    (named,) = set(re.findall(r"`data.columns: ({.+?})`", page))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.Dataset.from_list(VERL_ROWS).to_parquet(settings.pop("train"))
+    data = PromptData(
+        Source("train.parquet", streaming=streaming),
+        columns=yaml.safe_load(named),
+        **settings | {"batch_size": 6},
+    )
+    batch = prompts_of(data, monkeypatch)
+    n = batch.prompts.index("user: What is 3 + 1?\n")
+    assert batch.columns["ground_truth"][n] == "4"
+    assert batch.columns["extra_info"][n]["index"] == 3
+    (code,) = re.findall(r"```python\n(# my_rewards.py.+?)```", page, re.DOTALL)
+    names = {"compute_score": lambda source, text, truth: float(text == truth)}
+    exec(code, names)
+    rewards = names["score"](batch.prompts, [str(k + 1) for k in range(6)], **batch.columns)
+    assert sum(rewards) == sum(int(t) == k + 1 for k, t in enumerate(batch.columns["ground_truth"]))
+
+
+def test_the_page_for_users_of_trl_reads_their_data(tmp_path, monkeypatch):
+    code = next(
+        each
+        for each in re.findall(r"```python\n(.+?)```", TRL_PAGE.read_text(), re.DOTALL)
+        if "PromptData(" in each
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("train.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) + "\n" for n in range(60))
+    )
+    names = {}
+    # The rest of the page's listing loads a model of the Hub.
+    lines = (
+        code[: code.index("dataset = ")] + code[code.index("dataset = ") : code.index("module =")]
+    )
+    exec(lines + code[code.index("data = PromptData(") : code.index("trainer =")], names)
+    batch = prompts_of(names["data"], monkeypatch)
+    assert batch.prompts[0] == f"user: {batch.columns['question'][0]}\n"
+    assert names["right"](completions=batch.columns["answer"], **batch.columns) == [1.0] * 8
+    assert names["data"].sets["val"].ids

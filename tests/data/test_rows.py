@@ -38,6 +38,41 @@ def test_one_column_can_have_two_names():
     assert rows[0].values == {"q": "1+1?", "a": "one more\n#### 2", **ours}
 
 
+NESTED = {"q": "1+1?", "reward_model": {"style": "rule", "ground_truth": "2"}}
+
+
+def test_a_field_within_a_column_is_named_by_a_dot():
+    columns = {"prompt": "q", "gold": "reward_model.ground_truth", "deep": "a.b.c"}
+    (row,) = table(columns).read([NESTED | {"a": {"b": {"c": [1]}}}])
+    assert (row.values["gold"], row.values["deep"]) == ("2", [1])
+    assert row.values["reward_model"] == NESTED["reward_model"]
+    # A column that has the whole name comes first.
+    (row,) = table({"gold": "reward_model.ground_truth"}).read(
+        [NESTED | {"reward_model.ground_truth": "3"}]
+    )
+    assert row.values["gold"] == "3"
+    # A null is a value, as in any column.
+    (row,) = table({"gold": "a.b"}).read([{"a": {"b": None}}])
+    assert row.values["gold"] is None
+    worked = {"reward_model": {"ground_truth": "so #### 2"}}
+    (row,) = table({"answer": "reward_model.ground_truth"}, {"answer": "####(.+)"}).read([worked])
+    assert row.values["answer"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"reward_model": {"style": "rule"}}, r"'reward_model' has: style"),
+        ({"reward_model": None}, "'reward_model' has: no fields, but None"),
+        ({"reward_model": "7"}, "'reward_model' has: no fields, but '7'"),
+        ({"reward": {"ground_truth": "7"}}, "it has: reward;"),
+    ],
+)
+def test_a_field_that_a_column_lacks_is_named_with_those_it_has(values, said):
+    with pytest.raises(ValueError, match=rf"row 1: no field 'reward_model\.ground_truth' \({said}"):
+        table({"gold": "reward_model.ground_truth"}).read([values])
+
+
 def test_a_row_that_already_has_our_name_is_taken_as_it_is():
     assert prompts(table({"prompt": "question"}).read(["1+1?"])) == ["1+1?"]
 

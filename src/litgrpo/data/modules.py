@@ -134,7 +134,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         twice = sources["val"] is not None and reader.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
         template = prompt_format.template
-        names = {"prompt", "messages", *reader.columns.values(), *template.variables}
+        theirs = {name.partition(".")[0] for name in reader.columns.values()}
+        names = {"prompt", "messages", *reader.columns.values(), *theirs, *template.variables}
         settled = {
             name: settle_source(source, names, is_train=name == "train")
             for name, source in sources.items()
@@ -349,7 +350,8 @@ class PromptData(SourceData[PromptBatch]):
             once per epoch.
         predict: source of the prompts to answer.
         prompts: the prompts to answer, a text or a list of texts, instead of `predict`.
-        columns: names of columns, litgrpo's first: `{prompt: question, answer: answer}`.
+        columns: names of columns, litgrpo's first: `{prompt: question, answer: answer}`; or of a
+            field within a column, `{answer: reward_model.ground_truth}`.
         extract: regular expression with one group per column, to keep that group only:
             `{answer: '####\s*(.+)'}`.
         template: Jinja text with the row's columns as variables, such as `Question: {{ prompt }}`.

@@ -87,8 +87,8 @@ class Chat:
         for name in self.template_kwargs:
             require(
                 name not in RESERVED_KWARGS,
-                f"data.chat.template_kwargs contains {name!r}, an argument that litgrpo sets itself; "
-                f"{RESERVED_KWARGS.get(name)}",
+                f"data.chat.template_kwargs contains {name!r}, an argument that litgrpo sets "
+                f"itself; {RESERVED_KWARGS.get(name)}",
             )
 
 

@@ -26,6 +26,7 @@ REWARD_ARGUMENTS = {
     *("prompts", "completions", "completion_ids", "completion_lengths", "truncated"),
     *("conversation", "prompt_texts"),
 }
+MISSING = object()  # None is a value
 KNOWN_COLUMNS = ("prompt", "completion", "messages", "answer", "id")
 
 
@@ -34,8 +35,9 @@ class RowReader:
     r"""Reads the rows of a training, validation, test or prediction set.
 
     Args:
-        columns: {name in litgrpo: name in the source}; a row without the source's name that already
-            has litgrpo's is used as it is. All fields also keep their own names.
+        columns: {name in litgrpo: name in the source, or `column.field` of one whose values are
+            objects}; a row without the source's name that already has litgrpo's is used as it is.
+            All fields also keep their own names.
         extract: {name: regular expression}; the column becomes the expression's only group.
         val_fraction: share of the training rows to hold out, chosen by a hash of their prompts.
         train_val_overlap: what to do with training rows whose prompt is also in the validation set.
@@ -98,11 +100,12 @@ class RowReader:
         own = row.origin
         columns = self.columns if own is None else self.columns | own.columns
         extract = self.extract if own is None else self.extract | own.extract
-        renamed = {name: theirs for name, theirs in columns.items() if theirs in row.values}
+        found = {name: find_value(row.values, theirs) for name, theirs in columns.items()}
         # A column also keeps its own name, unless that name means something else in litgrpo.
-        replaced = set(renamed.values()) & {*REWARD_ARGUMENTS, *KNOWN_COLUMNS}
+        replaced = {columns[name] for name, value in found.items() if value is not MISSING}
+        replaced &= {*REWARD_ARGUMENTS, *KNOWN_COLUMNS}
         values = {name: value for name, value in row.values.items() if name not in replaced}
-        values |= {name: row.values[theirs] for name, theirs in renamed.items()}
+        values |= {name: value for name, value in found.items() if value is not MISSING}
         not_needed = {
             name
             for column, others in self.substitutes.items()
@@ -114,11 +117,12 @@ class RowReader:
         missing = sorted(required - values.keys() - not_needed)
         if missing:
             name = missing[0]
-            has = ", ".join(map(str, row.values)) or "none"
-            hint = f"it has: {has}; `columns: {{{name}: ...}}` names another"
+            theirs = columns.get(name, name)
+            owner, has = _fields_beside(row.values, theirs)
+            hint = f"{owner} has: {has}; `columns: {{{name}: ...}}` names another"
             if "messages" in values:
                 hint += "; `messages` need `chat: true`"
-            raise ValueError(f"{row.place}: no field {columns.get(name, name)!r} ({hint})")
+            raise ValueError(f"{row.place}: no field {theirs!r} ({hint})")
         for name in extract.keys() & values.keys():
             values[name] = extract_group(
                 extract[name], values[name], f"{row.place}, field {name!r}"
@@ -171,6 +175,36 @@ class RowReader:
             return train
         rank_zero_warn(f"{overlap}: removed from training")
         return [row for row in train if identity(row) not in places]
+
+
+def find_value(values: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or of a field within one by a dot; MISSING if there is none.
+
+    Example:
+        >>> find_value({"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
+        '7'
+        >>> find_value({"a.b": 1, "a": {"b": 2}}, "a.b")
+        1
+    """
+    if name in values:
+        return values[name]
+    value: Any = values
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return MISSING
+        value = value[part]
+    return value
+
+
+def _fields_beside(values: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """Return what lacks a field, "it" or the column before a dot, and the fields that it has."""
+    column, _, _ = name.rpartition(".")
+    owner = find_value(values, column) if column else values
+    if owner is MISSING:
+        return _fields_beside(values, column)
+    if not isinstance(owner, Mapping):
+        return repr(column), f"no fields, but {owner!r:.40}"
+    return repr(column) if column else "it", ", ".join(map(str, owner)) or "none"
 
 
 def extract_group(pattern: str, value: Any, place: str) -> str:
