@@ -238,10 +238,8 @@ def test_the_page_for_users_of_trl_reads_their_data(tmp_path, monkeypatch):
     )
     names = {}
     # The rest of the page's listing loads a model of the Hub.
-    lines = (
-        code[: code.index("dataset = ")] + code[code.index("dataset = ") : code.index("module =")]
-    )
-    exec(lines + code[code.index("data = PromptData(") : code.index("trainer =")], names)
+    start, stop = code.index("module ="), code.index("data = PromptData(")
+    exec(code[:start] + code[stop : code.index("trainer =")], names)
     batch = prompts_of(names["data"], monkeypatch)
     assert batch.prompts[0] == f"user: {batch.columns['question'][0]}\n"
     assert names["right"](completions=batch.columns["answer"], **batch.columns) == [1.0] * 8

@@ -4,10 +4,12 @@ import json
 from collections import Counter
 from datetime import datetime
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 from transformers.utils import chat_template_utils
@@ -91,6 +93,48 @@ def test_repeated_prompts_are_counted_with_the_first_pair(tmp_path, caplog):
     pair = "the given list, row 13 repeats the given list, row 1"
     assert f"train: 2 of 14 prompts are duplicates ({pair})" in caplog.text
     assert "val: 1 of 3 prompts are duplicates" in caplog.text
+
+
+def test_the_first_listing_of_the_page_on_tasks_reads_its_files(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "tasks.md").read_text()
+    settings = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])["data"]["init_args"]
+    monkeypatch.chdir(tmp_path)
+    for name in ("sums", "sums_val"):
+        rows = [{"question": f"{n}+1? ({name})", "answer": f"so #### {n + 1}"} for n in range(3)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("letters", "letters_val"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name}?"}) + "\n")
+    data = ready("fit", tmp_path, **settings, batch_size=3)
+    read = dict(zip(data.sets["val"].texts, data.sets["val"].columns["answer"], strict=True))
+    assert read == {
+        **{f"{n}+1? (sums_val)": str(n + 1) for n in range(3)},
+        "letters_val?": None,
+    }
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_set_of_a_tasks_name_inherits_what_the_task_says_of_its_columns(tmp_path, stage):
+    train = {
+        "sums": {"path": "t.jsonl", "columns": {"prompt": "q"}, "extract": {"answer": "#### (.+)"}},
+        "letters": ["a?"],
+    }
+    row = {"q": "1+1?", "answer": "#### 2"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | {"text": "1+2?", "worked": "== 3"}) + "\n")
+    own = {"columns": {"prompt": "text", "answer": "worked"}, "extract": {"answer": "== (.+)"}}
+    sets = [
+        ({"sums": [row]}, ["1+1?"], ["2"]),
+        ({"sums": str(path)}, ["1+1?"], ["2"]),
+        ({"sums": {"path": str(path)} | own}, ["1+2?"], ["3"]),  # its own come first
+        ({"sums": [{"prompt": "1+1?", "answer": "#### 2"}]}, ["1+1?"], ["2"]),
+        ({"letters": [{"prompt": "b?", "answer": "#### b"}]}, ["b?"], ["#### b"]),
+        ({"others": [{"prompt": "b?", "answer": "#### b"}]}, ["b?"], ["#### b"]),
+    ]
+    name = "val" if stage == "validate" else stage
+    for given, prompts, answers in sets:
+        data = ready(stage, tmp_path, train=train, **{name: given})
+        assert data.sets[name].texts == prompts
+        assert data.sets[name].columns["answer"] == answers
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -58,6 +58,7 @@ from litgrpo.data.rows import (
 )
 from litgrpo.data.sources import (
     SetsLike,
+    Source,
     SourceLike,
     SourceRow,
     is_streaming,
@@ -142,7 +143,11 @@ class SourceData(LightningDataModule, Generic[Batch]):
         }
         self.weights = task_weights_of(settled["train"], task_weights)
         self.sources = {name: instantiate_sources(source) for name, source in settled.items()}
-        self.reader, self.prompt_format, self.limit = reader, prompt_format, limit
+        train = self.sources["train"]
+        named = parse_named_sets(train) if isinstance(train, dict) else {}
+        tasks = {name: each for name, each in named.items() if isinstance(each, Source)}
+        self.reader = replace(reader, tasks=tasks)
+        self.prompt_format, self.limit = prompt_format, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
         self.pad_to_multiple_of = pad_to_multiple_of
         self.sets: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from litgrpo.arguments import one_of, require
 from litgrpo.data.sources import (
     EPISODE_NUMBER,
     SetsLike,
+    Source,
     SourceRow,
     check_pattern,
     read_rows,
@@ -43,6 +44,8 @@ class RowReader:
         train_val_overlap: what to do with training rows whose prompt is also in the validation set.
         split_by: the column to hash; rows that agree in it stay together.
         substitutes: {column: the columns that a row with this one does not need}.
+        tasks: {name: source} of named training sets, whose `columns` and `extract` other sets of
+            the same name inherit.
 
     Example:
         >>> reader = RowReader({"prompt": "q"}, {"answer": r"####\s*(.+)"}, 0.0, "drop")
@@ -56,6 +59,7 @@ class RowReader:
     train_val_overlap: TrainValOverlap
     split_by: str = "prompt"
     substitutes: Mapping[str, set[str]] = field(default_factory=dict)
+    tasks: Mapping[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -97,9 +101,10 @@ class RowReader:
         Raises:
             ValueError: a required column is missing, or `extract` does not match.
         """
-        own = row.origin
-        columns = self.columns if own is None else self.columns | own.columns
-        extract = self.extract if own is None else self.extract | own.extract
+        own = [each for each in (self.tasks.get(row.set_name), row.origin) if each is not None]
+        of_source = {name: theirs for each in own for name, theirs in each.columns.items()}
+        patterns = {name: pattern for each in own for name, pattern in each.extract.items()}
+        columns, extract = self.columns | of_source, self.extract | patterns
         found = {name: find_value(row.values, theirs) for name, theirs in columns.items()}
         # A column also keeps its own name, unless that name means something else in litgrpo.
         replaced = {columns[name] for name, value in found.items() if value is not MISSING}
@@ -112,8 +117,7 @@ class RowReader:
             if column in values
             for name in others
         }
-        if own is not None:
-            required = required | own.columns.keys() | own.extract.keys()
+        required = required | of_source.keys() | patterns.keys()
         missing = sorted(required - values.keys() - not_needed)
         if missing:
             name = missing[0]
