@@ -130,6 +130,20 @@ def test_an_adapter_with_missing_or_unexpected_weights_raises(base, adapter):
             load_policy(base, lora=LoRA(adapter_path=str(adapter)))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_adapter_with_weights_that_are_not_finite_raises(base, adapter, value):
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = min(weights)
+    weights[name][0, 0] = value
+    save_file(weights, file)
+    tensor = name.removeprefix("base_model.model.").removesuffix(".weight")
+    with raises_for(str(adapter), tensor):
+        load_policy(base, lora=LoRA(adapter_path=str(adapter)))
+    with raises_for(str(adapter), tensor):  # as the reference of new adapters
+        load_reference(load_policy(base, lora=LoRA(rank=2)), str(adapter), base, Precision())
+
+
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
 def test_an_adapter_of_another_model_raises(adapter, tmp_path):
     tiny_model("llama", hidden_size=48).save_pretrained(tmp_path / "other")

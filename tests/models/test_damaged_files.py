@@ -1,13 +1,19 @@
 """A damaged model folder or file is one sentence, at once and without large amounts of memory."""
 
 import json
+import math
 import shutil
 from importlib.util import find_spec
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading import Precision, load_policy, load_reference, save_in_memory_model
+from litgrpo.models.weights import check_finite
 from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.raises import raises_for
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +71,53 @@ def test_a_config_of_absurd_sizes_is_one_sentence(whole, tmp_path, name, value):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     one_sentence(folder)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
+def test_a_weight_that_is_not_finite_is_named(whole, tmp_path, name, value):
+    folder = shutil.copytree(whole, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[[0, 5]] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert f"{name} has 2 of {weights[name].numel()} values" in one_sentence(folder)
+    with raises_for(name, "float32"):  # the reference of a run, and that of any other model
+        load_reference(load_policy(str(whole)), str(folder), str(whole), Precision())
+
+
+def test_a_weight_beyond_the_range_of_its_dtype_is_named(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_policy(str(folder))
+    with raises_for("model.norm.weight", "float16"):
+        load_policy(str(folder), precision=Precision(dtype="float16"))
+
+
+def test_a_model_in_memory_with_nan_is_rejected(whole):
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    model.lm_head.weight.data[7, 7] = math.nan
+    folder = save_in_memory_model(model)
+    with raises_for("lm_head.weight"):
+        load_policy(folder)
+
+
+def test_shards_and_tensors_of_all_dtypes_are_checked():
+    sound = {
+        "a": torch.ones(2, dtype=torch.bfloat16),
+        "b": torch.ones(2, dtype=torch.uint8),
+        "c": torch.ones(2).to(torch.float8_e4m3fn),
+        "d": torch.ones(2, device="meta"),
+        "e": torch.zeros(0),
+    }
+    check_finite(sound.items(), "weights")
+    for dtype in (torch.float8_e4m3fn, torch.float16, torch.float64):
+        bad = torch.tensor([1.0, math.nan]).to(dtype)
+        with raises_for("weights: f has 1 of 2"):
+            check_finite((sound | {"f": bad}).items(), "weights")
 
 
 @pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed")

@@ -1,6 +1,5 @@
 """Small sequence classification models of random weights, written to a folder."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -47,7 +46,6 @@ def write_classifier(
     labels: tuple[str, ...] = ("score",),
     chat: str | None = None,
     pad: bool = True,
-    nan_token: str | None = None,
     **sizes,
 ) -> str:
     """A folder that `AutoModelForSequenceClassification.from_pretrained` loads.
@@ -58,7 +56,6 @@ def write_classifier(
         labels: names of the labels.
         chat: the tokenizer's chat template.
         pad: whether model and tokenizer have a padding token.
-        nan_token: a character whose embedding is not a number.
         sizes: more settings of the model.
     """
     config = AutoConfig.for_model(architecture, **{"vocab_size": 259} | SIZES[architecture] | sizes)
@@ -71,10 +68,6 @@ def write_classifier(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config)
-    if nan_token is not None:
-        number = tokenizer(nan_token, add_special_tokens=False).input_ids[0]
-        with torch.no_grad():
-            model.get_input_embeddings().weight[number] = math.nan
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

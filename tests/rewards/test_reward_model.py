@@ -8,6 +8,7 @@ from litgrpo.rewards import Reward, RewardFailure, Scorer
 from litgrpo.rewards.reward_model import RewardModel, column_of, load_judges, own_limit
 from tests.rewards.classifiers import CHAT, SIZES, judge_tokenizer, write_classifier
 from tests.support.models import tiny_model
+from tests.support.raises import raises_for
 
 PROMPTS = ["Why is the sky blue?", "2+2", "2+2", "a long question " * 6]
 TEXTS = ["because of the light", "4", "", "a long answer, too " * 4]
@@ -171,8 +172,27 @@ def test_the_limit_is_the_smaller_one_of_model_and_tokenizer(tmp_path):
     assert own_limit(config, tokenizer) == 128
 
 
+def judge_without_number(folder, character) -> RewardModel:
+    """A reward model whose score of a text with this character is NaN."""
+    judge = RewardModel(write_classifier(folder))
+    judge.load()
+    number = AutoTokenizer.from_pretrained(folder)(character, add_special_tokens=False).input_ids[0]
+    judge.model.get_input_embeddings().weight.data[number] = torch.nan
+    return judge
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_model_with_weights_that_are_not_finite_is_rejected_at_load(tmp_path, value):
+    folder = write_classifier(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model.score.weight.data[0, 3] = value
+    model.save_pretrained(folder)
+    with raises_for(folder, "score.weight has 1 of "):
+        load_judges([RewardModel(folder)], "cpu", "builtin:tiny-gemma2")
+
+
 def test_a_score_that_is_not_a_number_masks_its_completion_and_no_other(tmp_path):
-    judge = RewardModel(write_classifier(tmp_path, nan_token="!"))
+    judge = judge_without_number(tmp_path, "!")
     clean = judge(PROMPTS, TEXTS)
     scores = judge(PROMPTS, [TEXTS[0], "4!", *TEXTS[2:]])
     assert scores.isnan().tolist() == [False, True, False, False]
@@ -188,7 +208,7 @@ def test_a_score_that_is_not_a_number_masks_its_completion_and_no_other(tmp_path
 
 
 def test_a_model_that_gives_nothing_but_nan_stops_the_run(tmp_path):
-    judge = RewardModel(write_classifier(tmp_path, nan_token="4"))
+    judge = judge_without_number(tmp_path, "4")
     composite = Scorer({"judge": Reward(judge)})
     with pytest.raises(RewardFailure, match=r"'judge'.*4 of 4"):
         composite(PROMPTS, ["4"] * 4, {}, group_size=2)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.device import to_host
 from litgrpo.distributed.messages import rank, rank_zero_info
+from litgrpo.models.weights import check_finite
 from litgrpo.tensors import full_tensor
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def read_adapter(adapted: Any, folder: str, name: str) -> None:
         name: of the adapter in the model; a new one is frozen.
 
     Raises:
-        ValueError: weights are missing, unexpected or of another shape.
+        ValueError: weights are missing, unexpected, of another shape or not finite.
     """
     advice = "Set pretrained to the model that the adapter was trained on."
     try:
@@ -202,6 +203,8 @@ def read_adapter(adapted: Any, folder: str, name: str) -> None:
                 f"The adapter in {folder!r} does not fit this model: {problem} "
                 f"{min(names)} ({len(names)} in all). {advice}"
             )
+    weights = ((key, weight) for key, weight in adapted.state_dict().items() if f".{name}" in key)
+    check_finite(weights, f"The adapter in {folder!r} is damaged")
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from litgrpo.models.sharded_weights import PolicySharding, adapters_in_memory
 from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.models.transformers_compat import checkpoint_activations, remove_input_hooks
 from litgrpo.models.weights import (
+    check_finite,
     check_sizes,
     check_vocabulary,
     load_weights,
@@ -331,6 +332,8 @@ def load_policy(
         sharding.shard(policy)
         if empty is not None:
             sharding.load_shards(policy, folder)
+            shards = policy.model.named_parameters()
+            check_finite(shards, f"The weights of {folder!r} are damaged")
     return policy
 
 

@@ -9,6 +9,8 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from litgrpo.arguments import find_page
 from litgrpo.distributed.messages import rank_zero_info
@@ -127,7 +129,8 @@ def load_weights(
         options: more arguments of `from_pretrained`.
 
     Raises:
-        ValueError: weights are missing, unexpected or of another shape, or a file is damaged.
+        ValueError: weights are missing, unexpected, of another shape or not finite, or a file is
+            damaged.
     """
     from safetensors import SafetensorError
 
@@ -172,7 +175,32 @@ def load_weights(
             f"{'; '.join(found)}. Missing weights would be random. Save the whole model again by "
             "save_pretrained, or use the config that belongs to these weights."
         )
+    check_finite(model.state_dict().items(), f"The weights of {folder!r} are damaged")
     return move_tied(model, device)
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], source: str) -> None:
+    """Check that weights are numbers: one NaN becomes every output of a model.
+
+    Args:
+        weights: (name, tensor), of which this rank's shards are checked.
+        source: where they come from, the subject of the error.
+
+    Raises:
+        ValueError: with the name of the first tensor that is not finite.
+    """
+    for name, weight in weights:
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if local.is_floating_point() and local.itemsize == 1:  # torch has no isfinite of float8
+            local = local.float()
+        if local.is_meta or bool(local.isfinite().all()):
+            continue
+        bad = int((~local.isfinite()).sum())
+        raise ValueError(
+            f"{source}: {name} has {bad} of {local.numel()} values that are NaN or infinite in "
+            f"{str(local.dtype).removeprefix('torch.')}. Save or download the weights again, or "
+            "load them in a dtype that holds them, such as float32 or bfloat16."
+        )
 
 
 def move_tied(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

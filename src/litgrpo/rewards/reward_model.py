@@ -22,6 +22,7 @@ from torch import Tensor
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, first_line, one_of, require
 from litgrpo.distributed.random_state import seeded_on_cpu
+from litgrpo.models.weights import check_finite
 from litgrpo.text.answers import text_of
 from litgrpo.text.chat_templates import TemplateError, render_messages
 
@@ -230,6 +231,7 @@ class RewardModel(Judge):
             f" {missing}, so its scores would be those of random weights. Give a sequence"
             " classification model, or set allow_policy_as_reward: true to try it all the same.",
         )
+        check_finite(model.state_dict().items(), f"reward model: {self.pretrained!r} is damaged")
         return tokenizer, model
 
     def __call__(
