@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.run_folder import (
     HEADER,
     LOCK,
+    RUN_FILES,
     check_is_free,
+    check_links,
     claim_folder,
     delete_files,
     find_run_files,
@@ -34,6 +37,47 @@ def test_a_folder_that_litgrpo_did_not_write_is_never_emptied(tmp_path):
     for overwrite in (False, True):
         with raises_for("samples", "--run_dir"):
             check_is_free(tmp_path, overwrite=overwrite)
+
+
+LINKS = (
+    *(name.replace("*", "7") for name in RUN_FILES),
+    *(".lock", "tool_responses", "tool_responses/iteration=000001.jsonl"),
+    *("final_model/config.json", "final_model/model.safetensors", "final_adapter/adapter.json"),
+)
+
+
+@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("target", ["file", "folder", "nothing", "itself"])
+def test_a_link_below_the_run_folder_is_rejected_before_anything_is_written(tmp_path, name, target):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(link if target == "itself" else tmp_path / target)
+    with raises_for(f"{tmp_path}/run/{name}", "--run_dir"):
+        check_links(tmp_path / "run")
+
+
+def test_the_run_folder_and_the_names_of_its_checkpoints_may_be_links(tmp_path):
+    checkpoints = tmp_path / "real/checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "iteration=000001.ckpt").touch()
+    for name in ("last.ckpt", "best.ckpt"):
+        (checkpoints / name).symlink_to("iteration=000001.ckpt")
+    (tmp_path / "real/mine").symlink_to("/etc")
+    (tmp_path / "run").symlink_to("real")
+    check_links(tmp_path / "run")
+    check_links(tmp_path / "not yet there")
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "order.txt", "report.html"])
+def test_a_link_with_the_name_of_an_unfinished_file_is_replaced(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".{name}.tmp").symlink_to(victim)
+    write_text(tmp_path / name, "new")
+    assert (victim.read_text(), (tmp_path / name).read_text()) == ("mine", "new")
+    assert not (tmp_path / name).is_symlink()
 
 
 def test_only_files_of_a_run_are_deleted(tmp_path):

@@ -59,6 +59,14 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert not named
 
 
+def test_a_link_with_the_name_of_an_unfinished_checkpoint_is_replaced(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".a.ckpt.tmp").symlink_to("victim")
+    write_file(state(), tmp_path / "a.ckpt")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert digest(read_file(tmp_path / "a.ckpt")) == digest(state())
+
+
 def test_an_object_that_could_not_be_loaded_raises_on_write(tmp_path):
     with raises_for("function", error=TypeError):
         write_file(state(extra=lambda: None), tmp_path / "a.ckpt")

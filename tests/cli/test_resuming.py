@@ -105,6 +105,21 @@ def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):
     assert (code, "--auto_resume" in err) == (2, True)
 
 
+def test_a_resumed_run_writes_through_no_link(cli):
+    cli(*FIT)
+    Path("other").mkdir()
+    shutil.rmtree("runs/recipe/final_model")
+    Path("runs/recipe/final_model").symlink_to(Path("other").absolute())
+    Path("linked").symlink_to("runs/recipe")
+    for words in (("--ckpt_path", "last"), ("--auto_resume", "true", "--run_dir", "linked")):
+        assert "final_model" in reject_start(cli, *words, "--model.max_iterations", "6")
+    Path("runs/recipe/final_model").unlink()
+    words = ("--run_dir", "linked", "--ckpt_path", "last", "--model.max_iterations", "6")
+    assert cli(*FIT, *words)[0] == 0
+    assert Path("runs/recipe/final_model/config.json").exists()
+    assert not list(Path("other").iterdir())
+
+
 def refuses(*_, **__):
     raise OSError(28, "No space left on device")
 

@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.run_folder import (
+    FINAL_ADAPTER,
+    FINAL_MODEL,
     TRAINING_STATE,
     NotSaved,
     run_folder,
@@ -46,12 +48,12 @@ class Export(Callback):
         Raises:
             NotSaved: the disk is full, for example.
         """
-        folder = run_folder(trainer) / "final_model"
+        folder = run_folder(trainer) / FINAL_MODEL
         if not (self.final and writes_policy(trainer, pl_module)):
             return
         try:
             _write_policy(pl_module, folder)
-            _write_adapter(pl_module, run_folder(trainer) / "final_adapter")
+            _write_adapter(pl_module, run_folder(trainer) / FINAL_ADAPTER)
         except OSError as error:
             raise NotSaved(
                 f"{folder} is not complete: {error}; remove it and export the last "
@@ -85,7 +87,7 @@ class HFCheckpoints(Checkpoint):
         """Remove incomplete folders of a killed run."""
         if writes_files(trainer):
             for folder in run_folder(trainer).glob(".checkpoint-*.tmp"):
-                shutil.rmtree(folder)
+                folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

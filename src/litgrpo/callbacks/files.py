@@ -23,7 +23,9 @@ def write_text(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8", errors="surrogateescape")
+        unfinished.unlink(missing_ok=True)  # it may be a link, through which nothing is written
+        with unfinished.open("x", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
         unfinished.replace(path)
     except BaseException:
         with suppress(OSError):

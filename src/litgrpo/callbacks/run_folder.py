@@ -35,6 +35,8 @@ LAST, BEST = "last.ckpt", "best.ckpt"
 ORDER = "order.txt"  # names of checkpoints in the order in which they were saved, newest last
 LOCK = ".lock"
 ROLLOUTS = "rollouts"
+FINAL_MODEL, FINAL_ADAPTER = "final_model", "final_adapter"
+RESPONSES = "tool_responses"
 NAME = re.compile(r"iteration=(\d+)\.ckpt")
 # A run that failed before its first iteration leaves none of these.
 RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
@@ -45,7 +47,8 @@ RUN_FILES = (
     "evaluation",
     "events.out.tfevents.*",
     "checkpoint-*",
-    "final_model",
+    FINAL_ADAPTER,
+    FINAL_MODEL,
     "hparams.yaml",
     "metrics.csv",
     "non_finite",
@@ -67,7 +70,8 @@ FOLDER_FILES = {
     ROLLOUTS: ("iteration-*.pt", ".*.tmp"),
     "samples": ("iteration-*.jsonl", ".*.tmp"),
     "non_finite": ("iteration-*.jsonl", ".*.tmp"),
-    "final_model": MODEL_FILES,
+    FINAL_ADAPTER: MODEL_FILES,
+    FINAL_MODEL: MODEL_FILES,
     "checkpoint-*": MODEL_FILES,
 }
 
@@ -109,6 +113,32 @@ def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
             f"{folder} already holds a run ({results[0]}): resume it with --ckpt_path last, choose "
             "another folder with --run_dir, or replace it with --overwrite true."
         )
+
+
+def check_links(folder: Path) -> None:
+    """Reject links below a run folder that a run would write through, to files of other folders.
+
+    The run folder may be a link. Those in `checkpoints/`, such as `last.ckpt`, are replaced, never
+    written through.
+
+    Raises:
+        ValueError: names the link.
+    """
+    names = (*RUN_FILES, RESPONSES, LOCK)
+    found = [path for path in _list(folder) if any(path.match(name) for name in names)]
+    # Files of these are written in place; others get their names when they are complete.
+    for name in (FINAL_MODEL, FINAL_ADAPTER, RESPONSES):
+        found += _list(folder / name)
+    for path in found:
+        require(
+            not path.is_symlink(),
+            f"{path} is a link to {os.path.realpath(path)}, and a run writes through no link below "
+            "its folder: remove it, or choose another folder with --run_dir.",
+        )
+
+
+def _list(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def delete_files(paths: Sequence[Path]) -> None:

@@ -23,6 +23,7 @@ from litgrpo.callbacks.run_folder import (
     LAST,
     ORDER,
     NotSaved,
+    check_links,
     checkpoint_folder,
     find_newest_checkpoint,
     mark_as_newest,
@@ -140,10 +141,12 @@ class IterationCheckpoint(Checkpoint):
         """Install `VerifiedCheckpointIO` unless the trainer was built with one.
 
         Raises:
-            ValueError: the trainer's strategy shards weights in an unknown way, or the options
-                exclude each other.
+            ValueError: the trainer's strategy shards weights in an unknown way, the options
+                exclude each other, or a link leads out of the run folder.
         """
         check_strategy(trainer.strategy)
+        if writes_files(trainer):
+            check_links(run_folder(trainer))
         if isinstance(trainer.strategy.checkpoint_io, VerifiedCheckpointIO):
             self.io = trainer.strategy.checkpoint_io
         else:

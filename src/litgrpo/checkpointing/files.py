@@ -257,8 +257,9 @@ def _rename_unwanted(folder: Path) -> Path:
 
 
 def write_synced(content: dict[str, Any], path: Path) -> None:
-    """Write with `torch.save` and wait until the disk has the content."""
-    with path.open("wb") as file:
+    """Write a new file with `torch.save` and wait until the disk has the content."""
+    path.unlink(missing_ok=True)  # it may be a link, through which nothing is written
+    with path.open("xb") as file:
         _save(content, file)
         file.flush()
         os.fsync(file.fileno())

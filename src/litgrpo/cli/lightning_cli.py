@@ -33,6 +33,7 @@ from litgrpo.callbacks.run_folder import (
     REPORT,
     RunFolder,
     check_is_free,
+    check_links,
     checkpoint_folder,
     claim_folder,
     find_newest_checkpoint,
@@ -166,6 +167,7 @@ class LitGRPOCLI(RecipeCLI):
             self.replace_null_by_default(settings[key])
             self.pass_seed_to(settings[key])
         folder = Path(settings.run_dir)
+        rank_zero_only(check_links)(folder)
         if self.writes_a_run:
             rank_zero_only(self.lock)(folder)
             self.is_complete = not self.starts_from_scratch and self.has_completed(folder)

@@ -54,7 +54,9 @@ OUTSIDE = frozenset(
         *("pretrained", "reference", "tokenizer"),  # of another model than the trained one
     )
 )
-ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # whatever its option is called
+ADDRESS = re.compile(
+    r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE
+)  # also as the value of another option
 POLICY_ARGUMENTS: dict[str, type] = {
     "pretrained": str,
     "scratch": Scratch,
