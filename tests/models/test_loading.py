@@ -1,12 +1,14 @@
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.models.export import export
+from litgrpo.models.export import export, export_adapter
 from litgrpo.models.loading import (
+    ASSETS,
     LoRA,
     Precision,
     build_policy,
@@ -16,6 +18,7 @@ from litgrpo.models.loading import (
     load_tokenizer,
     save_in_memory_model,
 )
+from litgrpo.models.scratch import deserialize_tokenizer, serialize_tokenizer
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -174,3 +177,55 @@ def test_a_compiled_module_raises(kind):
     module = kind("builtin:tiny-gemma2", **arguments, max_iterations=1)
     with raises_for("torch.compile"):
         train(torch.compile(module, backend="eager"), batches("ab"))
+
+
+# --- what is saved names no folder that goes with the process ---
+
+
+def in_memory(name):
+    policy = load_policy("builtin:tiny-gemma2")
+    policy.model.name_or_path = policy.model.config._name_or_path = name
+    return save_in_memory_model((policy.model, policy.tokenizer))
+
+
+def folders_in(saved, *names):
+    """Files below `saved` that contain one of the names."""
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    return [path.name for path in files for name in names if name.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("built in", "builtin:tiny-gemma2"),
+        ("in memory", None),
+        ("in memory, of the Hub", "org/model"),
+        ("in memory, twice", "org/model"),
+        ("a folder", "my/model"),
+    ],
+)
+def test_what_is_saved_has_the_users_name_of_the_model(kind, name, lora, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = name
+    if kind.startswith("in memory"):
+        given = in_memory(name or "")
+        if kind.endswith("twice"):
+            first = load_policy(given)
+            given = save_in_memory_model((first.model, first.tokenizer))
+    elif kind == "a folder":
+        export(load_policy("builtin:tiny-gemma2"), tmp_path / name)
+    policy, saved = load_policy(given, lora=lora), tmp_path / "saved"
+    assert policy.tokenizer.name_or_path == (name or "")
+    export(policy, saved / "model")
+    if lora is not None:
+        export_adapter(policy, saved / "adapter")
+        settings = json.loads((saved / "adapter/adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == name
+    assert folders_in(saved, tempfile.gettempdir(), str(ASSETS), str(tmp_path)) == []
+
+
+def test_a_tokenizer_of_a_checkpoint_names_no_folder():
+    files = serialize_tokenizer(load_policy("builtin:tiny-gemma2").tokenizer)
+    assert not any(tempfile.gettempdir() in text for text in files.values())
+    assert deserialize_tokenizer(files).name_or_path == ""

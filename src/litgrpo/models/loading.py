@@ -150,6 +150,7 @@ def resolve_pretrained(pretrained: str) -> str:
 
 
 _kept: list[TemporaryFolder] = []  # until the process exits
+_names: dict[str, str] = {}  # {such a folder: name of the model in it, or ""}
 
 
 def save_in_memory_model(pretrained: Any) -> str:
@@ -190,9 +191,22 @@ def save_in_memory_model(pretrained: Any) -> str:
         )
     folder = TemporaryFolder("model")
     _kept.append(folder)
+    name = model.name_or_path or ""
+    _names[str(folder.path)] = _names.get(name, name)
     model.save_pretrained(folder.path)
     tokenizer.save_pretrained(folder.path)
     return str(folder.path)
+
+
+def _set_name(loaded: Any, pretrained: str) -> None:
+    """Name a model or tokenizer as the user did, since exports and adapters save its name.
+
+    The folder that it was loaded from may be temporary, or exist on this machine only.
+    """
+    name = _names.get(pretrained, pretrained)
+    loaded.name_or_path = name
+    if hasattr(loaded, "config"):
+        loaded.config._name_or_path = name
 
 
 # --- tokenizer ---
@@ -212,6 +226,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # of the library, of many types for a damaged file
         raise ValueError(_describe_failure("tokenizer", pretrained, error)) from error
+    _set_name(tokenizer, pretrained)
     check_tokenizer(tokenizer, pretrained)
     return tokenizer
 
@@ -317,6 +332,7 @@ def load_policy(
             model = load_weights(folder, config, dtype, whole=is_whole, **options)
     except OSError as error:
         raise ValueError(_describe_failure("model", pretrained, error)) from error
+    _set_name(model, pretrained)
     check_vocabulary(model, tokenizer, pretrained)
     with adapters_in_memory() if empty is not None else nullcontext():
         policy = build_policy(

@@ -212,9 +212,11 @@ def deserialize_tokenizer(files: Any) -> PreTrainedTokenizerBase:
             )
             Path(folder, name).write_text(text, encoding="utf-8")
         try:
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=False
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"the tokenizer of a checkpoint cannot be read: {reason}") from error
+    tokenizer.name_or_path = ""  # the folder is gone
+    return tokenizer
