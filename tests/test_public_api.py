@@ -96,8 +96,9 @@ def test_other_names_are_not_there():
         litgrpo.Learner  # noqa: B018
 
 
-def test_importing_the_package_does_not_import_torch():
-    code = "import sys, litgrpo; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["litgrpo", "litgrpo.data", "litgrpo.data.messages"])
+def test_importing_the_package_does_not_import_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

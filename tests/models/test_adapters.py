@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from litgrpo.models.export import export, export_adapter
 from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy, load_reference
 from litgrpo.models.reference import AdapterReference
+from litgrpo.models.weights import find_model_class
+from tests.models.table import small_config
 from tests.support.adapters import perturb
 from tests.support.causal import tokens
 from tests.support.invariants import KL, fit, module
@@ -240,3 +242,30 @@ def test_the_exported_model_is_the_trained_one(tmp_path, settings, tied):
     with torch.no_grad():
         gap = merged.eval()(ids).logits - policy.model.eval()(ids).logits
     assert gap.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "mamba2"])
+def test_by_default_mamba_adapts_the_layers_that_peft_allows(model_type):
+    config = small_config(model_type)
+    policy = build_policy(find_model_class(config)(config), byte_tokenizer(), lora=LoRA(rank=2))
+    named = {name for name, _ in policy.model.named_modules() if name.endswith("lora_A")}
+    layers = {name.rpartition(".")[0].rpartition(".")[2] for name in named}
+    assert "in_proj" in layers
+    assert not layers & {"out_proj", "conv1d", "lm_head"}
+    with raises_for("out_proj", "model.lora.target_modules"):
+        lora = LoRA(target_modules=["out_proj"])
+        build_policy(find_model_class(config)(config), byte_tokenizer(), lora=lora)
+
+
+def test_an_adapter_that_replicates_layers_equals_peft_trained_and_merged(base, tmp_path):
+    """Layers that share weights are copied: merging the adapter of one would change the other."""
+    settings = {"layer_replication": [[0, 2], [1, 2]], "target_modules": ["q_proj", "up_proj"]}
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    theirs = peft.get_peft_model(tiny_model("llama"), config)
+    theirs.save_pretrained(tmp_path / "adapter")
+    policy = load_policy(base, lora=LoRA(adapter_path=str(tmp_path / "adapter")))
+    assert len(policy.bare_model.model.layers) == 3
+    torch.testing.assert_close(logits(policy.model), logits(theirs))
+    export(policy, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(theirs), rtol=1e-4, atol=1e-5)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 TRAINED, INITIAL = "default", "initial"  # names of the adapters in a PEFT model
 CONFIG_FILE = "adapter_config.json"
+# PEFT adapts every layer of these types but two, whose weights Mamba's kernels read directly.
+MAMBA_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+NOT_IN_MAMBA = ["out_proj", "conv1d"]
 PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -39,7 +42,8 @@ class LoRA:
     Args:
         rank: rank of each adapter (PEFT: r).
         alpha: the adapter's output is scaled by alpha / rank (PEFT: lora_alpha).
-        target_modules: names of the linear layers to adapt; `all-linear` takes every one.
+        target_modules: names of the linear layers to adapt; `all-linear` takes every one that PEFT
+            can adapt (in Mamba models all but `out_proj`).
         dropout: dropout before the adapter; above 0, training computes other probabilities than
             sampling did.
         modules_to_save: names of modules that are fully trained and saved with the adapter, such as
@@ -89,6 +93,8 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     settings = lora.peft_settings
     if lora.adapter_path is not None:
         settings = _read_settings(lora, lora.adapter_path)
+    elif lora.target_modules == "all-linear" and model.config.model_type in MAMBA_TYPES:
+        settings["exclude_modules"] = NOT_IN_MAMBA
     try:
         adapted: Any = get_peft_model(model, LoraConfig(**settings, task_type=task))
     except (RuntimeError, TypeError, ValueError) as error:
@@ -97,10 +103,30 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
             f"lora does not fit the model: {' '.join(str(error).split())[:300]} Set "
             f"model.lora.target_modules to some of its linear layers: {', '.join(names)}."
         ) from error
+    if settings.get("layer_replication"):
+        separate_replicated_layers(adapted)
     check_not_tied(adapted)
     if lora.adapter_path is not None:
         read_adapter(adapted, lora.adapter_path, TRAINED)
     return adapted
+
+
+def separate_replicated_layers(adapted: Any) -> None:
+    """Copy weights that layers share by PEFT's `layer_replication`, each with separate adapters.
+
+    Merging the adapter of one layer would change the others.
+    """
+    ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+    tied = {id(each.weight) for each in ends if each is not None}
+    seen: set[int] = set()
+    for part in adapted.modules():
+        for name, weight in part._parameters.items():
+            if weight is None or id(weight) in tied:
+                continue
+            if id(weight) in seen:
+                copied = weight.detach().clone()
+                part._parameters[name] = torch.nn.Parameter(copied, weight.requires_grad)
+            seen.add(id(weight))
 
 
 def check_not_tied(adapted: Any) -> None:
