@@ -5,8 +5,9 @@ import json
 import pytest
 
 from litgrpo.data.rendering import build_prompt_format
-from litgrpo.data.rows import RowReader
+from litgrpo.data.rows import RowReader, columns_of
 from litgrpo.data.sources import Source, read_rows, source_weights
+from litgrpo.rewards import correctness
 
 
 def rows_for_tests(size: int = 2, start: int = 0):
@@ -220,6 +221,31 @@ def test_empty_cells_are_named_when_the_data_are_read(tmp_path):
     with pytest.warns(UserWarning, match=said) as warned:
         reader.read(path)
     assert len(warned) == 1  # a column that no option names may be empty
+
+
+@pytest.mark.parametrize("empty", ["", " \n", None, float("nan"), [], ["", None], {}])
+def test_each_kind_of_no_answer_is_counted_with_the_first_place(empty):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": empty}]
+    for extract in ({}, {"answer": "(.+)"}):
+        reader = RowReader({}, extract, 0.0, "drop")
+        with pytest.warns(UserWarning, match=r"1 of 2 rows have an empty 'answer' .* row 2"):
+            read = reader.read(rows)
+        # Rewards leave the same rows out.
+        scores = correctness(["?"] * 2, ["<answer>1</answer>"] * 2, columns_of(read)["answer"])
+        assert scores == [1.0, None]
+
+
+def test_a_row_that_lacks_the_column_of_the_others_has_no_answer():
+    reader = RowReader({}, {}, 0.0, "drop")
+    with pytest.warns(UserWarning, match=r"1 of 2 rows have an empty 'answer' .* row 2"):
+        reader.read([{"prompt": "a", "answer": 0}, {"prompt": "b"}])
+
+
+def test_a_task_without_answers_is_no_gap_in_those_of_another():
+    reader = RowReader({}, {}, 0.0, "drop")
+    read = reader.read({"sums": [{"prompt": "a", "answer": False}], "letters": ["b", "c"]})
+    assert columns_of(read)["answer"] == [False, None, None]
+    assert reader.read([{"prompt": "a", "answer": None}, {"prompt": "b"}])
 
 
 @pytest.mark.parametrize("template", [None, "Q: {{ prompt }}", "{{ prompt | upper }} {{ x }}"])

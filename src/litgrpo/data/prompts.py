@@ -18,7 +18,7 @@ from litgrpo.data.rows import (
     columns_of,
     identity,
     report_duplicates,
-    warn_of_empty_texts,
+    warn_of_missing_answers,
 )
 from litgrpo.data.sources import RowsOnDisk, SourceRow
 from litgrpo.data.tokenization import (
@@ -264,7 +264,7 @@ class StreamedPrompts(Dataset[PromptBatch]):
         self.max_chars = limit.max_chars(tokenizer)
         count = min(len(self), NUM_PREVIEWED)
         self.preview_rows = [self.row(place * len(self) // count) for place in range(count)]
-        warn_of_empty_texts(self.preview_rows, reader.compared)
+        warn_of_missing_answers(self.preview_rows, reader.compared)
         self.preview = tokenize_prompts(
             self.preview_rows,
             f"train (first look: {count} rows)",

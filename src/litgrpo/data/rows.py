@@ -20,6 +20,8 @@ from litgrpo.data.sources import (
     read_rows,
 )
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
+from litgrpo.text.answers import list_answers
+from litgrpo.types import TASK
 
 TrainValOverlap = Literal["drop", "error", "keep"]
 # Arguments that every reward function may ask for; a column cannot have such a name.
@@ -92,7 +94,8 @@ class RowReader:
         needed = self.required if required is None else set(required)
         rows = [self.rename(row, needed) for row in read_rows(source)]
         reject_repeated_ids(rows)
-        warn_of_empty_texts(rows, self.compared)
+        if needed >= self.required:  # prompts to answer need no reference
+            warn_of_missing_answers(rows, self.compared)
         return rows
 
     def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
@@ -128,6 +131,8 @@ class RowReader:
                 hint += "; `messages` need `chat: true`"
             raise ValueError(f"{row.place}: no field {theirs!r} ({hint})")
         for name in extract.keys() & values.keys():
+            if not list_answers(values[name]):
+                continue  # no answer: counted when all rows are read
             values[name] = extract_group(
                 extract[name], values[name], f"{row.place}, field {name!r}"
             )
@@ -309,19 +314,30 @@ def reject_repeated_ids(rows: list[SourceRow]) -> None:
         )
 
 
-def warn_of_empty_texts(rows: list[SourceRow], names: Iterable[str]) -> None:
-    """Warn once for each column of which some rows are empty, as a .csv file writes missing values.
+def warn_of_missing_answers(rows: list[SourceRow], names: Iterable[str]) -> None:
+    """Warn once for each column of which some rows are empty; see `list_answers`.
 
-    Empty prompts and completions are errors where they are rendered.
+    Sources and tasks of which no row has a value do not use the column. Empty prompts and
+    completions are errors where they are rendered.
     """
     for name in sorted(names):
-        texts = [(row.values.get(name), row) for row in rows]
-        empty = [row for text, row in texts if isinstance(text, str) and not text.strip()]
+        values = [(row.values.get(name), row) for row in rows]
+        used = {_task_of(row) for value, row in values if list_answers(value)}
+        empty = [
+            row
+            for value, row in values
+            if not list_answers(value) and (value is not None or _task_of(row) in used)
+        ]
         if empty:
             rank_zero_warn(
                 f"{len(empty)} of {len(rows)} rows have an empty {name!r} (the first: "
-                f"{empty[0].place}): rewards that compare with it fail there; leave these rows out"
+                f"{empty[0].place}): rewards that compare with it do not score these rows; fill it "
+                "in, or leave them out"
             )
+
+
+def _task_of(row: SourceRow) -> tuple[str, int, str]:
+    return row.set_name, row.source, str(row.values.get(TASK))
 
 
 def report_duplicates(role: str, rows: list[SourceRow], texts: Iterable[Hashable]) -> None:
