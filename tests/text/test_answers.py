@@ -9,6 +9,7 @@ from litgrpo.text.answers import (
     extract_answer,
     extract_reasoning,
     find_boxed,
+    find_nouns,
     find_tagged,
     parse_number,
     reasonings,
@@ -122,6 +123,62 @@ def test_every_exponent_is_read_in_every_spelling() -> None:
 )  # fmt: skip
 def test_bounds_products_and_powers_are_not_their_number(text: str) -> None:
     assert parse_number(text) is None
+
+
+# A word or sign beside a number that makes it another one, or no statement of it.
+OTHER_CLAIMS = (
+    """
+twice 5|half of 5|5 or more|5k|5 or 6|not 5|5 hundred|5 dozen|5 thousand|5 million|5 of 10|5+
+triple 5|double 5|5 squared|5 cubed|the square root of 5|5 or less|5 or so|up to 5|less than 5
+over 5|nearly 5|almost 5|5ish|5-ish|5 plus|5 plus two|5 minus one|one less than 5
+one more than 5|5M|5K|5B|5bn|5 grand|5 trillion|5 gross|5 score|5 tenths|5 hundredths|5 halves
+a 5th|one 5th|5 times the price|5 times that|5 and a half|5 apples and a half|5 apples or more
+5 apples less than Bob|the reciprocal of 5|the negative of 5|the opposite of 5|5 factorial
+5 mod two|log 5|sin(5)|5 to one|5 in ten|5 out of ten|5 over two|5 divided by two|ten times 5
+a multiple of 5|divisible by 5|before 5|within 5|isn't 5|it is not 5|it can't be 5|never 5
+anything but 5|all but 5|approximately half of 5|5 fold|5-fold|fivefold 5|5 short of ten
+5 too many|5 point five|zero point 5|twenty 5|some 5 odd|5 = x|5^|5\u2030|\u22485x|5\u2460|5a
+#5b|v5|5 G|5 k|5, or more|5 maybe more|5 less|Twice 5|5 Or More|5 DOZEN|**twice** 5
+half of the 5|two thirds of about 5|5\u00bdth|\u221b5|\u00b15|5\u00b11|5@|5 percent or more
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
+
+
+@pytest.mark.parametrize("text", OTHER_CLAIMS)
+def test_a_number_beside_any_unlisted_word_is_no_answer(text: str) -> None:
+    assert parse_number(text) is None
+
+
+STATEMENTS = (
+    """
+about 5|5%|~5|$5|5 km per hour|the answer is 5 dollars.|5 times|5 more|Final answer: **5**
+5 dollars per hour|US$5|5 USD|5\u20ac|EUR 5|5/day|5 mph|5 square feet|5 cubic meters|5 ft tall
+She has 5 left.|5 apples left|So the total is 5.|the total cost is $5|It costs 5 cents
+5 feet long|5 pounds of flour|5 hours a day|5 additional students|5, because that is it
+5. That is it|"5"|[5]|B. 5|**5** apples|5 \u00b0C|5 degrees Celsius|There are 5 students
+It takes 5 days to finish|the sum is 5|5 is the answer|5 in total|a total of 5
+Janet makes $5 every day|exactly 5|5 pairs of socks|5 L|She needs $5 more to buy the wallet
+5 years older than Ann|Natalia sold 5 clips altogether in the months of April and May.
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
+
+
+@pytest.mark.parametrize("text", STATEMENTS)
+def test_the_words_of_an_answer_may_stand_beside_its_number(text: str) -> None:
+    assert parse_number(text) == 5
+
+
+def test_what_a_prompt_asks_for_may_follow_the_number_but_no_number_word() -> None:
+    nouns = find_nouns([{"role": "user", "content": "How many wombats, twice a dozen or more?"}])
+    assert parse_number("5 wombats", nouns) == parse_number("5 wombat", nouns) == 5
+    for text in ("5 dozen", "5 or", "5 or more", "twice 5", "wombats 5", "5 wombats or more"):
+        assert parse_number(text, nouns) is None
+    assert parse_number("5 wombats") is None
+    assert find_nouns(None) == frozenset({"none"})
 
 
 @pytest.mark.parametrize(

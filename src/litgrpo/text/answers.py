@@ -6,16 +6,30 @@ Pure Python and linear time: no function here can be made slow by what a policy 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Container, Mapping, Sequence, Sized
 from fractions import Fraction
 from itertools import islice, pairwise
 from typing import Any
 
 from litgrpo.text.normalization import fold, normalize
+from litgrpo.text.number_words import (
+    ENDS_BEFORE,
+    ENDS_BEHIND,
+    ENDS_BEHIND_A_UNIT,
+    MARKS_END_BEFORE,
+    MARKS_END_BEHIND,
+    MARKS_THROUGH_BEFORE,
+    MARKS_THROUGH_BEHIND,
+    NEVER_UNITS,
+    THROUGH_BEFORE,
+    THROUGH_BEHIND,
+    UNITS,
+)
 
 Message = Mapping[str, object]
 Completions = Sequence[str | Sequence[Message]]  # N texts, or N lists of chat messages
 
+MAX_PROMPT = 20_000  # characters of a prompt whose words may name what an answer counts
 MAX_DIGITS = 100  # longer digit strings are noise; converting them would take quadratic time
 
 # One number without its sign: 1,080 or 1 080 or 1080, with or without decimals and exponent; .5
@@ -35,8 +49,13 @@ UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])(?<![0-9.][eE])\^?[23](?![0-9])")
 # Text around a number that makes it another claim: "x > 5", "at least 5", "5i", "5x", "5 < x".
 ARROW_OR_TAG = re.compile(r"[-=]{1,3}>|</?[A-Za-z]{1,10}>")
 COMPARISON = "<>\u2264\u2265\u2260"
-BOUND = re.compile(r"\b(?:than|least|most)$")
-VARIABLE = re.compile(r"[abijnqruvwxyz](?![\w.])| ?[xyz](?!\w)| ?[\u0370-\u03ff\u221a\u221e]")
+A_PART = re.compile(r"\b(?:a|an|one) ?$", re.IGNORECASE)  # "a 5th"
+ORDINAL = re.compile(r"(?:st|nd|rd|th)\b", re.IGNORECASE)
+REPEATED = re.compile(r" times (?!(?:a|an|per|each|every|in|on|more)\b)", re.IGNORECASE)
+TIMES = re.compile(r"[\w)] ?[*/] ?[($]*$")
+TOKEN = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\S")
+CURRENCY = tuple("$\u20ac\u00a3\u00a5\u20b9\u20bd")
+NEARBY = 200  # characters beside a number that are read
 # An operation with a letter: "x + 1", "n * 5", "1 - x"; but "a -5" and "72 - I think" may be prose,
 # "answer - 5" a sign, and "72/h" a unit.
 OPERATION_BEFORE = re.compile(
@@ -45,6 +64,7 @@ OPERATION_BEFORE = re.compile(
 OPERATION_AFTER = re.compile(r" ?(?:[-+*] ?(?:[b-hj-zB-HJ-Z](?!\w)|[aAiI](?! ?\w))|/ ?[xyz](?!\w))")
 LATEX_COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 WORD = re.compile(r"[A-Za-z]+")
+SIGN_WORD = re.compile(r"\b(?:minus|negative)[ $(*_`]*$", re.IGNORECASE)
 SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
 SPACES = re.compile(r"\s+")
 BOX_OR_BRACE = re.compile(r"\\boxed *\{|[{}]")
@@ -58,10 +78,7 @@ LAYOUT = {
     *("left", "right", "text", "textbf", "textit", "mathrm", "mathbf", "mathit", "mathsf", "boxed"),
     *("fbox", "displaystyle", "approx", "quad", "qquad", "circ", "degree", "pounds", "euro"),
 }
-# Words that turn the number beside them into another one.
-OPERATIONS = {
-    *("not", "sqrt", "root", "squared", "cubed", "factorial", "log", "ln", "sin", "cos", "tan"),
-}
+NEGATION = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n't\b", re.IGNORECASE)
 
 # LaTeX for characters that numbers are written with.
 SYMBOLS = (("{,}", ","), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\times", "*"), ("\\cdot", "*"))
@@ -197,12 +214,19 @@ def reasonings(completions: Completions, tag: str = "reasoning") -> list[str]:
     return [extract_reasoning(text_of(completion), tag=tag) for completion in completions]
 
 
-def parse_number(text: str) -> Fraction | None:
+def parse_number(text: str, nouns: Container[str] = ()) -> Fraction | None:
     r"""The one number that a text states, exactly; None if it states none or several.
 
     Reads signs (Unicode minus too), thousands separators, decimals, exponents, fractions, mixed
-    numbers, LaTeX; looks over currency, percent signs, units and other words: "about $1,080.50 per
-    week" is 2161/2. Units are not converted: "70%" is 70, "2 million" is 2.
+    numbers, LaTeX. Beside the number may stand what `text/number_words.py` lists: currency, units,
+    things that are counted, the words of "the answer is": "about $1,080.50 per week" is 2161/2.
+    Beside any other word or sign it is no number: "twice 5", "5 or more", "5k", "2 million". Units
+    are not converted: "70%" is 70.
+
+    Args:
+        text: an answer.
+        nouns: further words, in lower case, that may follow the number like a unit; see
+            `find_nouns`.
 
     Example:
         >>> parse_number("-1 3/4 cups")
@@ -211,7 +235,7 @@ def parse_number(text: str) -> Fraction | None:
         True
     """
     plain = _plain(text)
-    if plain is None or not OPERATIONS.isdisjoint(map(str.lower, WORD.findall(plain))):
+    if plain is None:
         return None
     found = list(islice(MAGNITUDE.finditer(plain), 4))
     if not found or any(len(match[0]) > MAX_DIGITS for match in found):
@@ -222,19 +246,77 @@ def parse_number(text: str) -> Fraction | None:
     sign = _sign(before)
     if size is None or sign is None or _is_another_claim(before, after):
         return None
+    if NEGATION.search(before + after[:20]):
+        return None
+    has_price = before.rstrip(" (*_")[-1:] in CURRENCY
+    if not (
+        _may_precede(before) and _may_follow(after, nouns, has_unit=bool(before) and has_price)
+    ):
+        return None
     return sign * size
 
 
 def _is_another_claim(before: str, after: str) -> bool:
-    """Return True for a bound (x > 5), an operation (5x, x + 5, 5^n) or a factorial (5!)."""
+    """Return True for a bound (x > 5), an operation (x + 5, 5 - x), a factorial or a fifth."""
     if OPERATION_BEFORE.search(before[-20:]) or OPERATION_AFTER.match(after):
         return True
     factorial = after.startswith("!") and not WORD.search(before + after)
-    compared = before.rstrip(" =").endswith(tuple(COMPARISON)) or BOUND.search(before.rstrip(" $"))
-    rest = after.lstrip()
-    return bool(factorial or compared or VARIABLE.match(after)) or rest.startswith(
-        ("^", *COMPARISON)
-    )
+    compared = before.rstrip(" =").endswith(tuple(COMPARISON))
+    part = ORDINAL.match(after) and A_PART.search(before[-20:])
+    product = TIMES.search(before[-20:]) or REPEATED.match(after)
+    return bool(factorial or compared or part or product)
+
+
+def _may_precede(before: str) -> bool:
+    """Return True if a number behind this text is the number that the text states."""
+    for token in reversed(TOKEN.findall(SIGN_WORD.sub("", before[-NEARBY:]))):
+        word = token.casefold()
+        if word in MARKS_END_BEFORE:
+            return True
+        if word not in MARKS_THROUGH_BEFORE and word not in THROUGH_BEFORE:
+            return word in ENDS_BEFORE
+    return True
+
+
+def _may_follow(after: str, nouns: Container[str], has_unit: bool) -> bool:
+    """Return True if a number before this text is the number that the text states."""
+    if after.startswith(" - "):
+        return True
+    wants_unit = after[:1].isalpha()  # 5km, but not 5a
+    for token in TOKEN.findall(after[:NEARBY]):
+        word = token.casefold()
+        if has_unit and (word in ENDS_BEHIND or word in ENDS_BEHIND_A_UNIT):
+            return True
+        if token in UNITS or (len(word) > 1 and _is_noun(word, nouns)):
+            has_unit, wants_unit = True, False
+        elif wants_unit:
+            return False
+        elif word in MARKS_END_BEHIND or word in ENDS_BEHIND:
+            return True
+        elif word in ("/", "-"):
+            wants_unit = True  # 5/h, 5-hour
+        elif word not in MARKS_THROUGH_BEHIND and word not in THROUGH_BEHIND:
+            return False
+    return not wants_unit
+
+
+def _is_noun(word: str, nouns: Container[str]) -> bool:
+    forms = {word, word.removesuffix("s"), word.removesuffix("es"), f"{word}s"}
+    forms |= {f"{form[:-1]}y" for form in forms if form.endswith("i")}
+    return any(form in UNITS or form in nouns for form in forms)
+
+
+def find_nouns(prompt: object) -> frozenset[str]:
+    """Return the words of a prompt that may follow a number like a unit.
+
+    Example:
+        >>> sorted(find_nouns("How many clips or more?"))
+        ['clips', 'how']
+    """
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        prompt = " ".join(str(message.get("content")) for message in prompt)
+    words = {word.lower() for word in WORD.findall(str(prompt)[:MAX_PROMPT])}
+    return frozenset(word for word in words - NEVER_UNITS if len(word) > 2)  # noqa: PLR2004
 
 
 def _plain(text: str) -> str | None:

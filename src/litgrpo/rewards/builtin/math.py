@@ -21,6 +21,7 @@ from litgrpo.text.answers import (
     Completions,
     answer_claims,
     extract_answer,
+    find_nouns,
     find_tagged,
     list_answers,
     parse_number,
@@ -35,6 +36,7 @@ MAX_LATEX_CHARS = 500  # of an answer for math-verify
 
 # Data sets also hold Decimals, truth values and dates.
 Reference = str | int | float | Decimal | date | time
+Nouns = frozenset[str]  # words of a prompt that may follow a number, as in `find_nouns`
 References = Reference | Sequence[Reference] | None  # several accepted answers: any is correct
 
 
@@ -65,12 +67,14 @@ def correctness(
 
     Numbers are compared exactly, regardless of formatting (`$1,080.00`, `1080`,
     `\frac{2160}{2}`, `<answer>1080 feet</answer>`). A reference answer that is not a number is
-    compared as text. The completion must commit to one answer: several different answers, several
-    numbers inside one answer, a number in more than 20 words or in a question, an empty or
-    unclosed tag get 0.
+    compared as text. Beside the number may stand units, currency, words of the prompt and the
+    words of an answer ("the answer is", "she has"); with any other word or sign it is no answer
+    ("twice 5", "5 or more", "5k"). The completion must commit to one answer: several different
+    answers, several numbers inside one answer, a number in more than 20 words or in a question, an
+    empty or unclosed tag get 0.
 
     Args:
-        prompts: N prompts; not read.
+        prompts: N prompts; their words may follow a number like a unit.
         completions: N completions, texts or lists of chat messages.
         answer: N reference answers: a number, its text, or a worked solution that ends in
             `#### 72` or `\boxed{72}`; or a list of these, any of which is correct. Rows without
@@ -88,28 +92,30 @@ def correctness(
         [1.0, 0.0, 0.0]
     """
 
-    def score(text: str, reference: Reference) -> float | None:
-        expected = parse_reference(reference)
+    def score(text: str, reference: Reference, nouns: Nouns) -> float | None:
+        expected = parse_reference(reference, nouns)
         if expected == "":
             return None
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
-        return float(bool(claims) and all(_equals(claim, expected) for claim in claims))
+        return float(bool(claims) and all(_equals(claim, expected, nouns) for claim in claims))
 
-    return score_rows(completions, answer, score)
+    return score_rows(prompts, completions, answer, score)
 
 
 def score_rows(
+    prompts: Sequence[object],
     completions: Completions,
     answer: Sequence[References],
-    score: Callable[[str, Reference], float | None],
+    score: Callable[[str, Reference, Nouns], float | None],
 ) -> list[float | None]:
-    """Return `score(text, reference)` of every row, the best of several references.
+    """Return `score(text, reference, nouns of the prompt)` of every row, the best of several.
 
     None, not scored, for rows without a reference answer, and if no reference can be parsed.
     """
     rewards = []
-    for completion, references in zip(completions, answer, strict=True):
-        scores = [score(text_of(completion), one) for one in list_answers(references)]
+    for prompt, completion, references in zip(prompts, completions, answer, strict=True):
+        nouns = find_nouns(prompt)
+        scores = [score(text_of(completion), one, nouns) for one in list_answers(references)]
         rewards.append(max((one for one in scores if one is not None), default=None))
     return rewards
 
@@ -173,12 +179,12 @@ def exact(
         [1.0, 0.0]
     """
 
-    def score(text: str, reference: Reference) -> float:
+    def score(text: str, reference: Reference, nouns: Nouns) -> float:
         found = [text] if answer_tag is None else find_tagged(text, answer_tag)
         said = found[0].strip() if len(found) == 1 else ""
         return float(bool(said) and said in _spellings(reference))
 
-    return score_rows(completions, answer, score)
+    return score_rows(prompts, completions, answer, score)
 
 
 @add_check(check_answers)
@@ -217,12 +223,12 @@ def closeness(
     """
     above("tolerance", tolerance, 0)
 
-    def score(text: str, reference: Reference) -> float | None:
-        expected = parse_reference(reference)
+    def score(text: str, reference: Reference, nouns: Nouns) -> float | None:
+        expected = parse_reference(reference, nouns)
         if isinstance(expected, str):
             return None
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
-        numbers = {parse_number(claim) for claim in claims}
+        numbers = {parse_number(claim, nouns) for claim in claims}
         if len(numbers) != 1:
             return 0.0
         number = numbers.pop()
@@ -231,14 +237,14 @@ def closeness(
         error = abs(number - expected) / (abs(expected) or 1)
         return float(max(Fraction(0), 1 - error / Fraction(str(tolerance))))
 
-    for row in answer:
-        references = list_answers(row)
-        numbers = [one for one in references if not isinstance(parse_reference(one), str)]
+    for prompt, row in zip(prompts, answer, strict=True):
+        references, nouns = list_answers(row), find_nouns(prompt)
+        numbers = [one for one in references if not isinstance(parse_reference(one, nouns), str)]
         require(
             bool(numbers) or not references,
             f"closeness: answer must be a number, got {row!r}",
         )
-    return score_rows(completions, answer, score)
+    return score_rows(prompts, completions, answer, score)
 
 
 @isolated
@@ -286,29 +292,29 @@ def math_verify(
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("the reward litgrpo.rewards.math_verify needs `pip install math-verify`")
 
-    def score(text: str, reference: Reference) -> float | None:
+    def score(text: str, reference: Reference, nouns: Nouns) -> float | None:
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
-        equal = [_equal_formulas(comparison, reference, claim) for claim in claims]
+        equal = [_equal_formulas(comparison, reference, claim, nouns) for claim in claims]
         if not equal:  # no answer: incorrect, if there is a reference
             equal = [comparison.equal(normalize(str(reference)), None) and False]
         return None if None in equal else float(all(equal))
 
     with lock:
         comparison = SymbolicComparison(timeout_s)
-        return score_rows(completions, answer, score)
+        return score_rows(prompts, completions, answer, score)
 
 
 def _equal_formulas(
-    comparison: SymbolicComparison, reference: Reference, claim: str
+    comparison: SymbolicComparison, reference: Reference, claim: str, nouns: Nouns
 ) -> bool | None:
     """Return True if a claim equals the reference; None if the reference cannot be parsed."""
     try:
-        number = parse_reference(reference)
+        number = parse_reference(reference, nouns)
     except ValueError:
         return None
     # Numbers with units or currency, which the library may take for products of variables.
     if same_text(claim, str(reference)) or (
-        isinstance(number, Fraction) and _equals(claim, number)
+        isinstance(number, Fraction) and _equals(claim, number, nouns)
     ):
         return True
     if len(claim) > MAX_LATEX_CHARS or is_tower(claim):
@@ -326,7 +332,7 @@ def _spellings(reference: Reference) -> set[str]:
     return texts
 
 
-def parse_reference(reference: Reference) -> Fraction | str:
+def parse_reference(reference: Reference, nouns: Nouns = frozenset()) -> Fraction | str:
     r"""Parse a reference answer into an exact number, or its text if it is not a number.
 
     A worked solution whose marked answer is empty (`#### `) gives "", no answer.
@@ -346,7 +352,7 @@ def parse_reference(reference: Reference) -> Fraction | str:
         raise ValueError(f"answer must be a number or a text, got {reference!r}")
     marked = extract_answer(reference)
     text = reference if marked is None else marked
-    number = parse_number(text)
+    number = parse_number(text, nouns)
     return text if number is None else number
 
 
@@ -365,10 +371,10 @@ def _last_line(completion: str) -> list[str]:
     return list(islice((line for line in lines if normalize(line).strip()), 1))
 
 
-def _equals(claim: str, reference: Fraction | str) -> bool:
+def _equals(claim: str, reference: Fraction | str, nouns: Nouns) -> bool:
     if isinstance(reference, str):
         return same_text(claim, reference)
-    return _is_answer(claim) and parse_number(claim) == reference
+    return _is_answer(claim) and parse_number(claim, nouns) == reference
 
 
 def _is_answer(claim: str) -> bool:
