@@ -5,6 +5,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from litgrpo.algorithms.advantages import Normalized
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import PromptBatch, RewardTable, Rollout, TokenRows, TrainingBatch
 
 
@@ -183,18 +185,17 @@ def test_reward_stats_by_hand():
         "reward/max": 3.0,
         "reward/group_std": 2**0.5 / 2,
         "reward/failed_frac": 0.25,
+        "reward/unscored_groups_frac": 0.0,
         "reward/zero_variance_groups_frac": 0.5,
         "reward/correct": 2 / 3,
         "reward/correct_std": (1 / 3) ** 0.5,
         "reward/correct_share": 1.0,
-        "reward/format": 0.0,
-        "reward/format_std": 0.0,
         "reward/format_share": 0.0,
-        "reward/cosine_correct_format": 0.0,
     }
-    assert {f"reward/{name}" for name in RewardTable.stat_names(["correct", "format"])} == set(
-        stats
-    )
+    # "format" scored no completion, so it has no mean and no direction.
+    missing = {"reward/format", "reward/format_std", "reward/cosine_correct_format"}
+    names = {f"reward/{name}" for name in RewardTable.stat_names(["correct", "format"])}
+    assert names == {*stats, *missing}
     assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected)
     assert {value.dtype for value in stats.values()} == {torch.float32}
 
@@ -219,10 +220,52 @@ def test_a_component_of_weight_zero_keeps_its_sign_in_the_cosine():
     assert float(stats["reward/cosine_a_b"]) == pytest.approx(1.0)
 
 
-def test_a_deviation_of_one_or_of_infinite_values_is_zero():
+def test_a_deviation_of_one_value_is_zero_and_of_infinite_ones_unknown():
     nan, inf = torch.nan, torch.inf
     stats = table([[0.0, 1.0]], one=[[nan, 3.0]], infinite=[[inf, 1.0]]).stats()
-    assert float(stats["reward/one_std"]) == float(stats["reward/infinite_std"]) == 0.0
+    assert float(stats["reward/one_std"]) == 0.0
+    assert "reward/infinite_std" not in stats
+
+
+def test_unscored_rows_are_in_no_statistic_of_groups():
+    """Their totals are 0, which is no reward: the first two groups have one gradient among them."""
+    yes, no = True, False
+    given = table(
+        [[1.0, 1.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [5.0, 1.0, 0.0]],
+        valid=[[yes, yes, no], [yes, yes, no], [no, no, no], [no, yes, no]],
+    )
+    zero_variance = [1.0, 0.0, pytest.approx(torch.nan, nan_ok=True), 1.0]
+    assert given.find_zero_variance().tolist() == zero_variance
+    stats = {name: float(value) for name, value in given.stats().items()}
+    assert stats == pytest.approx(
+        {
+            "reward/mean": 1.0,  # of 1, 1, 2, 0, 1
+            "reward/std": 0.5**0.5,
+            "reward/min": 0.0,
+            "reward/max": 2.0,
+            "reward/group_std": 2**0.5 / 3,  # 0, sqrt 2 and, of a single completion, 0
+            "reward/failed_frac": 7 / 12,
+            "reward/unscored_groups_frac": 1 / 4,
+            "reward/zero_variance_groups_frac": 2 / 3,
+        }
+    )
+
+
+def test_metrics_and_training_agree_on_the_groups_without_variance():
+    """Also where only rounding, a failed row or a None differs; 60 random tables."""
+    torch.manual_seed(0)
+    for _ in range(60):
+        total = torch.randint(3, (4, 3)).double() / 3
+        total += 1e-17 * torch.rand(4, 3).double()
+        valid = torch.rand(4, 3) < 0.6
+        given = RewardTable({}, {}, total.masked_fill(~valid, 0.0), valid)
+        advantages = Normalized()(given, torch.ones(4, 3), SingleProcess())
+        has_gradient = advantages.any(1)
+        assert (given.find_zero_variance() == 0).tolist() == has_gradient.tolist()
+        scored = valid.any(1)
+        if scored.any():
+            found = given.stats()["reward/zero_variance_groups_frac"]
+            assert float(found) == pytest.approx(float((~has_gradient)[scored].double().mean()))
 
 
 def test_a_single_component_is_not_compared():
@@ -238,13 +281,13 @@ def test_shares_use_counted_components_and_valid_rows():
     assert float(given.stats()["reward/a_share"]) == 1.0
     zero = torch.zeros(1, 3, dtype=torch.float64)
     gated = replace(given, processed={"a": zero, "b": zero}).stats()
-    assert float(gated["reward/a_share"]) == 0.0
+    assert "reward/a_share" not in gated  # nothing differs
     assert float(gated["reward/a"]) == pytest.approx(10 / 3)
 
 
-def test_reward_stats_are_finite_without_valid_rows_and_for_groups_of_one():
-    nothing = table([[0.0, 0.0]], valid=[[False, False]]).stats()
-    assert (nothing["reward/mean"], nothing["reward/failed_frac"]) == (0.0, 1.0)
+def test_without_valid_rows_only_their_number_is_known_and_groups_of_one_have_no_spread():
+    nothing = table([[0.0, 0.0]], valid=[[False, False]], a=[[torch.nan] * 2]).stats()
+    assert nothing == {"reward/failed_frac": 1.0, "reward/unscored_groups_frac": 1.0}
     greedy = table([[1.0], [0.0]]).stats()
     assert (greedy["reward/mean"], greedy["reward/group_std"]) == (0.5, 0.0)
 

@@ -518,7 +518,8 @@ class Rollout:
     def stats(self) -> Stats:
         """Scalars under `completion/` and `prompt/`, and the entropy at sampling.
 
-        If no completion ended, the extremes of the ended ones are infinite.
+        If no completion ended, the mean of the ended ones is 0 of 0, and their extremes are
+        infinite; `average_over_ranks` leaves both out.
         """
         lengths, ended = self.lengths.float(), ~self.truncated
         stats = mean_and_extremes("completion/len", lengths)
@@ -537,8 +538,8 @@ def mean_and_extremes(name: str, values: Tensor, counted: Tensor | None = None) 
     Args:
         name: prefix of the metrics; `_mean`, `_min` and `_max` follow.
         values: of any shape.
-        counted: True if a value counts, same shape; the mean is then a sum and a count. None: all
-            values count.
+        counted: True if a value counts, same shape; the mean is then a sum and a count, and the
+            extremes of no value are infinite. None: all values count.
     """
     if counted is None:
         return {
@@ -546,13 +547,39 @@ def mean_and_extremes(name: str, values: Tensor, counted: Tensor | None = None) 
             f"{name}_min": values.min(),
             f"{name}_max": values.max(),
         }
-    joint = "" if name.endswith("/") else "_"
     total = torch.where(counted, values, 0.0).sum()
     return {
-        f"{name}{joint}mean": torch.stack([total, counted.sum()]),
-        f"{name}{joint}min": torch.where(counted, values, torch.inf).min(),
-        f"{name}{joint}max": torch.where(counted, values, -torch.inf).max(),
+        f"{name}_mean": torch.stack([total, counted.sum()]),
+        f"{name}_min": torch.where(counted, values, torch.inf).min(),
+        f"{name}_max": torch.where(counted, values, -torch.inf).max(),
     }
+
+
+def compare_within_groups(values: Tensor, precision: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
+
+    The deviation is NaN where the value is, and exactly 0 if the values of a group differ only by
+    rounding. n - 1 are the degrees of freedom of n values that are not NaN, at least 1.
+
+    Args:
+        values: [B, G] float64; NaN for completions without a value, which are left out.
+        precision: machine epsilon of the arithmetic that the values came in.
+    """
+    missing = values.isnan()
+    largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    high = values.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
+    low = values.masked_fill(missing, torch.inf).amin(1, keepdim=True)
+    # Rounding noise divided by its own standard deviation would be an advantage of order 1.
+    equal = high - low <= 4 * precision * largest
+    deviation = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
+    degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
+    std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
+    return deviation, std, degrees_of_freedom
+
+
+def _sample_std(values: Tensor) -> Tensor:
+    """[] standard deviation (n - 1) of [K] values; 0 for one of them, NaN for none."""
+    return values.std(correction=min(1, len(values) - 1)) if len(values) else values.mean()
 
 
 @dataclass(frozen=True)
@@ -616,8 +643,15 @@ class RewardTable:
         if self.greedy is not None:
             _check_shape("greedy", self.greedy, len(self.total))
 
+    @property
+    def scored(self) -> Tensor:
+        """[B, G] float64 total reward, NaN for completions without a valid one."""
+        return self.total.double().where(self.valid, torch.nan)
+
     def find_correct(self, deciding: Mapping[str, str], threshold: float) -> Tensor:
-        """[B, G] True where the reward that decides reaches a threshold.
+        """[B, G] 1.0 where the reward that decides reaches a threshold, else 0.0.
+
+        NaN for completions that it did not score (None), or that have no valid reward.
 
         Args:
             deciding: {task: name of the reward that decides there}, "" for all other tasks.
@@ -627,7 +661,17 @@ class RewardTable:
         for row, task in enumerate(self.tasks):
             if task in deciding:
                 values[row] = self.components[deciding[task]][row]
-        return (values >= threshold) & self.valid
+        is_scored = self.valid & ~values.isnan()
+        return (values >= threshold).double().where(is_scored, torch.nan)
+
+    def find_zero_variance(self) -> Tensor:
+        """[B] 1.0 for groups whose scored rewards are equal but for rounding, else 0.0.
+
+        A single scored completion has nothing to differ from: 1.0. NaN for groups without one.
+        """
+        deviation = compare_within_groups(self.scored, self.precision)[0]
+        equal = (deviation.nan_to_num(0.0) == 0).all(1)
+        return equal.double().where(self.valid.any(1), torch.nan)
 
     def over_ranks(self, gather: Callable[[Tensor], Tensor]) -> RewardTable:
         """Return the table of the groups of all ranks, for `stats`; every rank must call this.
@@ -654,42 +698,44 @@ class RewardTable:
         )
 
     def stats(self) -> Stats:
-        """Scalars under `reward/`; several ranks use those of `over_ranks`."""
-        spread = self.total.std(1, correction=min(1, self.total.shape[1] - 1))
-        valid = self.total[self.valid]
+        """Scalars under `reward/` of the scored completions; several ranks use `over_ranks`.
+
+        A statistic of nothing, such as the mean reward if no completion has one, is left out.
+        """
+        scored, zero_variance = self.scored, self.find_zero_variance()
+        spread = compare_within_groups(scored, self.precision)[1].squeeze(1)
+        known = scored[self.valid]
         stats: Stats = {
-            "reward/mean": valid.mean() if valid.numel() else self.total.new_zeros(()),
-            "reward/std": valid.std() if valid.numel() > 1 else self.total.new_zeros(()),
-            "reward/group_std": spread.mean(),
+            "reward/mean": known.mean(),
+            "reward/std": _sample_std(known),
+            "reward/group_std": spread[self.valid.any(1)].mean(),
             "reward/failed_frac": (~self.valid).double().mean(),
-            "reward/zero_variance_groups_frac": (spread == 0).double().mean(),
+            "reward/unscored_groups_frac": zero_variance.isnan().double().mean(),
+            "reward/zero_variance_groups_frac": zero_variance.nanmean(),
         }
-        # Every rank must report the same names, so a component that is NaN everywhere counts as 0.
         for name, component in self.components.items():
-            stats[f"reward/{name}"] = component.nanmean().nan_to_num(0.0)
-            values = component[~component.isnan()]
-            std = values.std() if len(values) > 1 else self.total.new_zeros(())
-            stats[f"reward/{name}_std"] = std
+            stats[f"reward/{name}"] = component.nanmean()
+            stats[f"reward/{name}_std"] = _sample_std(component[~component.isnan()])
         if len(self.components) > 1:
             stats |= self._compare_components()
         if self.greedy is not None:
             stats["reward/greedy_mean"] = self.greedy.nanmean()
-        stats = {name: value.nan_to_num(0.0).float() for name, value in stats.items()}
-        extremes = mean_and_extremes("reward/", self.total.float(), self.valid)
-        return stats | {name: extremes[name] for name in ("reward/min", "reward/max")}
+        if known.numel():
+            stats |= {"reward/min": known.min(), "reward/max": known.max()}
+        return {name: value.float() for name, value in stats.items() if not value.isnan()}
 
     def _compare_components(self) -> Stats:
         """Share of each component in the differences within groups, and conflicts between them.
 
         Let c_k be component k minus its group mean, times its weight, and c their sum. The share of
         component k is <c_k, c> / <c, c>. Shares add up to 1; a negative share means that the other
-        components outweigh this one. The cosine of two components is that of c_k and c_l.
+        components outweigh this one. The cosine of two components is that of c_k and c_l. NaN where
+        nothing differs.
         """
         centered = {name: self._center(values) for name, values in self.processed.items()}
         weighted = {name: self.weights[name] * values for name, values in centered.items()}
         total = torch.stack(list(weighted.values())).sum(0)
-        tiny = torch.finfo(total.dtype).tiny
-        power = total.square().sum().clamp(min=tiny)
+        power = total.square().sum()
         stats = {
             f"reward/{name}_share": (values * total).sum() / power
             for name, values in weighted.items()
@@ -699,18 +745,13 @@ class RewardTable:
             norms = centered[one].norm() * centered[other].norm()
             # Only the signs of the weights matter; a weight of 0 keeps the sign of the component.
             sign = 1.0 if self.weights[one] * self.weights[other] >= 0 else -1.0
-            stats[f"reward/cosine_{one}_{other}"] = sign * product / norms.clamp(min=tiny)
+            stats[f"reward/cosine_{one}_{other}"] = sign * product / norms
         return stats
 
     def _center(self, component: Tensor) -> Tensor:
         """[B, G] component minus its group mean; 0 for invalid rows and groups of equal rewards."""
-        known = self.valid & ~component.isnan()
-        values = component.where(known, torch.nan)
-        centered = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
-        # Equal rewards of limited precision differ from their mean by rounding: treat that as 0.
-        largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
-        noise = 4 * self.precision * largest
-        return centered.masked_fill(centered.abs().amax(1, keepdim=True) <= noise, 0.0)
+        known = component.where(self.valid, torch.nan)
+        return compare_within_groups(known, self.precision)[0].nan_to_num(0.0)
 
     @staticmethod
     def stat_names(components: Sequence[str]) -> list[str]:
@@ -722,6 +763,7 @@ class RewardTable:
             "max",
             "group_std",
             "failed_frac",
+            "unscored_groups_frac",
             "zero_variance_groups_frac",
         ]
         names += components

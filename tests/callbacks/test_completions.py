@@ -14,6 +14,8 @@ from litgrpo.callbacks.completions import (
     episode_row,
     episode_table,
     format_episode,
+    format_first_groups,
+    histograms,
     log_tables,
 )
 from litgrpo.callbacks.formatting import escape_cell
@@ -42,6 +44,21 @@ def test_a_row_describes_a_completion():
         "columns": {"answer": "1"},
     }
     assert rows[0]["rewards"]["format"] is None  # NaN: the function abstained
+
+
+def test_an_unscored_completion_has_no_reward_in_rows_histograms_and_the_terminal():
+    rollout = rollout_of(prompts("A", "B"))
+    rewards = rewards_of(rollout)
+    rewards.valid[0, 0] = rewards.valid[1, 1] = False
+    rewards.total[~rewards.valid] = 0.0  # as the scorer has it
+    advantages = torch.tensor([[0.0, 0.5], [-0.5, 0.0]])
+    rows = completion_rows(7, rollout, rewards, advantages)
+    assert [row["reward"] is None for row in rows] == [True, False, False, True]
+    shown = histograms(rollout, rewards, advantages)
+    assert shown["policy/advantage_distribution"].tolist() == [0.5, -0.5]
+    assert len(shown["reward/distribution"]) == 2
+    text = format_first_groups(rewards, advantages, 1).splitlines()[0]
+    assert text == f"group 0: rewards      none {float(rewards.total[0, 1]):6.2f}"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,21 @@
 import json
 import re
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 
 from litgrpo.callbacks import progress
-from litgrpo.callbacks.progress import Progress, Stopwatch, clock, format_metrics, main_metrics
+from litgrpo.callbacks.progress import (
+    BATCHES,
+    ITERATIONS,
+    Progress,
+    Stopwatch,
+    WholeItems,
+    clock,
+    format_metrics,
+    main_metrics,
+)
 from tests.support.fitting import fit
 from tests.support.standin import StandIn
 from tests.support.terminal import run_in_terminal
@@ -23,6 +33,40 @@ def test_only_logged_metrics_are_shown():
         "kl": "0.010",
         "len": "12.0",
     }
+
+
+ITEMS = {"reward": "0.512", "kl": "0.001", "len": "123", "tok/s": "3189"}
+
+
+def line_of(width, items, bar_format=ITERATIONS):
+    bar = WholeItems(
+        total=3000, desc="training", bar_format=bar_format, ncols=width, file=StringIO()
+    )
+    bar.n = 1250
+    bar.set_postfix(items)
+    return str(bar)
+
+
+@pytest.mark.parametrize("items", [ITEMS, {"loss": "12.3"}, {}])
+@pytest.mark.parametrize("bar_format", [ITERATIONS, BATCHES])
+def test_no_item_of_the_bar_is_cut(items, bar_format):
+    def parts(line):
+        return re.split(r", | (?=\||\d+:)", line)
+
+    whole = line_of(1000, items, bar_format)
+    for width in range(30, 121):
+        line = line_of(width, items, bar_format)
+        assert len(line) <= width
+        assert set(parts(line)) <= set(parts(whole))
+        assert parts(line)[0] == parts(whole)[0]
+        if width >= len(whole):
+            assert line == whole
+
+
+def test_a_line_of_80_columns_has_whole_metrics_and_a_wider_one_all_of_them():
+    assert line_of(80, ITEMS).endswith("<00:00, reward=0.512, kl=0.001")
+    assert line_of(120, ITEMS).endswith("<00:00, reward=0.512, kl=0.001, len=123, tok/s=3189")
+    assert line_of(44, ITEMS) == "training 1250/3000 00:00<00:00, reward=0.512"
 
 
 def test_at_most_four_names_are_shown():
@@ -87,7 +131,8 @@ def test_the_estimate_waits_for_some_seconds_and_leaves_out_the_first_iteration(
 ):
     now, bar = [0.0], Progress()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    trainer = SimpleNamespace(enable_validation=False, callback_metrics={})
+    connector = SimpleNamespace(metrics={"log": {}})
+    trainer = SimpleNamespace(enable_validation=False, _logger_connector=connector)
     for iteration, seconds in enumerate([3.0, 1.0, 1.5, 9.0], start=1):
         bar.on_train_batch_start(trainer)
         now[0] += seconds

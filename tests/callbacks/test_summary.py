@@ -119,6 +119,28 @@ def test_a_narrow_terminal_shows_intervals_of_the_changes_only(monkeypatch, colu
     assert greedy.endswith("+0.250 [+0.200, +0.300]")
 
 
+def test_the_table_shows_unscored_completions_and_what_only_one_evaluation_has():
+    before = {"avg@2": 0.5, "unscored_frac": 0.0, "reward": 0.25}
+    after = {"unscored_frac": 1.0, "greedy_unscored_frac": 0.0}
+    reports = {"before": before, "after": after}
+    table = format_table({name: dict(report=report, n=20) for name, report in reports.items()})
+    rows = [line.split() for line in table.splitlines()[3:]]
+    assert rows == [["unscored_frac", "0.000", "1.000"], ["avg@2", "0.500"], ["reward", "0.250"]]
+    scored = format_table({"evaluated": dict(report=before, n=20)})
+    assert "unscored" not in scored
+
+
+@pytest.mark.parametrize(("count", "is_told"), [(5, True), (19, True), (20, False), (500, False)])
+def test_intervals_of_few_prompts_are_said_to_be_too_narrow(count, is_told):
+    report = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6}
+    evaluation = dict(report=report, n=count)
+    assert ("too narrow" in format_table({"evaluated": evaluation})) == is_told
+    several = evaluation | {"n": 2 * count, "counts": {"a": count, "b": count}}
+    assert ("too narrow" in format_table({"evaluated": several})) == is_told
+    without = dict(report={"loss": 0.5}, n=count)
+    assert "too narrow" not in format_table({"evaluated": without})
+
+
 def test_samples_before_and_after_are_grouped_by_prompt():
     before, after = [[dict(prompt="1+1=", completion=said)] for said in "32"]
     assert format_samples(before, after) == "prompt: 1+1=\nbefore: 3\nafter:  2"
@@ -142,7 +164,10 @@ def samples(said, rewards):
         ("xxyxz", [0.5, 0.5, 0.6, 0.5, 0.9], [4, 0, 2]),
         # Nothing changed: in the order of the data.
         ("xxxxx", [0.5] * 5, [0, 1, 2]),
-        ("xxxxx", [0.5, None, 0.5, 0.5, 0.5], [0, 1, 2]),
+        # No reward is neither the lowest one nor a loss.
+        ("xxxxx", [0.5, None, 0.5, 0.5, 0.5], [0, 2, 1]),
+        ("xxxxx", [None, -0.5, None, -0.7, -0.9], [1, 4, 0]),
+        ("xyxxx", [None] * 5, [1, 0, 2]),
     ],
 )
 def test_shown_samples_are_those_that_changed_most(said, rewards, shown):
@@ -164,7 +189,9 @@ def evaluation(prompts, scores):
         "report": {"avg@4": sum(scores) / len(scores)},
         "n": len(prompts),
         "reward_names": ["correct"],
-        "samples": [dict(prompt=text, completion=f"said {n}") for n, text in enumerate(prompts)],
+        "samples": [
+            dict(prompt=text, completion=f"said {n}", reward=0.0) for n, text in enumerate(prompts)
+        ],
         "of_prompts": {
             "": {
                 "index": [float(n) for n in range(len(prompts))],

@@ -59,6 +59,11 @@ def test_the_smallest_loss_is_best(tmp_path):
     checkpoint = IterationCheckpoint()
     assert score_report({"loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [-2.0]
     assert score_report({"avg@4": 0.0, "reward": 0.7}, None, None) == [0.0, 0.7]
+    # Without a scored completion the first number is no accuracy.
+    assert score_report({"unscored_frac": 1.0, "len_mean": 9.0}, None, None) == []
+    partly = {"easy/unscored_frac": 1.0, "hard/avg@4": 0.25, "hard/unscored_frac": 0.0}
+    assert score_report(partly, None, None) == [0.25]
+    assert best_iterations({10: [0.0], 20: []}, 1) == [10]
     sets = {"easy/avg@4": 0.5, "easy/reward": 0.75, "hard/avg@4": 0.25, "hard/reward": 0.25}
     assert score_report(sets, None, None) == [0.375, 0.5]
     assert score_report(sets, "hard/reward", None) == [0.25]

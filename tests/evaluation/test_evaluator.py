@@ -1,5 +1,6 @@
 """The evaluator: what it samples, counts and reports."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -75,23 +76,46 @@ def test_the_most_likely_reply_is_counted_on_its_own():
     assert judge.report("val")["val/greedy"] == pytest.approx(sum(right) / 3)
 
 
-def test_a_reward_that_failed_is_no_success():
+def test_a_success_reward_that_scores_nothing_has_no_accuracy():
     def abstains(prompts, completions, **_):
         return [None] * len(completions)
 
     parts = {"only": Reward(abstains)}
     judge = Evaluator(Evaluation(success_threshold=-1.0), Scorer(parts, runner=InProcessRunner()))
     judge.evaluate(rollouter(), BATCH, "val", 0)
-    assert judge.report("val")["val/avg@4"] == 0
+    report = judge.report("val")
+    assert report["val/unscored_frac"] == report["val/greedy_unscored_frac"] == 1
+    assert not [name for name in report if "avg@" in name or "pass@" in name or "reward" in name]
+    assert not {"val/greedy", "val/greedy_low", "val/only"} & report.keys()
+    assert not [value for value in report.values() if math.isnan(value)]
 
 
-def test_a_completion_whose_other_reward_failed_is_no_success():
+def test_a_completion_whose_other_reward_failed_is_left_out_of_accuracy():
     parts = {"first": Reward(lambda completions: [1.0] * len(completions)), "other": Reward(odd)}
     runner = InProcessRunner(max_failed_frac=1.0)
     judge = Evaluator(Evaluation(success_threshold=0.5, greedy=False), Scorer(parts, runner=runner))
     evaluated = judge.evaluate(rollouter(), BATCH, "val", 0)
-    assert evaluated.correct.tolist() == evaluated.rewards.valid.tolist()
-    assert judge.report("val")["val/avg@4"] == 0.5
+    assert (~evaluated.correct.isnan()).tolist() == evaluated.rewards.valid.tolist()
+    report = judge.report("val")
+    assert (report["val/avg@4"], report["val/unscored_frac"]) == (1.0, 0.5)
+
+
+def test_a_reward_of_another_task_does_not_decide_and_has_no_mean():
+    """A completion that the deciding reward did not score is left out."""
+    decides = [None, 1.0, 0.0, None] * 3
+    parts = {
+        "decides": Reward(lambda completions: decides[: len(completions)]),
+        "other": Reward(lambda completions: [0.25] * len(completions), weight=0.5),
+        "never": Reward(lambda completions: [None] * len(completions), weight=0.1),
+    }
+    judge = Evaluator(Evaluation(greedy=False), Scorer(parts, runner=InProcessRunner()))
+    judge.evaluate(rollouter(), BATCH, "val", 0)
+    report = judge.report("val")
+    assert (report["val/avg@4"], report["val/pass@1"]) == (0.5, 0.5)
+    assert report["val/unscored_frac"] == 0.5
+    assert report["val/reward"] == pytest.approx((3 * 0.125 + 1.125) / 4)  # of all, once each
+    assert "val/never" not in report
+    assert "val/pass@4" not in report  # no prompt has four scored samples
 
 
 def test_the_distance_from_the_initial_policy_is_the_same_measured_at_once_or_later():

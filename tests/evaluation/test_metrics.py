@@ -5,6 +5,7 @@ import math
 import os
 import warnings
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from statistics import mean
 
@@ -24,7 +25,7 @@ from litgrpo.evaluation import (
     pass_at_k,
     wilson_interval,
 )
-from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation, compute_and_reset
 from litgrpo.evaluation.metrics import (
     DialogueScores,
     EpisodeMeans,
@@ -112,6 +113,59 @@ def test_a_metric_without_data_knows_nothing() -> None:
         .all()
     )
     assert (result["avg@4_low"], result["avg@4_high"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("correct", "accuracy", "unscored", "pass_2", "effective"),
+    [
+        # Rates 1, 1/2 and unknown: mean 3/4; pass@2 of the second prompt alone, 1.
+        ([[1, nan, nan], [1, 0, nan], [nan] * 3], 0.75, 6 / 9, 1.0, 3),
+        ([[0, nan, nan], [0, 0, 0]], 0.0, 2 / 6, 0.0, 2),
+        # pass@2 = 1 - C(2, 2) / C(3, 2) = 2/3, and of one correct of two 1.
+        ([[1, 0, 0], [nan, 0, 1]], 5 / 12, 1 / 6, (2 / 3 + 1) / 2, 5),
+    ],
+)
+def test_unscored_samples_are_left_out_of_accuracies(
+    correct, accuracy, unscored, pass_2, effective
+):
+    metric = SampledAccuracy(3, ks=(1, 2, 3))
+    metric.update(torch.arange(len(correct)), torch.tensor(correct))
+    found = {name: float(value) for name, value in metric.compute().items()}
+    assert found["avg@3"] == found["pass@1"] == pytest.approx(accuracy)
+    assert found["unscored_frac"] == pytest.approx(unscored)
+    assert found["pass@2"] == pytest.approx(pass_2)
+    expected = wilson_interval(accuracy * effective, effective)
+    assert (found["avg@3_low"], found["avg@3_high"]) == pytest.approx(expected)
+    assert len(metric.per_prompt["avg@3"]) == len(correct)
+
+
+def test_greedy_accuracy_is_that_of_the_scored_completions():
+    metric = GreedyAccuracy()
+    metric.update(torch.arange(4), torch.tensor([1.0, nan, 0.0, 1.0]))
+    found = {name: float(value) for name, value in metric.compute().items()}
+    assert (found["greedy"], found["greedy_unscored_frac"]) == pytest.approx((2 / 3, 0.25))
+    assert (found["greedy_low"], found["greedy_high"]) == pytest.approx(wilson_interval(2, 3))
+
+
+def test_samples_without_tokens_have_no_perplexity_and_no_ngrams():
+    empty = replace(rollout(), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
+    metric = InitialPolicyDistance()
+    metric.update(torch.tensor([0, 1]), empty, torch.zeros(4, 3))
+    assert compute_and_reset(metric) == {}
+    mask = torch.tensor([[1, 0, 0]] * 2 + [[1, 1, 1]] * 2).bool()
+    short = replace(rollout(), completion_mask=mask, loss_mask=mask)
+    quality = TextQuality()
+    quality.update(torch.tensor([0, 1]), short)
+    found = compute_and_reset(quality)
+    assert found["distinct_2"] == 1  # 1 2 3 and 4 5 0; the first prompt has no pair of tokens
+
+
+def test_a_single_reply_has_scores_without_an_interval():
+    scores = DialogueScores()
+    scores.update(torch.tensor([0]), ["a b c"], {"answers": ["a b d"]})
+    found = compute_and_reset(scores)
+    assert "corpus_f1" in found
+    assert not [name for name in found if name.endswith(("_low", "_high"))]
 
 
 def test_reset_forgets() -> None:
@@ -252,8 +306,10 @@ def test_a_text_that_the_initial_policy_cannot_write_has_infinite_perplexity():
     assert float(metric.compute()["initial_perplexity"]) == math.inf
 
 
-def test_a_text_of_one_token_has_no_pair_that_repeats():
-    assert distinct_ngrams([[5], []]) == [1.0, 1.0]
+def test_a_text_of_one_token_has_no_pairs_to_compare():
+    single, pairs = distinct_ngrams([[5], []])
+    assert single == 1
+    assert math.isnan(pairs)
 
 
 # --- corpus metrics ---

@@ -206,6 +206,14 @@ def test_statistics_tell_of_episodes():
     assert float(rollouter.stats(rollout, 0)["time/env_s"]) == 0
 
 
+def test_episodes_without_turn_rewards_have_no_mean_of_them():
+    _, rollouter, rollout = play_episodes(Echo(lengths=(3,)))
+    rollout.turn_rewards[:] = torch.nan
+    assert rollouter.stats(rollout, 0)["env/reward"].tolist() == [0, 0]
+    rollout.turn_rewards[0, 0] = 0.25
+    assert rollouter.stats(rollout, 0)["env/reward"].tolist() == [0.25, 1]
+
+
 def test_nothing_that_was_heard_is_learned_but_it_is_read():
     policy, _, rollout = play_episodes()
     learner = learner_of(policy)

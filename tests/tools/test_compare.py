@@ -18,6 +18,7 @@ from litgrpo.tools.compare import (
     holm,
     read_run,
 )
+from tests.support.raises import raises_for
 
 ROOT = Path(__file__).parents[2]
 METRICS = ("pass@1", "pass@8")
@@ -130,6 +131,14 @@ def test_a_run_is_read_from_its_metrics(tmp_path):
     assert found.before == {"pass@1": 0.25, "pass@8": 0.5}
     assert found.after == {"pass@1": 0.75, "pass@8": 1.0}
     assert (found.tokens, found.iterations) == (250, 2)
+
+
+def test_a_run_whose_held_out_completions_were_not_scored_is_named(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "step,perf/generated_tokens,val/unscored_frac\n0,,1.0\n1,10,1.0\n"
+    )
+    with raises_for(str(tmp_path), "val/pass@1", "scored"):
+        read_run(tmp_path, METRICS)
 
 
 def test_the_command_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):

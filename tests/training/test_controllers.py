@@ -57,6 +57,15 @@ def test_the_entropy_bonus_counts_only_where_the_entropy_is_not_above_the_target
     assert coefficients.objective.entropy_coef == coefficients.entropy_coef == 0.1
 
 
+def test_an_iteration_without_tokens_changes_no_entropy_bonus():
+    target = EntropyTarget(target=1.0, step=0.25)
+    coefficients = AdaptiveCoefficients(Controllers(entropy=target), Objective(entropy_coef=0.05))
+    empty = rollout_with(1.5)
+    empty.loss_mask[:] = False
+    coefficients.update_entropy_coef(empty, SingleProcess())
+    assert coefficients.objective.entropy_coef == coefficients.entropy_coef == 0.05
+
+
 def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
     target = KLTarget(target=0.1, rate=0.1)
     # Errors: 0.1 -> * 1.01; 1 is cut to 0.2 -> * 1.02; -1 to -0.2 -> * 0.98.

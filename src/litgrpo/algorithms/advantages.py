@@ -11,7 +11,7 @@ from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm
-from litgrpo.types import RewardTable
+from litgrpo.types import RewardTable, compare_within_groups
 
 LARGEST_REWARD = 1e20  # counts as infinite: float32 could not hold the loss of a larger one
 
@@ -73,19 +73,9 @@ class Groups:
     def group_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
 
-        The deviation r - mean is exactly 0 if the rewards of a group differ only by rounding.
-        n - 1 are the degrees of freedom of n valid rewards, at least 1.
+        See `compare_within_groups`, by which metrics find groups without variance, too.
         """
-        values, missing = self.values, self.values.isnan()
-        largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
-        high = values.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
-        low = values.masked_fill(missing, torch.inf).amin(1, keepdim=True)
-        # Rounding noise divided by its own standard deviation would be an advantage of order 1.
-        equal = high - low <= 4 * self.table.precision * largest
-        deviation = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
-        degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
-        std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
-        return deviation, std, degrees_of_freedom
+        return compare_within_groups(self.values, self.table.precision)
 
     def batch_statistics(self) -> tuple[Tensor, Tensor]:
         """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation.

@@ -1310,7 +1310,7 @@ class Objective:
         sums = {name: (value.detach() * in_loss).sum() for name, value in stats.items()}
         pairs = {name: torch.stack([x, in_loss.sum()]) for name, x in sums.items()}
         largest = inputs.ratio.detach().max()
-        pairs[RATIO_MAX] = torch.stack([largest, torch.ones_like(largest)])
+        pairs[RATIO_MAX] = torch.stack([largest, in_loss.any().to(largest)])
         if batch.nll_weights is not None:
             nll, nll_pairs = self._nll(new, batch, batch.nll_weights)
             loss, pairs = loss + nll, pairs | nll_pairs

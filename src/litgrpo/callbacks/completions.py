@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,9 @@ def completion_rows(
         advantages: [B, G].
 
     Returns:
-        N rows. A number that is not finite (a reward function abstained) is None, a completion
-        that the length limit cut off ends in ` [cut]`. Rows of episodes also have the entries of
-        `episode_row`.
+        N rows. A number that is not known (no reward function scored the completion) is None, a
+        completion that the length limit cut off ends in ` [cut]`. Rows of episodes also have the
+        entries of `episode_row`.
 
     Example:
         `{"iteration": 1, "prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards":
@@ -98,7 +99,7 @@ def completion_rows(
     """
     lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
     parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
-    total, advantage = finite_or_none(rewards.total), finite_or_none(advantages)
+    total, advantage = finite_or_none(rewards.scored), finite_or_none(advantages)
     rows = []
     for row, completion in enumerate(rollout.completions):
         prompt = row // rollout.group_size
@@ -217,7 +218,7 @@ def histograms(rollout: Rollout, rewards: RewardTable, advantages: Tensor) -> di
     values = {
         "reward/distribution": rewards.total[rewards.valid],
         "completion/len_distribution": rollout.lengths.float(),
-        "policy/advantage_distribution": advantages.flatten(),
+        "policy/advantage_distribution": advantages[rewards.valid],
     }
     finite = {name: x[x.isfinite()].cpu() for name, x in values.items()}
     return {name: x for name, x in finite.items() if x.numel()}
@@ -236,11 +237,11 @@ def format_first_groups(rewards: RewardTable, advantages: Tensor, num_groups: in
     """
 
     def numbers(values: Tensor) -> str:
-        return " ".join(f"{value:6.2f}" for value in values.tolist())
+        return " ".join(f"{'none' if isnan(x) else f'{x:.2f}':>6}" for x in values.tolist())
 
     lines = []
     for group in range(min(num_groups, rewards.total.shape[0])):
-        lines.append(f"group {group}: rewards    {numbers(rewards.total[group])}")
+        lines.append(f"group {group}: rewards    {numbers(rewards.scored[group])}")
         lines.append(f"         advantages {numbers(advantages[group])}")
     return "\n".join(lines)
 

@@ -97,7 +97,7 @@ def prompt_rows(outputs: Row) -> list[Row]:
                 "index": index,
                 "prompt": prompts.prompts[b],
                 "reward": known_mean([sample["reward"] for sample in group]),
-                "correct": known_mean([float(sample["correct"]) for sample in group]),
+                "correct": known_mean([sample["correct"] for sample in group]),
                 "samples": group,
                 "greedy": greedy_rows[b] if greedy_rows else None,
                 "columns": {column: values[b] for column, values in prompts.columns.items()},
@@ -112,19 +112,18 @@ def sample_rows(rollout: Rollout, rewards: RewardTable, correct: Tensor) -> list
     Args:
         rollout: N = B * G completions.
         rewards: [B, G] their rewards.
-        correct: [B, G] True for correct completions.
+        correct: [B, G] 1.0 for correct completions, 0.0 for others, NaN for unscored ones, which
+            are None in the rows.
     """
-    total = finite_or_none(rewards.total.where(rewards.valid, float("nan")))
+    total, successes = finite_or_none(rewards.scored), finite_or_none(correct)
     parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
-    lengths, truncated, successes = (
-        values.flatten().tolist() for values in (rollout.lengths, rollout.truncated, correct)
-    )
+    lengths, truncated = (x.flatten().tolist() for x in (rollout.lengths, rollout.truncated))
     return [
         {
             "completion": mark_truncated(text, truncated[row]),
             "reward": total[row],
             "rewards": {name: values[row] for name, values in parts.items()},
-            "correct": successes[row],
+            "correct": None if successes[row] is None else bool(successes[row]),
             "length": lengths[row],
             "truncated": truncated[row],
             **episode_row(rollout, row),

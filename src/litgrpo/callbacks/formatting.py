@@ -45,6 +45,16 @@ def format_report(report: dict[str, float]) -> dict[str, str]:
     return texts
 
 
+def without_zero_counts(report: Mapping[str, float]) -> dict[str, float]:
+    """Leave out the fraction of unscored completions where all are scored.
+
+    Example:
+        >>> without_zero_counts({"avg@4": 0.5, "unscored_frac": 0.0, "greedy_unscored_frac": 0.1})
+        {'avg@4': 0.5, 'greedy_unscored_frac': 0.1}
+    """
+    return {n: value for n, value in report.items() if value or not n.endswith("unscored_frac")}
+
+
 def format_number(value: float) -> str:
     """Three decimals below 10, one below 100, none above.
 

@@ -14,9 +14,10 @@ from litgrpo.distributed.device import backend, to_host
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.models.policy import Policy
 from litgrpo.tensors import local
+from litgrpo.text.counts import plural
 from litgrpo.training.iteration_metrics import average_over_ranks
 from litgrpo.training.lightning_compat import log_numbers
-from litgrpo.types import RewardTable, Rollout, Stats, StepReport, mean_and_extremes
+from litgrpo.types import RewardTable, Rollout, Stats, StepReport
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4
 ENTRIES = 1024  # sampled from a tensor to measure its change
@@ -55,9 +56,6 @@ class IterationMetrics(Callback):
             stats |= self._measure_change(pl_module)
         stats |= task_stats(pl_module.task_names, rollout, rewards, success)
         numbers = average_over_ranks(stats, [], comm, backend(pl_module.device).data_device)
-        for task in pl_module.task_names:
-            if not numbers[f"task/{task}/frac"]:  # no prompt of it in this iteration
-                numbers = {n: v for n, v in numbers.items() if not n.startswith(f"task/{task}/")}
         prompts = len(rollout.prompts) * comm.world_size * pl_module.iteration
         log_numbers(pl_module, numbers | {"data/prompts_seen": torch.tensor(float(prompts))})
 
@@ -75,6 +73,9 @@ class IterationMetrics(Callback):
 class NoLearningSignal(Callback):
     """Warns after 10 iterations in which every advantage is zero, then after 20, 40, ...
 
+    A run in which no completion ever got a reward ends with an error: after as many iterations, or
+    at its end.
+
     Args:
         patience: consecutive iterations until the first warning.
 
@@ -86,25 +87,60 @@ class NoLearningSignal(Callback):
     def __init__(self, patience: int = 10) -> None:
         self.patience = self.next = patience
         self.in_a_row = 0
+        self.has_rewards = False  # some completion of the run, also before a resume
+        self.unscored: list[str] = []  # rewards of an iteration without any
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the count."""
-        self.next, self.in_a_row = self.patience, 0
+        self.next, self.in_a_row, self.unscored = self.patience, 0, []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Count iterations in which every advantage is zero, on all ranks."""
+        """Count iterations in which every advantage is zero, on all ranks.
+
+        Raises:
+            ValueError: no completion of the run has a reward, after `patience` iterations or in the
+                last one.
+        """
         if not isinstance(outputs, dict) or "advantages" not in outputs:
             return  # a training step of the user's own class
-        is_zero = not bool(outputs["advantages"].any())
-        if not trainer.strategy.reduce_boolean_decision(is_zero, all=True):
+        everywhere = trainer.strategy.reduce_boolean_decision
+        rewards: RewardTable = outputs["rewards"]
+        if not everywhere(not bool(rewards.valid.any()), all=True):
+            self.has_rewards = True
+        self.unscored = [] if self.has_rewards else list(rewards.components)
+        if not everywhere(not bool(outputs["advantages"].any()), all=True):
             self.next, self.in_a_row = self.patience, 0
             return
         self.in_a_row += 1
+        if self.in_a_row >= self.patience or trainer.should_stop:
+            self.on_train_end()
         if self.in_a_row == self.next:
             self.next *= 2
-            rank_zero_info(self.message(outputs["rewards"]))
+            rank_zero_info(self.message(rewards))
+
+    def on_train_end(self, *_: Any) -> None:
+        """Check that some completion had a reward, at the end of an epoch that ends the run.
+
+        Raises:
+            ValueError: none had.
+        """
+        if self.unscored:
+            raise ValueError(
+                f"Nothing was learned: no completion of {plural(self.in_a_row, 'iteration')} got a "
+                f"reward, {' and '.join(map(repr, self.unscored))} returned None or failed for all "
+                "of them. A reward function must return a number for the completions that it "
+                "scores; see samples/."
+            )
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return whether some completion had a reward; a resumed run need not show it again."""
+        return {"has_rewards": self.has_rewards}
+
+    def load_state_dict(self, state_dict: dict[str, bool]) -> None:
+        """Restore it."""
+        self.has_rewards = state_dict["has_rewards"]
 
     def message(self, rewards: RewardTable) -> str:
         """The warning: cause and remedy.
@@ -138,32 +174,46 @@ def sample_weights(module: Any) -> Tensor | None:
 def success_stats(success: Tensor) -> Stats:
     """Fractions of correct completions, and of groups that are all correct or all incorrect.
 
+    Completions without a reward are left out, and groups in which no completion has one.
+
     Args:
-        success: [B, G] True where the reward that counts in evaluations reaches its threshold.
+        success: [B, G] 1.0 where the reward that counts in evaluations reaches its threshold, 0.0
+            where it does not, NaN where there is none.
+
+    Returns:
+        {name: [2] sum and count}.
 
     Example:
-        >>> stats = success_stats(torch.tensor([[True, True], [True, False]]))
-        >>> float(stats["reward/correct_frac"]), float(stats["reward/all_correct_frac"])
-        (0.75, 0.5)
+        >>> stats = success_stats(torch.tensor([[1.0, 1.0], [1.0, 0.0], [torch.nan, torch.nan]]))
+        >>> stats["reward/correct_frac"].tolist(), stats["reward/all_correct_frac"].tolist()
+        ([3.0, 4.0], [1.0, 2.0])
     """
+    scored = ~success.isnan()
+    groups = scored.any(1)
     return {
-        "reward/correct_frac": success.double().mean(),
-        "reward/all_correct_frac": success.all(1).double().mean(),
-        "reward/all_incorrect_frac": (~success.any(1)).double().mean(),
+        "reward/correct_frac": sum_and_count(success, scored),
+        "reward/all_correct_frac": sum_and_count((success != 0).all(1), groups),
+        "reward/all_incorrect_frac": sum_and_count((success != 1).all(1), groups),
     }
 
 
+def sum_and_count(values: Tensor, counted: Tensor) -> Tensor:
+    """Return [2] the sum of the values that are counted, and their number."""
+    return torch.stack([values.double().where(counted, 0.0).sum(), counted.sum()])
+
+
 def length_stats(rollout: Rollout, success: Tensor) -> Stats:
-    """Mean tokens of correct and of incorrect completions; 0 if there are none.
+    """Mean tokens of correct and of incorrect completions, as {name: [2] sum and count}.
 
     Args:
         rollout: N completions.
-        success: [B, G] True where a completion is correct.
+        success: [B, G] as of `success_stats`.
     """
-    lengths, correct = rollout.lengths.cpu().float(), success.flatten()
-    stats = mean_and_extremes("completion/correct_len", lengths, correct)
-    stats |= mean_and_extremes("completion/incorrect_len", lengths, ~correct)
-    return {name: value for name, value in stats.items() if name.endswith("_mean")}
+    lengths = rollout.lengths.cpu().view(success.shape)
+    return {
+        "completion/correct_len_mean": sum_and_count(lengths, success == 1),
+        "completion/incorrect_len_mean": sum_and_count(lengths, success == 0),
+    }
 
 
 def task_stats(
@@ -175,25 +225,23 @@ def task_stats(
         names: tasks of the run, the same ones on all ranks.
         rollout: N completions.
         rewards: [B, G] theirs.
-        success: [B, G] True where a completion is correct.
+        success: [B, G] as of `success_stats`.
 
     """
     stats: Stats = {}
-    spread = rewards.total.std(1, correction=0)
-    lengths = rollout.lengths.cpu().view(success.shape).double()
+    zero_variance = rewards.find_zero_variance()
+    lengths = rollout.lengths.cpu().view(success.shape)
     for name in names:
         own = torch.tensor([task == name for task in rewards.tasks])
         rows = own[:, None].expand(success.shape)
-        values = {
-            "frac": (own.double(), torch.ones_like(own)),
-            "reward": (rewards.total, rows & rewards.valid),
-            "correct_frac": (success.double(), rows),
-            "zero_variance_groups_frac": ((spread == 0).double(), own),
-            "completion_len": (lengths, rows),
+        numbers = {
+            "frac": sum_and_count(own, torch.ones_like(own)),
+            "reward": sum_and_count(rewards.total, rows & rewards.valid),
+            "correct_frac": sum_and_count(success, rows & ~success.isnan()),
+            "zero_variance_groups_frac": sum_and_count(zero_variance, own & ~zero_variance.isnan()),
+            "completion_len": sum_and_count(lengths, rows),
         }
-        for key, (value, counted) in values.items():
-            pair = torch.stack([value.where(counted, 0.0).sum(), counted.sum()])
-            stats[f"task/{name}/{key}"] = pair
+        stats |= {f"task/{name}/{key}": pair for key, pair in numbers.items()}
     return stats
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,17 +35,19 @@ NAME_OPTION = {
     "Trackio": "name",
     "MLFlowLogger": "run_name",
 }
-# {chart: metrics}: a chart has a line for each name that matches one of its expressions.
+# {chart: metric}. One line each: TensorBoard gives all lines of a run the same color.
 OVERVIEW = {
-    "reward": [r"reward/mean"],
-    "held-out accuracy": [r"val/(.+/)?avg@\d+", r"val/(.+/)?greedy"],
-    "held-out reward": [r"val/(.+/)?reward"],
-    "entropy": [r"policy/entropy"],
-    "length": [r"completion/len_mean", r"completion/terminated_len_mean"],
-    "text": [r"val/(.+/)?initial_perplexity"],
+    "reward": r"reward/mean",
+    "held-out accuracy": r"val/(.+/)?avg@\d+",
+    "held-out greedy accuracy": r"val/(.+/)?greedy",
+    "held-out reward": r"val/(.+/)?reward",
+    "entropy": r"policy/entropy",
+    "length": r"completion/len_mean",
+    "length of terminated completions": r"completion/terminated_len_mean",
+    "text": r"val/(.+/)?initial_perplexity",
 }
-MAIN_CHARTS = ("reward", "held-out accuracy", "held-out reward")
-MAIN_METRICS = re.compile("|".join(line for chart in MAIN_CHARTS for line in OVERVIEW[chart]))
+MAIN_CHARTS = ("reward", "held-out accuracy", "held-out greedy accuracy", "held-out reward")
+MAIN_METRICS = re.compile("|".join(OVERVIEW[chart] for chart in MAIN_CHARTS))
 OVERVIEW_GROUP = "Overview"  # sorts before all other groups of cards
 
 
@@ -398,10 +400,8 @@ class TensorBoard(TensorBoardLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
         if not self.known:
-            charts = {
-                chart: ["Multiline", [f"^{name}$" for name in names]]
-                for chart, names in OVERVIEW.items()
-            }
+            lines = overview_charts(metrics)
+            charts = {chart: ["Multiline", [f"^{line}$"]] for chart, line in lines.items()}
             self.experiment.add_custom_scalars({OVERVIEW_GROUP: charts})
         numbers = {name: float(value) for name, value in metrics.items()}
         for name, value in metrics.items():
@@ -426,6 +426,24 @@ class TensorBoard(TensorBoardLogger):
         metrics = {name for name in self.known if MAIN_METRICS.fullmatch(name)} | {"reward/mean"}
         for summary in hparams(values, dict.fromkeys(sorted(metrics), 0.0)):
             self.experiment.file_writer.add_summary(summary)
+
+
+def overview_charts(names: Collection[str]) -> dict[str, str]:
+    """{chart: expression of its metric}; several validation sets have a chart each.
+
+    Args:
+        names: metrics of the first log, usually the evaluation before training.
+
+    Example:
+        >>> list(overview_charts(["val/easy/greedy", "val/hard/greedy"]))[2:4]
+        ['held-out greedy accuracy: val/easy/greedy', 'held-out greedy accuracy: val/hard/greedy']
+    """
+    charts: dict[str, str] = {}
+    for chart, line in OVERVIEW.items():
+        matches = [name for name in names if re.fullmatch(line, name)]
+        several = {f"{chart}: {name}": re.escape(name) for name in matches}
+        charts |= several if len(several) > 1 else {chart: line}
+    return charts
 
 
 def without_writer_errors(hook: Callable[[Any], object]) -> Callable[[Any], object]:

@@ -40,7 +40,7 @@ class Metric:
 # In the order of docs/reference/metrics.md. `test/` metrics are defined as those of `val/`.
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric(
-        "Mean total reward of the batch's completions, without rows that failed.",
+        "Mean total reward of the batch's completions, without unscored ones.",
         unit="reward",
         healthy="rises",
         trl="reward",
@@ -61,16 +61,23 @@ METRICS: dict[str, Metric] = {
         verl="critic/score/max",
     ),
     "reward/group_std": Metric(
-        "Standard deviation (n - 1) of the total reward within a group, averaged over groups.",
+        "Standard deviation (n - 1) of the total reward of a group's scored completions, averaged "
+        "over groups with one.",
         unit="reward",
         healthy="above 0",
         trl="reward_std",
     ),
     "reward/zero_variance_groups_frac": Metric(
-        "Fraction of groups with zero reward variance (no gradient).",
+        "Fraction of groups with zero reward variance (no gradient), of those with a scored "
+        "completion.",
         unit="fraction",
         healthy="below 0.5, unless all are correct",
         trl="frac_reward_zero_std",
+    ),
+    "reward/unscored_groups_frac": Metric(
+        "Fraction of groups in which no completion has a reward (no gradient).",
+        unit="fraction",
+        healthy="0",
     ),
     "reward/greedy_mean": Metric(
         "Mean total reward of the greedy completions of the batch's prompts, if they are the "
@@ -78,7 +85,7 @@ METRICS: dict[str, Metric] = {
         unit="reward",
     ),
     "reward/failed_frac": Metric(
-        "Fraction of completions without a reward: a function failed or all returned None.",
+        "Fraction of unscored completions: a reward function failed, or all returned None.",
         unit="fraction",
         healthy="0",
     ),
@@ -89,7 +96,7 @@ METRICS: dict[str, Metric] = {
         healthy="rises",
     ),
     "reward/all_correct_frac": Metric(
-        "Fraction of groups in which all completions are correct.",
+        "Fraction of groups in which all scored completions are correct.",
         unit="fraction",
         healthy="below 0.85 at the start",
     ),
@@ -126,7 +133,7 @@ METRICS: dict[str, Metric] = {
         unit="fraction",
     ),
     "task/<task>/reward": Metric(
-        "Mean total reward of the completions of this task.",
+        "Mean total reward of the scored completions of this task.",
         unit="reward",
         healthy="rises",
     ),
@@ -136,7 +143,8 @@ METRICS: dict[str, Metric] = {
         healthy="rises",
     ),
     "task/<task>/zero_variance_groups_frac": Metric(
-        "Fraction of groups of this task with zero reward variance.",
+        "Fraction of groups of this task with zero reward variance, of those with a scored "
+        "completion.",
         unit="fraction",
         healthy="below 0.5, unless all are correct",
     ),
@@ -184,7 +192,7 @@ METRICS: dict[str, Metric] = {
         verl="response_length/clip_ratio",
     ),
     "completion/terminated_len_mean": Metric(
-        "Mean tokens of the completions with an end token; 0 if there are none.",
+        "Mean tokens of the completions with an end token.",
         unit="tokens",
         trl="completions/mean_terminated_length",
     ),
@@ -199,11 +207,11 @@ METRICS: dict[str, Metric] = {
         trl="completions/max_terminated_length",
     ),
     "completion/correct_len_mean": Metric(
-        "Mean tokens of correct completions; 0 if there are none.",
+        "Mean tokens of correct completions.",
         unit="tokens",
     ),
     "completion/incorrect_len_mean": Metric(
-        "Mean tokens of incorrect completions; 0 if there are none.",
+        "Mean tokens of incorrect completions.",
         unit="tokens",
     ),
     "completion/eos_frac": Metric(
@@ -260,7 +268,7 @@ METRICS: dict[str, Metric] = {
         unit="count",
     ),
     "env/reward": Metric(
-        "Mean sum of an episode's turn rewards, without episodes that failed.",
+        "Mean sum of an episode's turn rewards, without episodes that failed or have none.",
         unit="reward",
     ),
     "env/failed_frac": Metric(
@@ -412,13 +420,13 @@ METRICS: dict[str, Metric] = {
         trl="sampling/importance_sampling_ratio/mean",
     ),
     "policy/advantage_mean": Metric(
-        "Mean advantage of a completion; 0 where groups are centered.",
+        "Mean advantage of a scored completion; 0 where groups are centered.",
         unit="1",
         healthy="0 if groups are centered",
         verl="critic/advantages/mean",
     ),
     "policy/advantage_std": Metric(
-        "Standard deviation (n) of the advantages of completions.",
+        "Standard deviation (n) of the advantages of scored completions.",
         unit="1",
     ),
     "optim/lr": Metric(
@@ -535,14 +543,21 @@ METRICS: dict[str, Metric] = {
         unit="s",
     ),
     "val/<set>/avg@<k>": Metric(
-        "Fraction of correct completions, k sampled for each prompt. Interval (_low, _high): "
-        "Wilson's, clustered by prompt.",
+        "Fraction of correct completions, k sampled for each prompt, mean over prompts. Interval "
+        "(_low, _high): Wilson's, clustered by prompt.",
         unit="fraction",
         healthy="rises",
         verl="val-core/<set>/acc/mean@<k>",
     ),
+    "val/<set>/unscored_frac": Metric(
+        "Fraction of samples that the accuracies leave out, because they have no reward; "
+        "`greedy_unscored_frac`: of greedy completions.",
+        unit="fraction",
+        healthy="0",
+    ),
     "val/<set>/pass@<k>": Metric(
-        "Probability that at least one of k completions is correct, unbiased estimate.",
+        "Probability that at least one of k completions is correct, unbiased estimate; mean over "
+        "prompts with at least k scored samples.",
         unit="fraction",
     ),
     "val/<set>/greedy": Metric(
@@ -550,8 +565,8 @@ METRICS: dict[str, Metric] = {
         unit="fraction",
     ),
     "val/<set>/reward": Metric(
-        "Mean total reward of the sampled completions. Interval: bootstrap over prompts (2,000 "
-        "draws, seeded).",
+        "Mean total reward of the scored samples. Interval: bootstrap over prompts (2,000 draws, "
+        "seeded).",
         unit="reward",
         healthy="rises with reward/mean",
     ),

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.formatting import (
@@ -27,10 +28,15 @@ from litgrpo.callbacks.formatting import (
     format_success,
     strip_stage,
     terminal_columns,
+    without_zero_counts,
 )
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.text.counts import plural
-from litgrpo.training.lightning_compat import find_trainer, remove_stock_progress_bar
+from litgrpo.training.lightning_compat import (
+    find_pending_metrics,
+    find_trainer,
+    remove_stock_progress_bar,
+)
 
 # {name on the bar: metric}, the most important first; metrics that are not logged are left out.
 NAMES = {
@@ -49,9 +55,42 @@ TITLES = {
     RunningStage.VALIDATING: "validating",
     RunningStage.TESTING: "testing",
 }
-ITERATIONS = "{desc} {n_fmt}/{total_fmt} |{bar:16}| {elapsed}<{remaining}{postfix}"
-BATCHES = "{desc} {n_fmt} of {total_fmt} |{bar:16}| {elapsed}<{remaining}"
+BAR, TIMES = " |{bar:16}|", " {elapsed}<{remaining}"
+ITERATIONS = "{desc} {n_fmt}/{total_fmt}" + BAR + TIMES + "{postfix}"
+BATCHES = "{desc} {n_fmt} of {total_fmt}" + BAR + TIMES
 NO_METRICS: Mapping[str, Any] = {}
+
+
+class WholeItems(tqdm):
+    """A bar that leaves out items that do not fit into its line; tqdm cuts the line anywhere.
+
+    First the last metrics, then the bar itself, further metrics, and the times.
+    """
+
+    @staticmethod
+    def format_meter(
+        n: float,
+        total: float | None,
+        elapsed: float,
+        ncols: int | None = None,
+        *,
+        bar_format: str = ITERATIONS,
+        postfix: str | None = None,
+        **settings: Any,
+    ) -> str:
+        """Return the longest line of whole items that has at most `ncols` columns."""
+        items = postfix.split(", ") if postfix else []
+        counts = range(len(items), -1, -1)
+        lines = [(bar_format, items[:count]) for count in counts if count or not items]
+        lines += [(bar_format.replace(BAR, ""), items[:count]) for count in counts]
+        lines.append((bar_format.split(BAR, maxsplit=1)[0], []))
+        line = ""
+        for form, shown in lines:
+            texts = {"bar_format": form, "postfix": ", ".join(shown)} | settings
+            line = tqdm.format_meter(n, total, elapsed, ncols=None, **texts)
+            if ncols is None or disp_len(line) <= ncols:
+                break
+        return line
 
 
 class Progress(ProgressBar):
@@ -113,7 +152,7 @@ class Progress(ProgressBar):
             if self.has_estimate and n < total:
                 self._print_estimate(trainer, total - n)
         line = f"training {n}/{total}" if total else f"training {n}"
-        self._show(n, line, trainer.callback_metrics)
+        self._show(n, line, find_pending_metrics(trainer))
 
     def _print_estimate(self, trainer: Trainer, iterations: int) -> None:
         interval = math.inf
@@ -167,7 +206,7 @@ class Progress(ProgressBar):
     def _open(self, title: str, bar_format: str, total: int | None = None) -> None:
         self._close()
         knows_size = _has_columns(sys.stderr)
-        self.bar = tqdm(
+        self.bar = WholeItems(
             total=total,
             desc=title,
             bar_format=bar_format,
@@ -362,7 +401,7 @@ def main_metrics(report: Mapping[str, float]) -> list[str]:
         ['easy/avg@4 0.900', 'easy/greedy 0.800', 'hard/avg@4 0.250']
     """
     sets: dict[str, list[str]] = {}
-    for name, text in format_report(dict(report)).items():
+    for name, text in format_report(without_zero_counts(report)).items():
         sets.setdefault(name.rpartition("/")[0], []).append(f"{name} {text}")
     per_set = max(1, MAX_NAMES // max(1, len(sets)))
     return [text for texts in sets.values() for text in texts[:per_set]]

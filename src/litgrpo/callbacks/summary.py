@@ -29,12 +29,19 @@ from litgrpo.callbacks.formatting import (
     mark_truncated,
     strip_stage,
     terminal_columns,
+    without_zero_counts,
 )
 from litgrpo.callbacks.loggers import MetricsCSV
+from litgrpo.callbacks.progress import fit_to_terminal
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.distributed.messages import warn_once_on_failure
-from litgrpo.evaluation.intervals import Comparison, compare_evaluations
+from litgrpo.evaluation.intervals import (
+    FEW_PROMPTS,
+    FEW_PROMPTS_NOTE,
+    Comparison,
+    compare_evaluations,
+)
 from litgrpo.text.counts import plural
 from litgrpo.text.program import program_in_shell
 from litgrpo.text.visible import visible
@@ -45,6 +52,8 @@ from litgrpo.training.lightning_compat import validate_now
 Evaluation = dict[str, Any]
 Sample = dict[str, Any]
 MAX_KEPT = 64  # samples of an evaluation, which are part of the checkpoint
+# Fractions of completions that the accuracies leave out.
+UNSCORED = ("unscored_frac", "greedy_unscored_frac")
 # Metrics that show whether the text is still natural.
 TEXT_QUALITY = (
     "initial_perplexity",
@@ -114,7 +123,7 @@ class Summary(Callback):
                 "prompt": rollout.prompts.prompts[b],
                 "completion": mark_truncated(rollout.completions[row], is_truncated),
                 "rewards": {name: finite_or_none(part[b, :1])[0] for name, part in parts},
-                "reward": finite_or_none(rewards.total[b, :1])[0],
+                "reward": finite_or_none(rewards.scored[b, :1])[0],
             }
             self.samples.append(sample | episode_row(rollout, row))
 
@@ -368,16 +377,17 @@ def _summarize(evaluation: Evaluation | None) -> dict[str, Any] | None:
 
 
 def _summarize_set(evaluation: Evaluation, report: dict[str, float], count: int) -> dict[str, Any]:
-    averages = [k for k in report if k.startswith("avg@") and not k.endswith(BOUNDS)]
-    if not averages:  # SFT: loss, perplexity and accuracy
+    if not evaluation["reward_names"]:  # SFT: loss, perplexity and accuracy
         return dict(report)
-    average = averages[0]
+    averages = [k for k in report if k.startswith("avg@") and not k.endswith(BOUNDS)]
+    average = next(iter(averages), "avg@k")  # without a scored completion there is none
     return {
-        "avg_at_k": report[average],
+        "avg_at_k": report.get(average),
         "low": report.get(average + "_low"),
         "high": report.get(average + "_high"),
         "greedy": report.get("greedy"),
         "n": count,
+        **{k: report[k] for k in UNSCORED if k in report},
         "success": evaluation.get("success", {}),
         "reward": {
             "mean": report.get("reward"),
@@ -425,7 +435,8 @@ def format_table(
 ) -> str:
     """One line per metric and one column per evaluation, 95 % intervals in brackets.
 
-    In a terminal that is too narrow, only the changes have intervals.
+    Fractions of unscored completions have a line if one is not 0. In a terminal that is too
+    narrow, only the changes have intervals.
 
     Args:
         evaluations: {heading: evaluation}; the last one is complete.
@@ -433,26 +444,31 @@ def format_table(
     """
     last = list(evaluations.values())[-1]
     columns = {}
+    reports = [each["report"] for each in reversed(evaluations.values())]
+    shown = dict.fromkeys(name for report in reports for name in without_zero_counts(report))
     for heading, evaluation in evaluations.items():
         count = evaluation["n"]
         title = heading if count == last["n"] else f"{heading} ({plural(count, 'prompt')})"
         columns[title] = format_report(evaluation["report"])
     changes = change_column(comparisons or {})
-    numbers = format_report(last["report"])
-    head, *lines = _align_metrics(numbers, columns, changes)
+    names = [name for name in shown if not name.endswith(BOUNDS)]
+    head, *lines = _align_metrics(names, columns, changes)
     if changes and max(map(len, lines)) > terminal_columns():
         bare = {
             title: {name: text.partition(" [")[0] for name, text in column.items()}
             for title, column in columns.items()
         }
-        head, *lines = _align_metrics(numbers, bare, changes)
+        head, *lines = _align_metrics(names, bare, changes)
     title = plural(last["n"], "held-out prompt") if last["n"] else "held-out data"
-    if any("[" in text for text in numbers.values()):
+    notes = []
+    if any("[" in text for column in columns.values() for text in column.values()):
         title += ", 95 % intervals in brackets"
+        counts = last.get("counts") or {"": last["n"]}
+        notes += [fit_to_terminal(FEW_PROMPTS_NOTE)] * (0 < min(counts.values()) < FEW_PROMPTS)
     if rule := format_success(last.get("success", {})):
         title += f"; {rule}"
     ruler = "-" * max(map(len, [head, *lines]))
-    return "\n".join([title, head, ruler, *lines, *format_solved_counts(comparisons or {})])
+    return "\n".join([title, head, ruler, *lines, *notes, *format_solved_counts(comparisons or {})])
 
 
 def _align_metrics(
@@ -510,7 +526,7 @@ def choose_samples(before: list[Sample], after: list[Sample], number: int) -> li
     """Return the indices of the samples that show most of what training changed.
 
     The largest gain of reward; the largest loss, or else the lowest reward; then prompts whose
-    completion changed; then the first.
+    completion changed; then the first. A sample without a reward has neither.
 
     Args:
         before: samples of an evaluation, or none.
@@ -523,25 +539,19 @@ def choose_samples(before: list[Sample], after: list[Sample], number: int) -> li
         >>> choose_samples(old, new, 2)
         [2, 0]
     """
-
-    def reward(sample: Sample) -> float:
-        value = sample.get("reward")
-        return 0.0 if value is None else float(value)
-
+    rewards = {n: row["reward"] for n, row in enumerate(after) if row.get("reward") is not None}
     changes: dict[int, float] = {}
     changed: list[int] = []
     for n, sample in enumerate(after):
         for old in _same_prompt(before, n, sample):
-            changes[n] = reward(sample) - reward(old)
+            if n in rewards and old.get("reward") is not None:
+                changes[n] = rewards[n] - old["reward"]
             changed += [n] * (sample["completion"] != old["completion"])
-    rows = range(len(after))
-    best = max(rows, key=lambda n: changes.get(n, reward(after[n])), default=0)
-    others = [n for n in rows if n != best]
+    best = sorted(rewards, key=lambda n: -changes.get(n, rewards[n]))[:1]
+    others = [n for n in rewards if n not in best]
     lost = [n for n in others if changes.get(n, 0.0) < 0]
-    worst = min(lost or others, key=lambda n: changes[n] if lost else reward(after[n]), default=0)
-    return list(dict.fromkeys([*rows[best : best + 1], *rows[worst : worst + 1], *changed, *rows]))[
-        :number
-    ]
+    worst = sorted(lost or others, key=lambda n: changes[n] if lost else rewards[n])[:1]
+    return list(dict.fromkeys([*best, *worst, *changed, *range(len(after))]))[:number]
 
 
 def _same_prompt(

@@ -249,7 +249,8 @@ class IterationCheckpoint(Checkpoint):
             return
         self.validation_due = False
         n, report = pl_module.iteration, strip_stage(pl_module.evaluation_report)
-        if report:
+        # An evaluation may leave out a metric that others have: it scored no completion.
+        if report and (self.monitor is None or self.monitor in report or not self.scores):
             self.scores[n] = score_report(report, self.monitor, self.mode)
         # Reward functions may have drawn random numbers. The loops stay those of the batch's end.
         self.boundary = replace(self.boundary, random=get_all_random_state())
@@ -388,7 +389,7 @@ def score_report(report: dict[str, float], monitor: str | None, mode: str | None
     """Score an evaluation so that larger is better; further entries break ties.
 
     Without a monitor the mean reward breaks ties, and each number is its mean over the validation
-    sets that have it.
+    sets that have it; [], the worst score, if no completion has an accuracy.
 
     Raises:
         ValueError: the evaluation does not have the monitored metric.
@@ -399,7 +400,9 @@ def score_report(report: dict[str, float], monitor: str | None, mode: str | None
         >>> score_report({"loss": 2.0}, monitor="loss", mode="min")
         [-2.0]
     """
-    name = monitor or next(iter(report))
+    name = monitor or next((name for name in report if "avg@" in name), next(iter(report)))
+    if monitor is None and name.endswith("unscored_frac"):
+        return []
     require(name in report, f"checkpoint.monitor is {name!r}; the evaluation has {list(report)}.")
     if mode is None:
         mode = "min" if name.endswith("loss") else "max"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from math import isnan
+from math import isfinite, isnan
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class Evaluation:
         success_reward: the reward that decides whether a completion is correct; null: the one with
             the largest weight, of equal ones the first. Of a task that it does not score, it is the
             one with the largest weight of those that do.
-        success_threshold: a completion is correct if that reward is at least this.
+        success_threshold: a completion is correct if that reward is at least this. A completion
+            that the reward does not score (None) is left out of accuracies.
         predict_temperature: temperature of the completions of `predict`; 0: greedy.
         predict_top_p: top-p of `predict`, if `predict_temperature` is above 0; 1: off.
         corpus_metrics: metrics of one reply to every prompt, such as `DialogueScores`, of the
@@ -109,6 +111,7 @@ def format_success_rule(rewards: Mapping[str, str], threshold: float) -> str:
 
 # Names of metrics of an evaluation, which no reward may have.
 RESERVED = {"reward", "reward_low", "reward_high", "greedy", "greedy_low", "greedy_high"}
+RESERVED |= {"unscored_frac", "greedy_unscored_frac"}
 RESERVED |= {"terminated_frac", "len_mean", "distinct_1", "distinct_2"}
 RESERVED |= {"initial_perplexity", "initial_kl"}
 RESERVED |= {"turns", "tool_call_frac", "greedy_turns", "greedy_tool_call_frac"}
@@ -173,10 +176,18 @@ class SetMetrics:
 
 
 def compute_and_reset(metric: Metric) -> dict[str, float]:
-    """Return {name: number} of a metric, and reset it."""
+    """Return {name: number} of a metric, and reset it.
+
+    A mean of nothing, NaN, is left out with its interval, and so is an infinite interval.
+    """
     values = {name: float(value) for name, value in metric.compute().items()}
     metric.reset()
-    return values
+    known = {}
+    for name, value in values.items():
+        mean = re.sub("_(low|high)$", "", name)
+        if not isnan(values.get(mean, value)) and (name == mean or isfinite(value)):
+            known[name] = value
+    return known
 
 
 @dataclass(frozen=True)
@@ -186,10 +197,10 @@ class Evaluated:
     Args:
         rollout: k samples of each prompt.
         rewards: [B, k] their rewards.
-        correct: [B, k] True for samples that succeeded.
+        correct: [B, k] 1.0 for samples that succeeded, 0.0 for others, NaN for unscored ones.
         greedy: greedy completion of each prompt; None without `Evaluation.greedy`.
         greedy_rewards: [B, 1] their rewards.
-        greedy_correct: [B, 1] True for greedy completions that succeeded.
+        greedy_correct: [B, 1] the same of the greedy completions.
         name: name of the set of prompts, "" if there is only one.
 
     Example:
@@ -198,7 +209,7 @@ class Evaluated:
             Evaluated(
                 rollout=Rollout(...),
                 rewards=RewardTable(...),
-                correct=tensor([[True, False], [False, False]]),
+                correct=tensor([[1.0, 0.0], [0.0, 0.0]]),
             )
     """
 
@@ -342,7 +353,7 @@ class Evaluator:
         return evaluated
 
     def find_correct(self, rewards: RewardTable) -> Tensor:
-        """Return [B, G] True for correct completions."""
+        """Return [B, G] 1.0 for correct completions, 0.0 for others, NaN for unscored ones."""
         threshold = self.settings.success_threshold
         return rewards.find_correct(self.success_rewards, threshold).to(self.device)
 

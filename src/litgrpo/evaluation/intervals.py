@@ -18,6 +18,13 @@ Interval = tuple[float, float]
 
 NUM_DRAWS, SEED = 2000, 0  # of the bootstrap
 AT_ONCE = 2**22  # prompts drawn at once, which bounds the memory
+# Below, a change is not called one: bootstrap intervals are too narrow. Of those of 10 prompts,
+# 88.5 % covered the mean in simulations, not 95 %.
+FEW_PROMPTS = 20
+FEW_PROMPTS_NOTE = (
+    f"Fewer than {FEW_PROMPTS} prompts: the intervals of rewards and changes are too narrow "
+    "(bootstrap; with 10 prompts about 88 % cover the mean)."
+)
 SOLVED = 0.5  # smallest fraction of correct samples of a prompt that counts as solved
 
 PromptValues = Mapping[str, Sequence[float]]  # {name: one number per prompt}, with `index`
@@ -53,7 +60,7 @@ def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -
 
 
 def proportion_interval(
-    successes: Sequence[int], num_samples: int, confidence: float = 0.95
+    successes: Sequence[int], num_samples: int | Sequence[int], confidence: float = 0.95
 ) -> Interval:
     """Compute the interval of a success rate if every prompt was sampled several times.
 
@@ -65,7 +72,7 @@ def proportion_interval(
 
     Args:
         successes: [B] number of samples of each prompt that succeeded.
-        num_samples: samples per prompt.
+        num_samples: samples per prompt, at least 1; or [B] those of each prompt.
         confidence: coverage.
 
     Source: Franco, Little, Louis and Slud 2019, J. Survey Statistics and Methodology 7:334 (which
@@ -74,14 +81,15 @@ def proportion_interval(
     prompts = len(successes)
     if not prompts:
         return 0.0, 1.0
-    rates = [count / num_samples for count in successes]
+    counts = [num_samples] * prompts if isinstance(num_samples, int) else num_samples
+    rates = [count / number for count, number in zip(successes, counts, strict=True)]
     mean, error = mean_and_standard_error(rates)
     if prompts == 1 or mean in (0.0, 1.0):
         size = float(prompts)
     elif error == 0:
-        size = float(prompts * num_samples)
+        size = float(sum(counts))
     else:
-        size = min(max(mean * (1 - mean) / error**2, prompts), prompts * num_samples)
+        size = min(max(mean * (1 - mean) / error**2, prompts), sum(counts))
     return wilson_interval(mean * size, size, confidence)
 
 

@@ -122,23 +122,30 @@ class SampledAccuracy(PromptMetric):
 
         Args:
             index: [B] position of each prompt in its data set.
-            correct: [B, k] True for correct completions.
+            correct: [B, k] 1 for correct completions, 0 for others, NaN for unscored ones.
         """
         if tuple(correct.shape[1:]) != (self.num_samples,):
             given = tuple(correct.shape)
             raise ValueError(f"expected {self.num_samples} samples per prompt, got shape {given}")
-        self.collect(index, correct.sum(1, keepdim=True))
+        correct = correct.float()
+        self.collect(index, torch.stack([correct.nansum(1), (~correct.isnan()).sum(1)], dim=1))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return {avg@k, avg@k_low, avg@k_high, pass@j for every j}."""
-        counts = [int(row[0]) for row in self.rows(1)]
-        name, samples = f"avg@{self.num_samples}", self.num_samples
-        low, high = proportion_interval(counts, samples, self.confidence)
-        self.per_prompt = {name: [count / samples for count in counts]}
-        report = {name: _mean(self.per_prompt[name])}
+        """Return {avg@k, avg@k_low, avg@k_high, unscored_frac, pass@j for every j}.
+
+        A prompt counts in avg@k by the fraction of its scored samples that are correct, and in
+        pass@j if at least j are scored. NaN without such a prompt.
+        """
+        rows = [(int(correct), int(scored)) for correct, scored in self.rows(2)]
+        name, known = f"avg@{self.num_samples}", [row for row in rows if row[1]]
+        self.per_prompt = {name: [correct / n if n else nan for correct, n in rows]}
+        successes, counts = [[row[place] for row in known] for place in (0, 1)]
+        low, high = proportion_interval(successes, counts, self.confidence)
+        report = {name: _mean([correct / n for correct, n in known])}
         report |= {f"{name}_low": low, f"{name}_high": high}
+        report["unscored_frac"] = _mean([1 - scored / self.num_samples for _, scored in rows])
         for k in self.ks:
-            report[f"pass@{k}"] = _mean([pass_at_k(samples, count, k) for count in counts])
+            report[f"pass@{k}"] = _mean([pass_at_k(n, correct, k) for correct, n in rows if n >= k])
         return _tensors(report, self.device)
 
 
@@ -158,18 +165,20 @@ class GreedyAccuracy(PromptMetric):
 
         Args:
             index: [B] position of each prompt in its data set.
-            correct: [B] True for correct completions.
+            correct: [B] 1 for correct completions, 0 for others, NaN for unscored ones.
         """
         if correct.shape != index.shape:
             raise ValueError(f"expected shape {tuple(index.shape)}, got {tuple(correct.shape)}")
         self.collect(index, correct[:, None])
 
     def compute(self) -> dict[str, Tensor]:
-        """Return {greedy, greedy_low, greedy_high}."""
+        """Return {greedy, greedy_low, greedy_high, greedy_unscored_frac}; NaN if none is scored."""
         correct = [row[0] for row in self.rows(1)]
         self.per_prompt = {"greedy": correct}
-        low, high = wilson_interval(sum(correct), len(correct), self.confidence)
-        report = {"greedy": _mean(correct), "greedy_low": low, "greedy_high": high}
+        known = [each for each in correct if not math.isnan(each)]
+        low, high = wilson_interval(sum(known), len(known), self.confidence)
+        report = {"greedy": _mean(known), "greedy_low": low, "greedy_high": high}
+        report["greedy_unscored_frac"] = _mean([float(math.isnan(each)) for each in correct])
         return _tensors(report, self.device)
 
 
@@ -191,7 +200,7 @@ class RewardMeans(PromptMetric):
             index: [B] position of each prompt in its data set.
             rewards: the rewards of its completions, [B, G].
         """
-        columns = [rewards.total.where(rewards.valid, torch.nan)]
+        columns = [rewards.scored]
         columns += [rewards.components[name] for name in self.names]
         sums = [column.nansum(1) for column in columns]
         counts = [(~column.isnan()).sum(1) for column in columns]
@@ -257,13 +266,11 @@ class EpisodeMeans(PromptMetric):
         self.collect(index, means.T.contiguous().to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return {turns, tool_call_frac}, means over prompts; {} without episodes."""
+        """Return {turns, tool_call_frac}, means over prompts with episodes; {} without one."""
         rows = torch.tensor(self.rows(len(EPISODE_NAMES)), dtype=torch.float64)
-        means = rows.view(-1, len(EPISODE_NAMES)).mean(0).float().to(self.device)
+        means = rows.view(-1, len(EPISODE_NAMES)).nanmean(0).float().to(self.device)
         names = [f"{self.prefix}{name}" for name in EPISODE_NAMES]
-        if bool(means.isnan().any()):
-            return {}
-        return dict(zip(names, means, strict=True))
+        return {} if means.isnan().any() else dict(zip(names, means, strict=True))
 
 
 # --- text quality ---
@@ -303,10 +310,13 @@ class TextQuality(PromptMetric):
         self.collect(index, both.to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return {terminated_frac, len_mean, distinct_1, distinct_2}, means over prompts."""
+        """Return {terminated_frac, len_mean, distinct_1, distinct_2}, means over prompts.
+
+        Prompts without an n-gram in their samples are left out of distinct-n; NaN without others.
+        """
         names = ("terminated_frac", "len_mean", *(f"distinct_{n}" for n in NGRAM_SIZES))
         rows = torch.tensor(self.rows(len(names)), dtype=torch.float64)
-        means = rows.view(-1, len(names)).mean(0).float().to(self.device)
+        means = rows.view(-1, len(names)).nanmean(0).float().to(self.device)
         return dict(zip(names, means, strict=True))
 
 
@@ -336,8 +346,10 @@ class InitialPolicyDistance(PromptMetric):
         self.collect(index, per_prompt.to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return {initial_perplexity, initial_kl}."""
-        surprise, distance, tokens = (math.fsum(c) for c in zip(*self.rows(3), strict=True))
+        """Return {initial_perplexity, initial_kl}; NaN without a sampled token."""
+        columns = zip(*self.rows(3), strict=True)
+        surprise, distance, tokens = [math.fsum(column) for column in columns] or [nan] * 3
+        tokens = tokens or nan
         numbers = {
             "initial_perplexity": math.exp(min(surprise / tokens, 700.0)),
             "initial_kl": distance / tokens,
@@ -346,7 +358,7 @@ class InitialPolicyDistance(PromptMetric):
 
 
 def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
-    """Return different n-grams / all n-grams, for n = 1 and 2; 1 if there are none.
+    """Return different n-grams / all n-grams, for n = 1 and 2; NaN if there are none.
 
     Args:
         texts: token ids of each text; n-grams do not cross from one to the next.
@@ -358,7 +370,7 @@ def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
     shares = []
     for n in NGRAM_SIZES:
         grams = [tuple(ids[k : k + n]) for ids in texts for k in range(len(ids) - n + 1)]
-        shares.append(len(set(grams)) / len(grams) if grams else 1.0)
+        shares.append(len(set(grams)) / len(grams) if grams else nan)
     return shares
 
 

@@ -45,10 +45,7 @@ class RewardSource(Protocol):
 
 def groups_with_variance(rewards: RewardTable) -> Tensor:
     """Return [B] True for groups whose rewards differ by more than rounding."""
-    lengths = torch.zeros_like(rewards.total)
-    groups = Groups.from_table(rewards, lengths, SingleProcess())
-    deviation = groups.group_statistics()[0]
-    return (deviation.nan_to_num(0.0) != 0).any(1)
+    return rewards.find_zero_variance() == 0  # also False for groups without a reward
 
 
 def groups_with_turn_advantages(

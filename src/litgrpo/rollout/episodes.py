@@ -296,7 +296,8 @@ class EpisodeRunner(ABC):
         assert rewards is not None
         failed = torch.tensor([bool(each.failed) for each in episodes])
         late = torch.tensor([each.failed.startswith("timed out") for each in episodes])
-        total, valid = rewards.nansum(1).cpu(), ~failed
+        # An environment that gives no turn rewards has no mean of them.
+        total, valid = rewards.nansum(1).cpu(), ~failed & ~rewards.isnan().all(1).cpu()
         observed = rollout.completion_mask & ~rollout.loss_mask
         stats = {
             "env/turns": (rollout.turns.amax(1) + 1).float().mean(),

@@ -235,9 +235,9 @@ class Rollouter:
         stats = {} if self.episodes is None else self.episodes.stats(rollout)
         if rollout.token_versions is not None and self.prefetch is not None:
             age, sampled = (iteration - rollout.token_versions).float(), rollout.loss_mask
-            total = torch.where(sampled, age, 0.0)
-            stats["async/staleness_mean"] = torch.stack([total.sum(), sampled.sum()])
-            stats["async/staleness_max"] = total.max()
+            total = torch.where(sampled, age, 0.0).sum()
+            stats["async/staleness_mean"] = torch.stack([total, sampled.sum()])
+            stats["async/staleness_max"] = torch.where(sampled, age, -torch.inf).max()
         return stats
 
     @cached_property

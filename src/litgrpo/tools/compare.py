@@ -201,7 +201,16 @@ def read_run(run_dir: Path, metrics: Sequence[str]) -> Run:
     """Read the results of a run from its metrics.csv."""
     with (run_dir / "metrics.csv").open() as file:
         logged = list(csv.DictReader(file))
-    validated = [row for row in logged if row[f"val/{metrics[0]}"]]
+    for name in metrics:  # a mean of nothing is not logged
+        require(
+            any(row.get(f"val/{name}") for row in logged),
+            f"{run_dir} has no val/{name}: no held-out completion was scored. Give a recipe with "
+            "validation prompts that its rewards score.",
+        )
+    validated = [row for row in logged if all(row.get(f"val/{name}") for name in metrics)]
+    require(
+        bool(validated), f"{run_dir} has no evaluation with {', '.join(metrics)} at the same time."
+    )
     trained = [row for row in logged if row["perf/generated_tokens"]]
     before, after = (
         {name: float(row[f"val/{name}"]) for name in metrics}

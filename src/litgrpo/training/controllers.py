@@ -205,6 +205,8 @@ class AdaptiveCoefficients(FixedCoefficients):
         # Log-probabilities are 0 for all but generated tokens.
         surprise = torch.stack([-rollout.sampler_logprobs.sum().double(), rollout.lengths.sum()])
         total, count = comm.sum(surprise).tolist()
+        if not count:  # an iteration without a sampled token changes nothing
+            return
         self.sampled_entropy = total / count
         self.entropy_coef = target.next(self.entropy_coef, self.sampled_entropy)
         above_target = self.sampled_entropy > target.target

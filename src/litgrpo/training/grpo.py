@@ -581,7 +581,9 @@ class GRPO(LightningModule):
             batch_idx: number of the batch in this epoch.
 
         Returns:
-            For callbacks: the rollout, its rewards, [B, G] advantages and a report of each step.
+            For callbacks: `rollout`, the `Rollout` of N completions; `rewards`, their
+            `RewardTable`; `advantages`, [B, G] one for each completion; `reports`, a `StepReport`
+            for each optimizer step.
         """
         assert self.stepper is not None
         iteration = self.iteration
@@ -616,7 +618,6 @@ class GRPO(LightningModule):
         batch = self.learner.build_batch(rollout, rewards, logprobs)
         reports = self.learner.update(batch, self.stepper)
 
-        self.log_dict(rewards.metrics)
         stats |= self.rollouter.stats(rollout, iteration)
         stats |= self.learner.reward_kl_stats(rollout, logprobs)
         order = curriculum_of(self.trainer)
@@ -625,7 +626,7 @@ class GRPO(LightningModule):
             stats["data/on_policy"] = torch.tensor(float(on_policy))
         if not on_policy:  # -log p of tokens that were not sampled is no estimate of the entropy
             stats["policy/data_nll"] = stats.pop("policy/entropy")
-        self._finish_iteration(stats, batch, reports)
+        self._finish_iteration(stats, batch, rewards, reports)
         return {
             "rollout": rollout,
             "rewards": rewards,
@@ -648,8 +649,8 @@ class GRPO(LightningModule):
         """Let the curriculum know the success of the prompts of all ranks."""
         order = curriculum_of(self.trainer)
         if order is not None:
-            comm, valid = self.learner.comm, rewards.valid.sum(1).to(self.evaluator.device)
-            success = self.evaluator.find_correct(rewards).sum(1) / valid  # NaN without valid rows
+            comm = self.learner.comm
+            success = self.evaluator.find_correct(rewards).nanmean(1)  # NaN without scored rows
             order.record(comm.gather(prompts.index.to(success.device)), comm.gather(success))
 
     def _with_greedy_rewards(self, prompts: PromptBatch, rewards: RewardTable) -> RewardTable:
@@ -657,7 +658,7 @@ class GRPO(LightningModule):
         greedy = self.rollouter.generate_greedy(prompts, self.iteration)
         with self.clock.phase("time/reward_s"):
             found = self.scorer.start(greedy, self.iteration).wait()
-        return replace(rewards, greedy=found.total.where(found.valid, torch.nan).squeeze(1))
+        return replace(rewards, greedy=found.scored.squeeze(1))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip gradients, which are complete only here: with fp16, Lightning has unscaled them."""
@@ -665,19 +666,24 @@ class GRPO(LightningModule):
         self.stepper.clip_before_step()
 
     def _finish_iteration(
-        self, stats: Stats, batch: TrainingBatch, reports: list[StepReport]
+        self,
+        stats: Stats,
+        batch: TrainingBatch,
+        rewards: RewardTable,
+        reports: list[StepReport],
     ) -> None:
         """Count the iteration, log it, and adapt coefficients; loggers' x-axis is the iteration."""
         self.iteration += 1
         comm, own_tokens = self.learner.comm, self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
-        stats = stats | advantage_stats(batch, comm) | self.clock.stats(own_tokens)
+        stats = stats | advantage_stats(batch, rewards, comm) | self.clock.stats(own_tokens)
         averages = average_over_ranks(stats, reports, comm, backend(self.device).data_device)
         averages |= self.coefficients.stats()
         averages["perf/tokens_per_s"] *= comm.world_size
         averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         averages["data/epoch"] = torch.tensor(passes_over_data(self.trainer))
+        averages |= {name: torch.tensor(number) for name, number in rewards.metrics.items()}
         step = {"step": torch.tensor(float(self.iteration))}
         log_numbers(self, averages | step, prog_bar=NAMES.values())
         self.learner.update_coefficients(averages, self.iteration)

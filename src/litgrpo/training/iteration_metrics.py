@@ -45,7 +45,7 @@ class SumsAndCounts:
         self.add({name: torch.stack([value.detach(), torch.ones_like(value)])})
 
     def averages(self, comm: Comm, device: torch.device) -> Stats:
-        """Return {name: [] average over all ranks}, by one collective.
+        """Return {name: [] average over all ranks}, by one collective; without those of nothing.
 
         Args:
             comm: collectives of the ranks, which all add the same names.
@@ -53,8 +53,9 @@ class SumsAndCounts:
         """
         table = torch.stack([pair.to(device) for pair in self.sums.values()])
         sums, counts = comm.sum(table).unbind(-1)
-        means = sums / counts.clamp(min=1)
-        return dict(zip(self.sums, means.float(), strict=True))
+        means = dict(zip(self.sums, (sums / counts).float(), strict=True))
+        has_values = zip(means, (counts != 0).tolist(), strict=True)
+        return {name: means[name] for name, is_measured in has_values if is_measured}
 
 
 class StepSums:
@@ -89,6 +90,9 @@ def average_over_ranks(
 ) -> Stats:
     """Average the metrics of one iteration over ranks and optimizer steps; extremes stay extremes.
 
+    A mean or an extreme of nothing, such as the length of correct completions if there are none, is
+    left out.
+
     Args:
         seen: {name: [] number, or [2] sum and count} of this rank; all ranks have the same names.
         reports: of its optimizer steps.
@@ -108,14 +112,18 @@ def average_over_ranks(
     extremes = _collect_extremes(seen, reports, device)
     if extremes:
         largest = comm.max(torch.stack(list(extremes.values())))
-        for name, value in zip(extremes, largest, strict=True):
-            signed = -value if name.endswith(SMALLEST) else value
-            averaged[name] = signed.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+        is_measured = (largest != -torch.inf).tolist()
+        for name, value, known in zip(extremes, largest, is_measured, strict=True):
+            if known:
+                averaged[name] = -value if name.endswith(SMALLEST) else value
     return averaged
 
 
 def _collect_extremes(seen: Stats, reports: list[StepReport], device: torch.device) -> Stats:
-    """Return {name: [] maximum, or negated minimum}, so that one maximum over ranks serves both."""
+    """Return {name: [] maximum, or negated minimum}, so that one maximum over ranks serves both.
+
+    It is minus infinity if there is nothing.
+    """
     found = {
         name: [-value if name.endswith(SMALLEST) else value]
         for name, value in seen.items()
@@ -124,9 +132,8 @@ def _collect_extremes(seen: Stats, reports: list[StepReport], device: torch.devi
     for report in reports:
         for name in WITH_EXTREMES & report.sums.keys():
             total, count = report.sums[name].unbind()
-            fraction = total / count.clamp(min=1)
-            found.setdefault(f"{name}_min", []).append(-fraction)
-            found.setdefault(f"{name}_max", []).append(fraction)
+            for end, fraction in (("_min", -total / count), ("_max", total / count)):
+                found.setdefault(name + end, []).append(fraction.where(count > 0, -torch.inf))
     # float64, as in SumsAndCounts.
     on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
     return {name: torch.stack(values).max().float() for name, values in on_device.items()}
@@ -146,9 +153,15 @@ def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
     return completion_advantages(batch.advantages).view_as(rewards.total).cpu()
 
 
-def advantage_stats(batch: TrainingBatch, comm: Comm) -> Stats:
-    """Return mean and standard deviation of the advantages of all ranks' completions."""
-    advantages = comm.gather(completion_advantages(batch.advantages))
-    mean = advantages.nanmean()  # NaN pads a rank with fewer rows
+def advantage_stats(batch: TrainingBatch, rewards: RewardTable, comm: Comm) -> Stats:
+    """Return mean and standard deviation of the advantages of all ranks' scored completions.
+
+    {} if none has a reward.
+    """
+    own = completion_advantages(batch.advantages)
+    advantages = comm.gather(own.where(rewards.valid.flatten().to(own.device), torch.nan))
+    mean = advantages.nanmean()  # NaN also pads a rank with fewer rows
+    if mean.isnan():
+        return {}
     variance = (advantages - mean).square().nanmean()
     return {"policy/advantage_mean": mean, "policy/advantage_std": variance.sqrt()}

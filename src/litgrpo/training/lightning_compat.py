@@ -147,12 +147,22 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor], prog_bar: Collection
     70 numbers of an iteration of the quickstart, against 1 ms here (2 cores, Zen 4). Only new names
     and the first number, which resets what an earlier epoch left, go through `log`.
 
+    Names of this hook's last call that are missing now are not logged. `log_dict` would repeat
+    their old numbers; the trainer's `callback_metrics`, by which callbacks monitor, keep them.
+
     Args:
         module: in a step or hook of training.
         numbers: scalars on the device of those logged before under the same names.
         prog_bar: names that a progress bar of Lightning shows.
     """
     hook, results = private(module, "_current_fx_name"), private(module.trainer, "_results")
+    if results is not None:
+        earlier = vars(results).setdefault("logged_numbers", {})  # {hook: names}
+        for name in earlier.get(hook, set()) - numbers.keys():
+            results.pop(f"{hook}.{name}", None)
+            for shown in (module.trainer.logged_metrics, module.trainer.progress_bar_metrics):
+                shown.pop(name, None)
+        earlier[hook] = set(numbers)
     for position, (name, value) in enumerate(numbers.items()):
         key = f"{hook}.{name}"
         if position > 0 and results is not None and key in results:

@@ -294,7 +294,8 @@ class SFT(LightningModule):
         averages it over ranks: a rank that runs out of memory has entered no collective.
 
         Returns:
-            The loss, and reports of the optimizer steps that end with this batch: one, or none.
+            For callbacks: `loss`, and `reports`, a `StepReport` for each optimizer step that ends
+            with this batch: one, or none.
         """
         sizes = self._count_tokens(batch)
         optimizer: Any = self.trainer.optimizers[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from litgrpo.tools.doctor.diagnosis import RULES
+from litgrpo.tools.doctor.diagnosis import RULES, examine
 from litgrpo.tools.doctor.run import RunConfig, RunLog, RunMetrics
 
 CHECKS = {rule.name: rule.check for rule in RULES}
@@ -218,3 +218,44 @@ def test_samples_that_agree_with_their_reward_are_not_found():
     rows.append(sample("4 it is", 0.5))
     rows.append(sample('{"age": 7, "name": "Bo"}', 1.0, answer='{"name": "Bo", "age": 7}'))
     assert check_samples(rows * 5) is None
+
+
+def log_of(columns):
+    """A run whose metrics are only logged where they are known."""
+    rows = [{"step": n + 1} | {k: v for k, v in row.items() if v is not None} for n, row in columns]
+    return RunLog(RunMetrics.from_rows(rows))
+
+
+def test_what_no_completion_was_scored_for_is_neither_zero_nor_a_problem():
+    """Only the missing rewards are found: not `no_signal`, `too_hard`, `collapsed`, ..."""
+    unscored = {"reward/failed_frac": 1.0, "reward/unscored_groups_frac": 1.0}
+    others = {"policy/entropy": 1.0, "completion/len_mean": 9.0, "optim/update_rel": 1e-9}
+    found = examine(log_of(enumerate([unscored | others] * LENGTH)))
+    assert [each.rule for each in found.all_findings] == ["rewards_fail"]
+    assert found.not_checked["no_signal"] == "needs reward/zero_variance_groups_frac, reward/mean"
+    assert {"too_hard", "collapsed", "reward_hacking", "nothing_moves"} <= found.not_checked.keys()
+
+
+def test_iterations_without_scored_completions_change_no_finding():
+    scored = {
+        "reward/mean": 0.5,
+        "reward/failed_frac": 0.0,
+        "reward/zero_variance_groups_frac": 0.9,
+    }
+    scored |= {"reward/all_incorrect_frac": 0.9, "reward/correct_frac": 0.1}
+    scored |= {"reward/a": 0.5, "reward/a_std": 0.0, "reward/a_share": 1.0}
+    every = examine(log_of(enumerate([scored] * LENGTH)))
+    gaps = [scored if n % 2 else {"completion/len_mean": 9.0} for n in range(2 * LENGTH)]
+    some = examine(log_of(enumerate(gaps)))
+    rules = {each.rule for each in every.all_findings}
+    assert rules == {each.rule for each in some.all_findings}
+    assert "too_hard" in rules
+
+
+def test_a_share_that_is_seldom_known_dominates_nothing():
+    columns = {"reward/mean": 0.5, "reward/correct_frac": 0.5, "reward/b": 1.0, "reward/b_std": 0.1}
+    columns |= {"reward/a": 0.5, "reward/a_std": 0.1}
+    once = [columns | ({"reward/b_share": 1.0} if n == 3 else {}) for n in range(LENGTH)]
+    assert CHECKS["dominating_reward"](log_of(enumerate(once))) is None
+    often = [columns | {"reward/b_share": 1.0}] * LENGTH
+    assert CHECKS["dominating_reward"](log_of(enumerate(often))) is not None

@@ -34,6 +34,20 @@ def test_hardest_and_easiest_are_different_prompts():
     assert (easiest[0].before, easiest[0].after) == ("0.000", "1.000")
 
 
+def test_unscored_prompts_are_neither_hard_nor_easy_nor_incorrect():
+    rows = evaluation(10, ["a"])
+    for row in rows[8:]:
+        row |= {"correct": None, "reward": None}
+        row["samples"] = [sample | {"correct": None, "reward": None} for sample in row["samples"]]
+    run = RunFiles("a", evaluations={0: evaluation(0, ["a"]), 9: rows})
+    hardest, easiest = rank_prompts(run)
+    assert {row.after for row in hardest + easiest} == {"1.000"}
+    found = follow_prompts(run)
+    assert {each.reason for each in found} == {"most improved", "one of the others"}
+    notes = [each.completions[-1].notes[:2] for each in found]
+    assert any(note[0] == "unscored" for note in notes)
+
+
 def test_without_evaluations_no_prompts_are_shown():
     assert follow_prompts(RunFiles("a")) == []
     assert rank_prompts(RunFiles("a")) == ([], [])

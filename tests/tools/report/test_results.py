@@ -32,6 +32,29 @@ def test_the_direction_needs_a_significant_change(before, after, direction):
     assert pair.direction == direction
 
 
+@pytest.mark.parametrize(("count", "direction"), [(5, "few"), (19, "few"), (20, "up")])
+def test_a_change_on_few_prompts_is_not_called_one(count, direction, tmp_path):
+    before, after = evaluation(0, ["a"])[:count], evaluation(count, ["b"])[:count]
+    (pair,) = pair_evaluations(before, after)
+    assert pair.direction == direction
+    text = write_verdict(read_run_files(make_run(tmp_path / "run")), [pair])
+    said = f"({count} prompts: too few to decide)" in text
+    assert (said, " rose: " in text) == (direction == "few", direction == "up")
+
+
+def test_unscored_prompts_do_not_count_as_prompts_of_a_comparison():
+    before, after = evaluation(0, ["a"]), evaluation(20, ["b"])
+    for row in after[5:]:
+        row["samples"] = [sample | {"correct": None, "reward": None} for sample in row["samples"]]
+        row |= {"correct": None, "reward": None, "greedy": None}
+    (pair,) = pair_evaluations(before, after)
+    assert (pair.count, pair.after["avg@k"], pair.direction) == (5, 1.0, "few")
+    for row in after:
+        row["samples"] = [{"correct": None, "reward": None}] * 2
+        row |= {"correct": None, "reward": None, "greedy": None}
+    assert pair_evaluations(before, after) == []
+
+
 def test_the_reward_is_the_main_metric_if_no_sample_is_correct():
     before, after = (
         [row | {"reward": x + row["index"] / 100} for row in evaluation(0, ["a"])]

@@ -244,7 +244,7 @@ class _ScoredCases:
         )
 
     def _is_correct(self, table: RewardTable) -> Tensor:
-        return table.find_correct(self.deciding, self.threshold)
+        return table.find_correct(self.deciding, self.threshold) == 1
 
     def part(
         self, name: str, failed: dict[str, int], slowest_s: float, slowest_on: str

@@ -59,8 +59,9 @@ class Doctor(Callback):
         iteration = pl_module.iteration
         if not self.every_n_iterations or not iteration:
             return
-        for name, value in trainer.callback_metrics.items():
-            # Held-out metrics stay in callback_metrics until the next evaluation.
+        # Unlike `callback_metrics` without numbers that only earlier iterations measured.
+        for name, value in trainer.logged_metrics.items():
+            # Held-out metrics stay in logged_metrics until the next evaluation.
             if not name.startswith(("val/", "test/")):
                 self.columns[name][iteration] = float(value)
         if iteration % self.every_n_iterations == 0 and trainer.is_global_zero:

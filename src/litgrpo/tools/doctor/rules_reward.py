@@ -144,10 +144,10 @@ def check_too_hard(run: RunLog) -> Finding | None:
     incorrect = run.metrics["reward/all_incorrect_frac"]
     zero_variance = run.metrics["reward/zero_variance_groups_frac"]
     # Groups that are all incorrect still give a gradient if their rewards differ.
-    known = dict(zip(zero_variance.steps.tolist(), zero_variance.values.tolist(), strict=True))
-    at_same_steps = np.array([known.get(step, 0.0) for step in incorrect.steps.tolist()])
-    useless = MetricSeries(incorrect.steps, np.minimum(incorrect.values, at_same_steps))
-    frac = useless.moving_average()
+    # An iteration that logs only one of them, because nothing was scored, says nothing.
+    steps, own, other = np.intersect1d(incorrect.steps, zero_variance.steps, return_indices=True)
+    useless = np.minimum(incorrect.values[own], zero_variance.values[other])
+    frac = MetricSeries(steps, useless).moving_average()
     if not len(frac) or frac.values[-1] < MANY_GROUPS:
         return None
     return Finding(
@@ -237,7 +237,7 @@ def check_failed_rewards(run: RunLog) -> Finding | None:
     failed = run.metrics["reward/failed_frac"].moving_average()
     if not len(failed) or failed.values[-1] < FAILED:
         return None
-    rows = [row for row in run.samples if None in row.get("rewards", {}).values()]
+    rows = [row for row in run.samples if row.get("reward") is None]
     return Finding(
         rule="rewards_fail",
         problem=f"{failed.values[-1]:.0%} of the completions have no reward.",
@@ -336,7 +336,7 @@ def check_dominating_reward(run: RunLog) -> Finding | None:
         return None
     for name in run.metrics.reward_components():
         share = run.metrics[f"reward/{name}_share"]
-        if name == correctness or not len(share.finite):
+        if name == correctness or len(share.finite) < WINDOW:  # no share where nothing differs
             continue
         if np.mean(share.first(LONG_WINDOW)) < DOMINATING_SHARE:
             continue
@@ -436,10 +436,14 @@ def check_reward_hacking(run: RunLog) -> Finding | None:
         if below.any()
         else int(metrics["reward/mean"].steps[-1]),
         evidence=describe_changes(metrics, "reward/mean", "reward/correct_frac"),
-        samples=tuple(sorted(run.samples, key=lambda row: -(row.get("reward") or 0))[:3]),
+        samples=tuple(sorted(_keep_scored(run.samples), key=lambda row: -row["reward"])[:3]),
         setting=f"model.rewards.{rising[0]}.weight" if rising else "model.rewards",
         value="0.1" if rising else "",
     )
+
+
+def _keep_scored(samples: Samples) -> Samples:
+    return tuple(row for row in samples if row.get("reward") is not None)
 
 
 def _held_out_accuracy_fell(metrics: RunMetrics) -> bool:

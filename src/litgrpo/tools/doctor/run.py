@@ -262,14 +262,14 @@ class RunMetrics:
         return int(max((each.steps[-1] for each in self.series.values() if len(each)), default=0))
 
     def reward_components(self) -> list[str]:
-        """Return the names of the reward functions."""
-        return reward_components(self.series)
+        """Return the names of the reward functions that scored a completion."""
+        return reward_components(name for name in self.series if name in self)
 
     def held_out_accuracy(self) -> str:
         """Return the name of the held-out accuracy, such as `val/avg@4`; "" if not logged."""
         for name in sorted(self.series):
             bound = name.endswith(("_low", "_high"))
-            if name.startswith("val/") and "avg@" in name and not bound:
+            if name.startswith("val/") and "avg@" in name and not bound and name in self:
                 return name
         return ""
 

@@ -57,7 +57,7 @@ PANELS = (
     Panel("Share of the advantage per component", (r"reward/.+_share",)),
     Panel(
         "Groups without a gradient",
-        (r"reward/(zero_variance_groups|all_correct|all_incorrect)_frac",),
+        (r"reward/(zero_variance_groups|unscored_groups|all_correct|all_incorrect)_frac",),
     ),
     Panel("Completion length", (r"completion/(terminated_)?len_mean", r"completion/len_max")),
     Panel("Length of correct and incorrect completions", (r"completion/(in)?correct_len_mean",)),

@@ -75,8 +75,8 @@ class RankedPrompt:
 def describe_completion(row: Row) -> list[str]:
     """Describe a completion: correctness, reward, length, tool calls, failure."""
     notes = []
-    if isinstance(row.get("correct"), bool):
-        notes.append("correct" if row["correct"] else "incorrect")
+    if "correct" in row:
+        notes.append({True: "correct", False: "incorrect"}.get(row["correct"], "unscored"))
     if "reward" in row:
         components = [
             f"{visible(name, 60)} {_format(x)}" for name, x in (row.get("rewards") or {}).items()
@@ -153,11 +153,14 @@ def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dic
         {prompt: reason}.
     """
     samples = {key: last[key]["samples"][0] for key in shared}
-    gains, rewards = {}, {}
+    gains: dict[PromptKey, float] = {}
+    rewards: dict[PromptKey, float] = {}
     for key in shared:
         old, new = (finite_numbers([rows[key].get("reward")]) for rows in (first, last))
-        gains[key] = new[0] - old[0] if old and new else 0.0
-        rewards[key] = next(iter(finite_numbers([samples[key].get("reward")])), 0.0)
+        if old and new:
+            gains[key] = new[0] - old[0]
+        if own := finite_numbers([samples[key].get("reward")]):
+            rewards[key] = own[0]
 
     chosen: dict[PromptKey, str] = {}
 
@@ -166,11 +169,11 @@ def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dic
         best = sorted(remaining, key=lambda key: (order[key], key))[:most]
         chosen.update(dict.fromkeys(best, reason))
 
-    incorrect = [key for key in shared if samples[key].get("correct") is False]
+    incorrect = [key for key in rewards if samples[key].get("correct") is False]
     add("most improved", 3, {key: -gain for key, gain in gains.items() if gain > 0})
     add("got worse", 3, {key: gain for key, gain in gains.items() if gain < 0})
     add("incorrect, highest reward", 2, {key: -rewards[key] for key in incorrect})
-    add("truncated", 2, {key: rewards[key] for key in shared if samples[key].get("truncated")})
+    add("truncated", 2, {n: rewards.get(n, 0.0) for n in shared if samples[n].get("truncated")})
     remaining = [key for key in shared if key not in chosen]
     num_left = MAX_PROMPTS - len(chosen)
     step = max(1, len(remaining) // max(1, num_left))
@@ -180,14 +183,15 @@ def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dic
 def rank_prompts(run: RunFiles) -> tuple[list[RankedPrompt], list[RankedPrompt]]:
     """Return the hardest and the easiest prompts of the last evaluation.
 
-    They are ranked by the fraction of correct samples, then by reward.
+    They are ranked by the fraction of correct samples, then by reward; prompts without a scored
+    sample are left out.
     """
     before, after = run.first_and_last_evaluation()
     old = {prompt_key(row): row for row in before}
 
     def rank(row: Row) -> tuple[float, float, PromptKey]:
-        correct, reward = (finite_numbers([row.get(name)]) for name in ("correct", "reward"))
-        return (*correct, 0.0)[0], (*reward, 0.0)[0], prompt_key(row)
+        (reward, *_) = (*finite_numbers([row.get("reward")]), 0.0)
+        return row["correct"], reward, prompt_key(row)
 
     def view(row: Row) -> RankedPrompt:
         return RankedPrompt(
@@ -197,6 +201,7 @@ def rank_prompts(run: RunFiles) -> tuple[list[RankedPrompt], list[RankedPrompt]]
             _format(row.get("reward")),
         )
 
-    ranking = [view(row) for row in sorted(after, key=rank)]
+    known = [row for row in after if finite_numbers([row.get("correct")])]
+    ranking = [view(row) for row in sorted(known, key=rank)]
     count = min(NUM_EXTREMES, len(ranking) // 2)
     return ranking[:count], ranking[len(ranking) - count :][::-1]

@@ -11,7 +11,12 @@ from math import nan
 from typing import Literal
 
 from litgrpo.callbacks.formatting import BOUNDS, format_change, format_number
-from litgrpo.evaluation.intervals import Comparison, compare_evaluations, compute_paired_difference
+from litgrpo.evaluation.intervals import (
+    FEW_PROMPTS,
+    Comparison,
+    compare_evaluations,
+    compute_paired_difference,
+)
 from litgrpo.text.counts import plural
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
 from litgrpo.tools.run_folder import Row
@@ -23,7 +28,7 @@ LONG_NAMES = {ACCURACY: "accuracy", GREEDY: "greedy accuracy"}
 # Logged metric that is used for the verdict if there are no evaluation files.
 MAIN_METRIC = re.compile(r"val/(.+/)?(avg@\d+|loss)")
 PerPromptValues = dict[str, list[float]]  # {metric: one value per prompt}
-Direction = Literal["up", "down", "none"]
+Direction = Literal["up", "down", "none", "few"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class PairedEvaluation:
 
     Args:
         set_name: name of the set of prompts; "" if there is only one.
-        count: prompts that both evaluations have.
+        count: prompts for which both evaluations have the main metric.
         before: {metric: mean of the earlier evaluation, or of the first run}.
         after: {metric: mean of the later evaluation, or of the other run}.
         comparison: differences with bootstrap intervals, and solved prompts.
@@ -42,12 +47,12 @@ class PairedEvaluation:
     Example:
         >>> rows = [
         ...     {"index": n, "prompt": f"{n}+1?", "reward": x, "samples": [{"correct": x > 0.5}]}
-        ...     for n, x in enumerate([0.0, 1.0] + 6 * [0.0])
+        ...     for n, x in enumerate([0.0, 1.0] + 18 * [0.0])
         ... ]
         >>> solved = [row | {"reward": 1.0, "samples": [{"correct": True}]} for row in rows]
         >>> (pair,) = pair_evaluations(rows, solved)
         >>> pair.count, pair.before["avg@k"], pair.after["avg@k"], pair.direction
-        (8, 0.125, 1.0, 'up')
+        (20, 0.05, 1.0, 'up')
     """
 
     set_name: str
@@ -60,7 +65,9 @@ class PairedEvaluation:
 
     @property
     def direction(self) -> Direction:
-        """Significant change of the main metric."""
+        """Significant change of the main metric; "few": too few prompts to call it one."""
+        if self.count < FEW_PROMPTS:
+            return "few"
         change = self.comparison.changes[self.main_metric]
         excludes_zero = change.low > 0 or change.high < 0
         if not excludes_zero or not self.p_values[self.main_metric] < SIGNIFICANCE:
@@ -125,7 +132,7 @@ def pair_evaluations(before: Sequence[Row], after: Sequence[Row]) -> list[Paired
     by_set = bool(names[0] & names[1])
     old, new = (_rows_by_text(rows, by_set) for rows in (before, after))
     shared = [key for key in new if key in old]
-    return [
+    pairs = [
         _pair_set(
             name,
             per_prompt_values([old[key] for key in shared if key[0] == name]),
@@ -133,6 +140,7 @@ def pair_evaluations(before: Sequence[Row], after: Sequence[Row]) -> list[Paired
         )
         for name in sorted({key[0] for key in shared})
     ]
+    return [pair for pair in pairs if pair is not None]
 
 
 def _rows_by_text(rows: Sequence[Row], by_set: bool) -> dict[tuple[str, str, int], Row]:
@@ -170,12 +178,15 @@ def _mean(values: Sequence[object]) -> float:
     return sum(known) / len(known) if known else nan
 
 
-def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEvaluation:
+def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEvaluation | None:
+    """Pair a set of prompts; None if no completion was scored in both evaluations."""
     # Rows are in the same order; the two runs may number a prompt differently.
     comparison = compare_evaluations(old | {"index": new["index"]}, new)
     assert comparison is not None
     metrics = [metric for metric in comparison.changes if metric in old]
-    if ACCURACY in metrics and (any(old[ACCURACY]) or any(new[ACCURACY])):
+    if not metrics:
+        return None
+    if ACCURACY in metrics and any(finite_numbers([*old[ACCURACY], *new[ACCURACY]])):
         main_metric = ACCURACY
     elif REWARD in metrics:
         main_metric = REWARD
@@ -183,7 +194,7 @@ def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEv
         main_metric = metrics[0]
     return PairedEvaluation(
         name,
-        len(old["index"]),
+        len(_known_pairs(old[main_metric], new[main_metric])),
         {metric: _mean(old[metric]) for metric in metrics},
         {metric: _mean(new[metric]) for metric in metrics},
         comparison,
@@ -192,8 +203,12 @@ def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEv
     )
 
 
+def _known_pairs(old: Sequence[float], new: Sequence[float]) -> list[tuple[float, float]]:
+    return [pair for pair in zip(old, new, strict=True) if math.isfinite(sum(pair))]
+
+
 def _test_pairs(old: Sequence[float], new: Sequence[float]) -> float:
-    both = [pair for pair in zip(old, new, strict=True) if math.isfinite(sum(pair))]
+    both = _known_pairs(old, new)
     if len(both) <= 1:
         return nan
     return compute_paired_difference([was for was, _ in both], [now for _, now in both]).p_value
@@ -241,8 +256,9 @@ def write_verdict(run: RunFiles, pairs: Sequence[PairedEvaluation]) -> str:
     interval = ""
     if math.isfinite(change.low):
         interval = f"95 % interval {format_change(change.low)} to {format_change(change.high)}, "
+    verdict = DIRECTIONS.get(pair.direction, f"({plural(pair.count, 'prompt')}: too few to decide)")
     return (
-        f"Held-out {name}{on_set} {DIRECTIONS[pair.direction]}: "
+        f"Held-out {name}{on_set} {verdict}: "
         f"{format_number(pair.before[metric])} before, {format_number(pair.after[metric])} after "
         f"({format_change(change.mean)}, {interval}paired p "
         f"{format_p_value(pair.p_values[metric])}, {pair.count:,} prompts).{unfinished}"
