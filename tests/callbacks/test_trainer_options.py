@@ -12,6 +12,7 @@ from litgrpo.callbacks.trainer_options import (
     check_trainer_options,
     choose_accelerator,
     cluster_plugins,
+    describe_rejected_callback,
     strategy_name,
 )
 from litgrpo.checkpointing.callback import IterationCheckpoint
@@ -31,6 +32,29 @@ SOUND = {
 }
 MANUAL = SimpleNamespace(automatic_optimization=False)
 AUTOMATIC = SimpleNamespace(automatic_optimization=True)
+
+
+SWA = "lightning.pytorch.callbacks.StochasticWeightAveraging"
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("StochasticWeightAveraging", "model.lr_scheduler"),
+        ([SWA], "model.lr_scheduler"),
+        ({"class_path": SWA, "swa_lrs": 0.1}, "model.lr_scheduler"),
+        (["Timer", {"class_path": "GradientAccumulationScheduler"}], "data.batch_size"),
+        ("BatchSizeFinder", "data.batch_size"),
+        ("lightning.pytorch.callbacks.LearningRateFinder", "model.optimizer"),
+    ],
+)
+def test_a_rejected_callback_is_named_before_its_missing_arguments(given, key):
+    assert key in describe_rejected_callback(given)
+
+
+@pytest.mark.parametrize("given", [None, [], "Timer", {"class_path": "my.Averaging"}, ["a.B", {}]])
+def test_other_callbacks_are_not_rejected_by_name(given):
+    assert describe_rejected_callback(given) == ""
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from litgrpo.callbacks.trainer_options import OPTIONS, check_strategy, check_tra
 from litgrpo.data.modules import PromptData
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.loggers import MemoryLogger
+from tests.support.raises import raises_for
 from tests.support.training import letters, module
 
 ROOT = Path(__file__).parents[2]
@@ -74,9 +75,12 @@ class Validations(Callback):
         self.seen[-1][1] += 1
 
 
-def rejects(option, value):
+def rejects(option, value, remedy=None):
+    """Expect an error that names the option; with a `remedy`, litgrpo's own and not Lightning's."""
+
     def check(folder):
-        with pytest.raises(ERRORS, match=option):
+        errors = ERRORS if remedy is None else ValueError
+        with raises_for(option, remedy or "", error=errors):
             fit(folder, **{option: value})
         with pytest.raises(ValueError, match=option):
             check_trainer_options({option: value}, module())
@@ -282,8 +286,12 @@ CASES = {
     "val_check_interval, check_val_every_n_epoch": val_check_interval,
     "num_sanity_val_steps": num_sanity_val_steps,
     "log_every_n_steps": log_every_n_steps,
-    "accumulate_grad_batches": rejects("accumulate_grad_batches", 2),
-    "gradient_clip_val, gradient_clip_algorithm": rejects("gradient_clip_val", 1.0),
+    "accumulate_grad_batches": rejects(
+        "accumulate_grad_batches", 2, "model.update.micro_batch_tokens"
+    ),
+    "gradient_clip_val, gradient_clip_algorithm": rejects(
+        "gradient_clip_val", 1.0, "model.update.max_grad_norm"
+    ),
     "precision": precision,
     "strategy: auto, ddp": ddp,
     "strategy: fsdp, deepspeed, ModelParallelStrategy": sharding,

@@ -277,6 +277,29 @@ def test_a_learning_rate_that_low_precision_rounds_away_is_named(dtype, lr, warn
     assert ("precision.dtype is bfloat16" in caplog.text) is warns
 
 
+@pytest.mark.parametrize(
+    ("lost", "unchanged", "share"),
+    [
+        ([100], [10] * 20, None),  # a third of the weights, in one tensor of many
+        ([10] * 20, [100], "67%"),
+        ([20_000], [15_000], "57%"),  # sampled: every second number, and every number
+        ([15_000], [20_000], None),
+        ([30_000, 10], [10], "100%"),
+        ([60], [0, 40], "60%"),
+    ],
+)
+def test_the_share_of_lost_updates_is_that_of_the_weights(lost, unchanged, share, caplog):
+    # In bfloat16, steps of 0.001 are lost next to 1, whose neighbour is 2^-8 away, not to 0.01.
+    weights = [torch.full((size,), 1.0) for size in lost]
+    weights += [torch.full((size,), 0.01) for size in unchanged]
+    parameters = [torch.nn.Parameter(weight.bfloat16()) for weight in weights]
+    _warn_of_lost_updates(torch.optim.AdamW(parameters, lr=1e-3))
+    if share is None:
+        assert not caplog.text
+    else:
+        assert f"in {share} of the weights" in caplog.text
+
+
 def test_a_step_of_half_the_distance_between_two_numbers_is_not_lost(caplog):
     start = 1 + 2**-7  # in bfloat16 the next numbers are 2^-7 away; ties go to the even one
     weight = torch.nn.Parameter(torch.full((8, 8), start, dtype=torch.bfloat16))

@@ -180,6 +180,23 @@ def check_trainer_options(given: Mapping[str, Any], module: Any) -> None:
                 _reject("callbacks", type(callback).__name__, row=row)
 
 
+def describe_rejected_callback(given: Any) -> str:
+    """Return why the first rejected callback of a recipe does not work; "" if none is rejected.
+
+    Its missing arguments would be the parser's error, although no argument makes it work.
+
+    Args:
+        given: trainer.callbacks: names, `{class_path: ...}` or a list of them.
+    """
+    each_of = given if isinstance(given, list) else [given]
+    paths = [str(each.get("class_path") if isinstance(each, Mapping) else each) for each in each_of]
+    names = {path.rpartition(".")[2] for path in paths}
+    for kind, row in REJECTED_CALLBACKS.items():
+        if kind.__name__ in names:
+            return describe_rejection("callbacks", kind.__name__, row)
+    return ""
+
+
 def check_trainer(module: Any) -> None:
     """Reject options of the trainer that a module is attached to; for `setup`.
 
@@ -284,9 +301,14 @@ def strategy_name(strategy: Any) -> str:
     return type(strategy).__name__
 
 
-def _reject(option: str, value: Any, row: str = "") -> None:
+def describe_rejection(option: str, value: Any, row: str = "") -> str:
+    """Return why an option does not work, in one line; `row` is its name in `OPTIONS`."""
     note = OPTIONS[row or option].note.replace("`", "")
-    raise ValueError(f"trainer.{option} is {value}, which does not work with litgrpo: {note}.")
+    return f"trainer.{option} is {value}, which does not work with litgrpo: {note}."
+
+
+def _reject(option: str, value: Any, row: str = "") -> None:
+    raise ValueError(describe_rejection(option, value, row))
 
 
 def cluster_plugins(given: Any) -> list[Any]:

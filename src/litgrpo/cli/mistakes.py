@@ -24,6 +24,7 @@ from litgrpo.argument_types import (
     values_of_mapping,
 )
 from litgrpo.arguments import import_by_path
+from litgrpo.callbacks.trainer_options import describe_rejected_callback
 from litgrpo.cli.options import (
     Option,
     is_list_of_texts,
@@ -187,6 +188,8 @@ def callable_hint(hint: Any) -> bool:
 
 def mistake_in_value(option: Option, value: Any) -> str:
     """Return what is expected of a value that the parser rejects; "" if it is accepted."""
+    if option.key == "trainer.callbacks" and (rejected := describe_rejected_callback(value)):
+        return rejected
     parser = ArgumentParser(exit_on_error=False)
     try:
         parser.add_argument("--value", type=option.hint)

@@ -508,7 +508,12 @@ class GRPO(LightningModule):
         return loader.peek(ahead).to(device)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return start-up checks, metrics and a progress bar that counts iterations."""
+        """Return start-up checks, metrics and a progress bar that counts iterations.
+
+        Lightning calls this hook before it checks its options, whose advice a user cannot follow.
+        """
+        if is_attached(self):
+            check_trainer(self)
         callbacks: list[Callback] = [IterationMetrics(), MonitorChecks()]
         if self.coefficients.objective.reward_coef:
             callbacks.append(NoLearningSignal())

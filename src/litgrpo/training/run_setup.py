@@ -229,23 +229,22 @@ def _check_eps(optimizer: Optimizer) -> None:
 
 def _warn_of_lost_updates(optimizer: Optimizer) -> None:
     """Warn if Adam's steps are rounded away: weights of low precision would not change at all."""
-    lost = total = 0
+    lost, total = 0.0, 0
     for group in optimizer.param_groups:
         if "betas" not in group:  # the size of other optimizers' steps depends on the gradients
             continue
         for weight in group["params"]:
-            if (
-                torch.finfo(weight.dtype).eps <= torch.finfo(torch.float32).eps
-                or not weight.numel()
-            ):
-                continue
             local = weight.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
+            is_low = torch.finfo(local.dtype).eps > torch.finfo(torch.float32).eps
+            if not is_low or not local.numel():
+                continue
             sizes = local.flatten()[:: max(1, local.numel() // SAMPLED_WEIGHTS)].abs().float()
             # A number between 2^k and 2^(k+1) changes by steps of 2^k eps.
             spacing = torch.finfo(weight.dtype).eps * torch.exp2(sizes.log2().floor())
-            lost += int((2 * float(group["lr"]) < spacing).sum()) * weight.numel()
-            total += len(sizes) * weight.numel()
+            # The sample represents all of the weight, so a tensor counts by its size.
+            lost += float((2 * float(group["lr"]) < spacing).double().mean()) * local.numel()
+            total += local.numel()
     if total and lost > MOSTLY_LOST * total and rank() == 0:
         dtype = str(optimizer.param_groups[0]["params"][0].dtype).removeprefix("torch.")
         lr = float(optimizer.param_groups[0]["lr"])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from jsonargparse import Namespace
 
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.schedule import read_schedule
@@ -10,6 +11,12 @@ from litgrpo.tools.plan.schedule import read_schedule
 OTB = "litgrpo.algorithms.advantages.OptimalTokenBaseline"
 REMAX = "litgrpo.algorithms.advantages.ReMax"
 M2PO = "litgrpo.algorithms.losses.M2PO"
+SERVER = Namespace(class_path="litgrpo.ServerEngine", init_args=Namespace(urls=["http://a:1"]))
+WHITENED = "litgrpo.algorithms.advantages.Whitened"
+WHITENED_REMAX = Namespace(
+    class_path=WHITENED, init_args=Namespace(advantages=Namespace(class_path=REMAX))
+)
+REMAX_OF_A_TASK = Namespace(class_path="x.TaskAdvantages", tasks={"a": {"class_path": REMAX}})
 DATA = {"model.init_args.data_completions": {"column": "solution", "on_policy_frac": 0.4}}
 OBJECTIVE, UPDATE = "model.init_args.objective", "model.init_args.update"
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
@@ -32,6 +39,18 @@ def settings():
         ({"model.init_args.objective.kl_coef": 0.1}, "scores_reference", True),
         ({}, "greedy", False),
         ({f"{OBJECTIVE}.advantages.class_path": REMAX}, "greedy", True),
+        ({f"{OBJECTIVE}.advantages": WHITENED_REMAX}, "greedy", True),
+        ({f"{OBJECTIVE}.advantages": REMAX_OF_A_TASK}, "greedy", True),
+        ({"model.init_args.stored_rollouts": "runs/demo"}, "scores_old", True),
+        ({"model.init_args.environment": Namespace(class_path="a.B")}, "scores_old", True),
+        ({"model.init_args.precision.dtype": "bfloat16"}, "scores_old", True),
+        ({"model.init_args.precision.autocast_dtype": "bfloat16"}, "scores_old", True),
+        ({"model.init_args.engine.init_args.dtype": "bfloat16"}, "scores_old", True),
+        ({"model.init_args.update.max_staleness": 1}, "scores_old", True),
+        ({"trainer.precision": "bf16-mixed"}, "scores_old", True),
+        ({"model.init_args.engine": SERVER}, "scores_old", True),
+        ({"trainer.precision": 32}, "scores_old", False),
+        ({"trainer.precision": None}, "scores_old", False),
         ({}, "scorings", 0),
         ({f"{OBJECTIVE}.surrogate.class_path": M2PO}, "scorings", 250),
         (

@@ -9,8 +9,11 @@ from jsonargparse import Namespace
 
 from litgrpo.algorithms.losses import StepSurrogate
 from litgrpo.arguments import import_by_path
+from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.served_reference import SERVER_SCHEMES
 from litgrpo.training.run_setup import DEFAULT_EPOCHS, given_epochs
+from litgrpo.training.settings_checks import can_reuse_sampler_logprobs
+from litgrpo.training.update_config import UpdateConfig
 
 DEFAULT_VAL_PROMPTS = 500
 DEFAULT_ITERATIONS = 1000  # if the recipe sets no limit
@@ -92,8 +95,32 @@ class Schedule:
 
 
 def has_advantages(model: Namespace, name: str) -> bool:
-    """Return True if the advantages are of the class of this name."""
-    return bool(model.objective.advantages.class_path.rpartition(".")[2] == name)
+    """Return True if the advantages, or an estimator inside of them, are of this class."""
+    values, names = [model.objective.advantages], []
+    while values:
+        value = values.pop()
+        if isinstance(value, Namespace | dict):
+            fields = vars(value) if isinstance(value, Namespace) else value
+            names.append(str(fields.get("class_path")).rpartition(".")[2])
+            values += fields.values()
+    return name in names
+
+
+def reuses_sampler_logprobs(model: Namespace, trainer_precision: object) -> bool:
+    """Return True if the sampler's log-probabilities serve as those before the update."""
+    engine = model.engine
+    is_local = engine.class_path.rpartition(".")[2] in LOCAL_ENGINES
+    dtype = engine.get("init_args", Namespace()).get("dtype")
+    stale: dict[str, int] = {name: model["update"][name] for name in ("staleness", "max_staleness")}
+    given = str(trainer_precision)
+    return can_reuse_sampler_logprobs(
+        "32-true" if given in ("None", "32") else given,
+        model.precision,
+        LocalEngine(dtype=dtype if is_local else "bfloat16"),  # servers are not exact either
+        model.environment,
+        UpdateConfig(**stale),
+        model.stored_rollouts,
+    )
 
 
 def selects_tokens(model: Namespace) -> bool:
@@ -135,15 +162,13 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
         return Schedule(**common, is_sft=True)
     update, engine = model["update"], model.engine
     name = engine.class_path.rpartition(".")[2]
-    dtype = engine.get("init_args", Namespace()).get("dtype")
-    # With exact sampler log-probabilities no old ones need to be computed.
-    exact = name in LOCAL_ENGINES and not dtype and not (update.staleness or update.max_staleness)
     return Schedule(
         **common,
         val_completions=model.evaluation.num_samples + model.evaluation.greedy,
         epochs_per_rollout=update.epochs_per_rollout,
         steps=update.epochs_per_rollout * update.num_mini_batches,
-        scores_old=not exact or has_advantages(model, "OptimalTokenBaseline"),
+        scores_old=not reuses_sampler_logprobs(model, trainer.precision)
+        or has_advantages(model, "OptimalTokenBaseline"),
         scores_reference=needs_reference(model),
         selection_passes=update.epochs_per_rollout * selects_tokens(model),
         greedy=has_advantages(model, "ReMax"),
