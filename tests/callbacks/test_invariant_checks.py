@@ -48,6 +48,21 @@ def test_a_module_adds_the_checks_unless_disabled(measured):
     assert not measured
 
 
+def test_a_line_is_logged_before_the_checks_run(monkeypatch, caplog):
+    def measure(*_):
+        logged_before.append("Checking" in caplog.text and "checked in" not in caplog.text)
+        return [HOLDS]
+
+    logged_before = []
+    caplog.set_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
+    monkeypatch.setattr(invariant_checks, "measure_invariants", measure)
+    train(module(), batches("a", "b"))
+    assert logged_before == [True]
+    caplog.clear()
+    train(module(check_invariants=False), batches("a", "b"))
+    assert "Checking" not in caplog.text
+
+
 def test_checks_do_not_change_random_numbers(measured):
     class Draws(Callback):
         def on_train_start(self, *_):

@@ -51,6 +51,8 @@ class InvariantChecks(Callback):
                 "them."
             )
             return
+        # With a large model, or on a busy machine, the checks take minutes.
+        rank_zero_info("Checking that sampling, training and reference agree ...")
         started = time.perf_counter()
         with isolate_rng(include_cuda=module.device.type != "cpu"):
             batch: Any = first_batch(trainer)
