@@ -14,7 +14,8 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -124,9 +125,7 @@ async def send(
             )
             response = await client.send(request, stream=True)
             try:
-                encoding = response.headers.get("content-encoding", "identity")
-                if encoding.strip().lower() not in ("", "identity"):
-                    raise MalformedReply(f"the response is compressed ({excerpt(encoding)})")
+                _reject_compression(response.headers)
                 found = bytearray()
                 async for chunk in response.aiter_raw():
                     found += chunk
@@ -145,6 +144,50 @@ async def send(
             ) from error
         raise ConnectionLost(problem) from error
     return Reply(response.status_code, response.headers, bytes(found))
+
+
+def _reject_compression(headers: Any) -> None:
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise MalformedReply(f"the response is compressed ({excerpt(encoding)})")
+
+
+def make_limits(http: Any, max_bytes: int) -> dict[str, Any]:
+    """Return options for the client of another library: limits of size, and no compression.
+
+    Args:
+        http: its module, httpx or one with the same interface.
+        max_bytes: largest body of a response.
+
+    Example:
+        >>> client = httpx.AsyncClient(**make_limits(httpx, 1000))
+    """
+
+    class Limited(http.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self.stream, self.left = stream, max_bytes
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for part in self.stream:
+                self.left -= len(part)
+                if self.left < 0:
+                    raise http.ReadError(f"the response has more than {max_bytes:,} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self.stream.aclose()
+
+    async def ask_for_plain(request: Any) -> None:
+        request.headers["Accept-Encoding"] = "identity"
+
+    async def limit(response: Any) -> None:
+        try:
+            _reject_compression(response.headers)
+        except MalformedReply as error:
+            raise http.DecodingError(str(error)) from error
+        response.stream = Limited(response.stream)
+
+    return {"event_hooks": {"request": [ask_for_plain], "response": [limit]}}
 
 
 def _find_text(error: BaseException) -> str:
@@ -242,6 +285,29 @@ def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
     except BaseException:  # also an interrupt: the response is not needed
         future.cancel()
         raise
+
+
+def call_within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return the result of a client without a time limit; its thread stays behind if it is late.
+
+    Raises:
+        ConnectionLost: no result within the limit.
+    """
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        if result.done():  # the client's
+            raise
+        raise ConnectionLost(f"no answer within {seconds:g} s") from error
 
 
 def close_client(client: httpx.AsyncClient) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, import_package, require, summarize_error
 from litgrpo.data.sources import GeneratedSource
+from litgrpo.http_client import call_within
 from litgrpo.types import TASK_DATA
 
 KEY_VARIABLE = "OPENREWARD_API_KEY"
+CALL_S = 300.0  # limit of a call of the package, which has none
 
 
 @check_field_types
@@ -57,9 +60,11 @@ class OpenRewardTasks(GeneratedSource):
         api = import_package("openreward.api.environments.client", "openreward")
         with api.EnvironmentsAPI(self.url, os.environ.get(KEY_VARIABLE, "")) as client:
             try:
-                server = client.get(self.environment, variant=self.variant)
-                tasks = server.get_task_range(self.split, stop=self.limit)
-                return [_row(server, task) for task in tasks]
+                get = partial(client.get, self.environment, variant=self.variant)
+                server = call_within(CALL_S, get)
+                list_tasks = partial(server.get_task_range, self.split, stop=self.limit)
+                tasks = call_within(CALL_S, list_tasks)
+                return [call_within(CALL_S, partial(_row, server, task)) for task in tasks]
             except Exception as error:  # aiohttp, openreward
                 raise ValueError(f"{self.name}: {summarize_error(error)}") from error
 

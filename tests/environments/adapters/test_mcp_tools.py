@@ -42,6 +42,20 @@ def test_wrong_entries_are_named(entry, why):
         McpTools({"files": entry})
 
 
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"command": "no-such-program"}, "command 'no-such-program' cannot be started .FileNotFou"),
+        ({"command": "/etc/passwd"}, "command '/etc/passwd' cannot be started .PermissionError"),
+        ({"command": "a\0b"}, "command 'a.x00b' cannot be started"),
+        ({"command": "python", "cwd": "/no/folder"}, "cwd '/no/folder' is not a folder"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_named_with_its_option(entry, why):
+    with pytest.raises(ValueError, match=f"mcp_servers: the MCP server 'files' .*{why}"):
+        McpTools({"files": entry})
+
+
 def test_keys_of_a_server_are_masked():
     entry = {"url": "http://h", "headers": {"Authorization": "Bearer abcdefgh"}}
     other = {"command": "a", "env": {"API_KEY": "ijklmnop"}}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import logging
 import re
+import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,13 +27,21 @@ from litgrpo.arguments import (
     summarize_error,
 )
 from litgrpo.environments.adapters.external import SchemaTool, no_connection, schema_of
+from litgrpo.environments.adapters.mcp_process import (
+    EXIT_S,
+    MAX_BYTES,
+    ServerProcess,
+    exchange_messages,
+)
 from litgrpo.environments.tool import EpisodeError, Tool
-from litgrpo.http_client import event_loop, wait_for
+from litgrpo.http_client import event_loop, make_limits, wait_for
+from litgrpo.text.visible import excerpt
 
 INSTALL = "'mcp>=2'"
-START_S = 60.0  # limit for starting a server and listing its tools
-READ_S = 300.0  # silence of an HTTP server; the time limit of a step is usually shorter
+START_S = 60.0  # limit for starting a server, listing its tools and checking their schemas
+CALL_S = 300.0  # limit of a call; the time limit of a step is usually shorter
 MAX_PAGES = 100
+MAX_TOOLS = 1000
 
 
 @check_field_types
@@ -100,19 +112,29 @@ class McpServer:
             headers={name: fill(value) for name, value in self.headers.items()},
         )
 
+    async def start(self) -> ServerProcess | None:
+        """Start the server; None if it runs already.
+
+        Raises:
+            ValueError: it cannot be started.
+        """
+        if not self.command:
+            return None
+        return await ServerProcess.start([self.command, *self.args], self.env, self.cwd)
+
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[Any]:
-        """Start or reach the server and agree on a protocol version; yields `mcp.Client`."""
+    async def connect(self, process: ServerProcess | None) -> AsyncIterator[Any]:
+        """Reach the server and agree on a protocol version; yields `mcp.Client`."""
         mcp = _import_mcp()
         async with AsyncExitStack() as stack:
-            if self.command:
-                transport: Any = mcp.StdioServerParameters(
-                    command=self.command, args=self.args, env=self.env, cwd=self.cwd
-                )
+            if process is not None:
+                transport: Any = exchange_messages(process)
             else:
                 http = import_package("httpx2", INSTALL)
-                limits = http.Timeout(START_S, read=READ_S)
-                client = http.AsyncClient(headers=self.headers, timeout=limits)
+                limits = http.Timeout(START_S, read=CALL_S)
+                client = http.AsyncClient(
+                    headers=self.headers, timeout=limits, **make_limits(http, MAX_BYTES)
+                )
                 sends = import_package("mcp.client.streamable_http", INSTALL)
                 transport = sends.streamable_http_client(
                     self.url, http_client=await stack.enter_async_context(client)
@@ -139,21 +161,26 @@ class McpConnection:
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name = name
-        self._closing = asyncio.Event()
+        self._process: ServerProcess | None = None
+        self._closing, self._ended = asyncio.Event(), threading.Event()
         started: Future[Any] = Future()
         # The package requires that the task which opened a client closes it.
         self._session = asyncio.run_coroutine_threadsafe(self._hold(server, started), event_loop())
         try:
             self._client = started.result(START_S)
-        except Exception as error:
-            self._session.cancel()
+        except BaseException as error:  # also an interrupt: nothing may stay behind
+            is_late = not started.done()
+            self._kill()
+            if not isinstance(error, Exception):
+                raise
+            reason = f"no answer within {START_S:g} s" if is_late else summarize_error(error)
             raise EpisodeError(
-                f"the MCP server {name!r} cannot be used: {summarize_error(error)}"
+                f"the MCP server {name!r} cannot be used: {self._explain(reason)}"
             ) from error
 
-    def list_tools(self) -> list[Any]:
+    def list_tools(self, timeout_s: float) -> list[Any]:
         """Return the server's tools (`mcp.types.Tool`)."""
-        return self._ask(self._list_tools())
+        return self._ask(self._list_tools(), timeout_s)
 
     def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return its result as text.
@@ -162,7 +189,7 @@ class McpConnection:
             ValueError: the tool failed, with its text for the policy.
             EpisodeError: the connection was lost, or the server broke the protocol.
         """
-        result = self._ask(self._client.call_tool(tool, dict(arguments)))
+        result = self._ask(self._client.call_tool(tool, dict(arguments)), CALL_S)
         text = "\n".join(map(_text_of, result.content))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -171,34 +198,61 @@ class McpConnection:
         return text
 
     def close(self) -> None:
-        """End the session; a server that was started by `command` exits."""
+        """End the session; a server that was started by `command` exits, or is killed."""
         event_loop().call_soon_threadsafe(self._closing.set)
-        with suppress(Exception):  # a lost connection cannot be closed
-            self._session.result(START_S)
+        if not self._ended.wait(2 * EXIT_S):
+            self._kill()
+
+    def _kill(self) -> None:
+        """End a session that does not respond, and its server."""
+        self._session.cancel()
+        self._ended.wait(2 * EXIT_S)
+        if self._process is not None:
+            self._process.kill()
 
     async def _hold(self, server: McpServer, started: Future[Any]) -> None:
         try:
-            async with server.connect() as client:
+            self._process = await server.start()
+            async with server.connect(self._process) as client:
                 started.set_result(client)
                 await self._closing.wait()
         except BaseException as error:
             if not started.done():
                 started.set_exception(error)
             raise
+        finally:
+            if self._process is not None:
+                self._process.kill()
+            self._ended.set()
+
+    def _explain(self, reason: str) -> str:
+        """Return a reason with what to do and what the server's process wrote, in one line."""
+        written = self._process.describe() if self._process is not None else ""
+        hint = "is a server running at its url?" if reason.startswith("ConnectError") else ""
+        return "; ".join(filter(None, [reason.removeprefix("ValueError: "), hint, written]))
 
     async def _list_tools(self) -> list[Any]:
         found: list[Any] = []
-        cursor = None
+        cursor, size = None, 0
         for _ in range(MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor)
             found += page.tools
+            size += sum(len(tool.model_dump_json()) for tool in page.tools)
+            require(
+                len(found) <= MAX_TOOLS and size <= MAX_BYTES,
+                f"its list of tools has more than {MAX_TOOLS:,} tools or {MAX_BYTES:,} bytes",
+            )
             cursor = page.next_cursor
             if cursor is None:
                 return found
         raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
 
-    def _ask(self, request: Any) -> Any:
+    def _ask(self, request: Any, timeout_s: float) -> Any:
         """Return the response to a request.
+
+        Args:
+            request: coroutine.
+            timeout_s: limit for the whole response.
 
         Raises:
             ValueError: the server rejected the request's parameters.
@@ -206,15 +260,17 @@ class McpConnection:
         """
         mcp = _import_mcp()
         try:
-            return wait_for(request)
+            return wait_for(asyncio.wait_for(request, timeout_s))
         except mcp.MCPError as error:
             if error.error.code == mcp.types.INVALID_PARAMS:
                 raise ValueError(error.error.message) from error
             lost: Exception = error
+        except TimeoutError:
+            lost = TimeoutError(f"no answer within {timeout_s:.3g} s")
         except Exception as error:  # httpx2, anyio, pydantic
             lost = error
         raise EpisodeError(
-            f"the MCP server {self.name!r} failed: {summarize_error(lost)}"
+            f"the MCP server {self.name!r} failed: {self._explain(summarize_error(lost))}"
         ) from lost
 
 
@@ -294,30 +350,38 @@ class McpTools:
 
     def _list(self, name: str) -> list[McpTool]:
         """List the tools of a server that the policy may call."""
+        end = time.monotonic() + START_S
         try:
             connection = McpConnection(name, self.servers[name])
             try:
-                listed = connection.list_tools()
+                listed = connection.list_tools(max(0.0, end - time.monotonic()))
             finally:
                 connection.close()
         except EpisodeError as error:
             raise ValueError(f"mcp_servers: {error}") from error
         tools = {each.name: each for each in listed}
         wanted = self.servers[name].tools or list(tools)
+        made = []
         for each in wanted:
-            known = f"{did_you_mean(each, tools)}; it has: {', '.join(tools)}"
-            require(each in tools, f"mcp_servers: {name!r} has no tool {each!r}{known}.")
-        return [
-            McpTool(
-                each, no_connection, schema_of(each, given.description, given.input_schema), name
-            )
-            for each in wanted
-            if (given := tools[each])
-        ]
+            if each not in tools:
+                known = f"{did_you_mean(each, tools)}; it has: {excerpt(', '.join(tools))}"
+                raise ValueError(f"mcp_servers: {name!r} has no tool {each!r}{known}.")
+            late = f"mcp_servers: {name!r}: its schemas took more than {START_S:g} s to check."
+            require(time.monotonic() < end, late)
+            given = tools[each]
+            try:
+                schema = schema_of(each, given.description, given.input_schema)
+            except ValueError as error:
+                raise ValueError(f"mcp_servers: {name!r}: {error}") from error
+            made.append(McpTool(each, no_connection, schema, name))
+        return made
 
 
+@functools.cache
 def _import_mcp() -> Any:
     mcp = import_package("mcp", INSTALL)
+    # It logs what a server wrote, which would reach the terminal; errors say what went wrong.
+    logging.getLogger("mcp").addHandler(logging.NullHandler())
     require(
         hasattr(mcp, "Client") and find_spec("httpx2") is not None,
         f"mcp_servers needs version 2 of the package mcp; `pip install {INSTALL}` installs it.",

@@ -16,9 +16,11 @@ from litgrpo.environments.adapters.external import SchemaTool, construct, no_con
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import EpisodeError
 from litgrpo.environments.tool_caller import ToolCaller
+from litgrpo.http_client import call_within
 from litgrpo.types import TASK_DATA
 
 KEY_VARIABLE = "OPENREWARD_API_KEY"
+CALL_S = 300.0  # limit of a call of the package, which has none
 
 
 @check_field_types
@@ -52,8 +54,9 @@ class OpenReward(ToolCaller):
         self._check_calls()
         server = find_environment(self.url, self.environment, self.variant)
         what = f"OpenReward {self.url}"
-        listed = construct(what, server.list_tools)
-        self._has_terminal = construct(what, server.terminal_tool) is not None
+        listed = construct(what, lambda: call_within(CALL_S, server.list_tools))
+        terminal = construct(what, lambda: call_within(CALL_S, server.terminal_tool))
+        self._has_terminal = terminal is not None
         self._listed = {
             each.name: SchemaTool(
                 each.name,
@@ -128,8 +131,8 @@ class OpenReward(ToolCaller):
         try:
             if self._session is None:
                 session = open_session(self.url, self.environment, self.variant, self._task)
-                self._session = session.__enter__()
-            output = call(self._session)
+                self._session = call_within(CALL_S, session.__enter__)
+            output = call_within(CALL_S, lambda: call(self._session))
         except errors.ToolCallError as error:
             raise ValueError(error.detail) from error
         except Exception as error:  # aiohttp, openreward
@@ -142,7 +145,8 @@ class OpenReward(ToolCaller):
 def find_environment(url: str, environment: str, variant: str | None) -> Any:
     """Return the client of an environment (`openreward`, synchronous)."""
     client = _client(url, os.getpid())
-    return construct(f"OpenReward {url}", lambda: client.get(environment, variant=variant))
+    get = partial(client.get, environment, variant=variant)
+    return construct(f"OpenReward {url}", lambda: call_within(CALL_S, get))
 
 
 def open_session(url: str, environment: str, variant: str | None, task: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Tools of real MCP servers, by stdio and by HTTP."""
 
 import pickle
+import resource
 import subprocess
 import sys
 import time
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from litgrpo.environments import EpisodeError, Tools
+from litgrpo.environments.adapters import mcp_tools
 from litgrpo.environments.base import EpisodeStart, FailedEpisode
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.adapters.foreign.serving import serve
+from tests.support.hostile_server import TRANSPORT, HostileServer
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -122,3 +125,115 @@ def test_a_server_by_http_has_a_session_per_episode_and_gets_headers(address):
 def test_servers_that_cannot_be_used_are_found_at_the_start(entry, why):
     with pytest.raises(ValueError, match=why):
         tools(entry)
+
+
+# A server that follows the protocol until it is asked for its tools: `act` is what it does then.
+HOSTILE = """
+import json, os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+def send(**message):
+    sys.stdout.write(json.dumps({"jsonrpc": "2.0", **message}) + "\\n")
+    sys.stdout.flush()
+
+def hang():
+    while True:
+        time.sleep(1)
+
+def drip(text):
+    for letter in text:
+        sys.stdout.write(letter)
+        sys.stdout.flush()
+        time.sleep(0.02)
+
+def tool(name, schema):
+    return {"name": name, "inputSchema": {"type": "object", **schema}}
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("method") == "initialize":
+        send(id=asked["id"], result={
+            "protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+            "serverInfo": {"name": "hostile", "version": "1"}})
+    elif asked.get("method") == "tools/list":
+        number = asked["id"]
+        ACT
+    elif "id" in asked:
+        send(id=asked["id"], error={"code": -32601, "message": "no"})
+"""
+HANGING = {
+    "never": "hang()",
+    "drip": "drip('{' * 100_000)",
+    "deep": "sys.stdout.write('[' * 100_000 + '\\n'); sys.stdout.flush(); hang()",
+    "flood": "[send(method='notifications/progress', params={'progressToken': 1, 'progress': 1})"
+    " for _ in iter(int, 1)]",
+    "deaf": "sys.stdin.close(); os.close(0); hang()",
+    "child": "subprocess.Popen(['sleep', '612.5']); hang()",
+    "same page": "send(id=number, result={'tools': [], 'nextCursor': 'x'}); time.sleep(0.2)",
+}
+BROKEN = {
+    "long line": ("sys.stdout.write('x' * 40_000_000); sys.stdout.flush(); hang()", "more than"),
+    "endless line": ("[sys.stdout.write('x' * 65_536) for _ in iter(int, 1)]", "more than"),
+    "many tools": (
+        "send(id=number, result={'tools': [tool(str(n), {}) for n in range(2_000)]})",
+        "more than 1,000 tools",
+    ),
+    "schema": (
+        "send(id=number, result={'tools': [tool('f', {'properties': {'a': {'$ref': 'file:///x'}}})]})",
+        "the tool 'f'",
+    ),
+    "stderr": (
+        "sys.stderr.write('why\\x1b[2J\\n'); sys.stderr.flush(); os._exit(1)",
+        "why.U.001B..",
+    ),
+}
+
+
+def hostile(act):
+    return {"command": sys.executable, "args": ["-c", HOSTILE.replace("ACT", act), "hostile-mcp"]}
+
+
+def processes_of_servers():
+    words = ["pgrep", "-f", "hostile-mcp|sleep 612.5"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_a_server_that_hangs_at_the_start_is_an_error_in_time_and_is_killed(name, monkeypatch):
+    monkeypatch.setattr(mcp_tools, "START_S", 4.0)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="mcp_servers: the MCP server 'tests'"):
+        tools(hostile(HANGING[name]))
+    assert time.monotonic() - start < 12
+    assert not processes_of_servers()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_list_of_tools_that_is_too_large_or_wrong_is_an_error(name, capfd):
+    act, why = BROKEN[name]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"mcp_servers: .*{why}"):
+        tools(hostile(act))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+    assert not processes_of_servers()
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
+def test_many_tools_take_no_quadratic_time():
+    act = "send(id=number, result={'tools': [tool('t' * 40 + str(n), {}) for n in range(900)]})"
+    start = time.monotonic()
+    assert len(tools(hostile(act)).tools) == 900
+    assert time.monotonic() - start < 15
+
+
+SLOW_OR_LARGE = ("silence", "slow body", "slow chunks", "endless body", "large body", "gzip")
+
+
+@pytest.mark.parametrize("name", SLOW_OR_LARGE)
+def test_a_response_by_http_has_limits(name, monkeypatch):
+    monkeypatch.setattr(mcp_tools, "START_S", 4.0)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with HostileServer(TRANSPORT[name]) as server, pytest.raises(ValueError, match="mcp_servers: "):
+        tools({"url": f"{server.url}/mcp"})
+    assert time.monotonic() - start < 12
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
