@@ -158,6 +158,21 @@ def test_a_finished_run_that_is_started_again_changes_no_file(cli, how):
     assert content(Path("runs/recipe")) == after
 
 
+CHANGES = {
+    "data.prompts": ("--data.prompts", "['1', '2']"),
+    "data.seed": ("--data.seed", "7"),
+    "model.class_path": ("--model", "tests.support.standin.OtherModel"),
+}
+
+
+def test_a_finished_run_of_another_recipe_is_an_error_that_names_the_option(cli):
+    cli(*FIT)
+    for option, words in CHANGES.items():
+        for how in (("--ckpt_path", "last"), ("--auto_resume", "true")):
+            assert f"{option} was " in reject_start(cli, *how, *words)
+    assert cli(*FIT, "--auto_resume", "true", "--trainer.enable_progress_bar", "false")[0] == 0
+
+
 @pytest.mark.parametrize("lost", ["summary.json", "report.html", "final_model"])
 def test_a_finished_run_writes_again_what_was_removed(cli, lost):
     cli(*FIT)

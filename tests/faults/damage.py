@@ -77,29 +77,29 @@ def other_data(run: Run) -> None:
     run.recipe = merge_runs(run.recipe, {"data": {"init_args": {"train": train}}})
 
 
-UNREADABLE = "cannot be read: it is cut off, damaged or not a checkpoint"
-# What was done, and the words that name it.
-KINDS: dict[str, tuple[Callable[[Run], None], str]] = {
-    "empty": (cut_to(0.0), UNREADABLE),
-    "cut in the middle": (cut_to(0.5), UNREADABLE),
-    "cut at the end": (cut_to(0.999), UNREADABLE),
-    "another file": (lambda run: newest(run).write_text("hello"), UNREADABLE),
-    "flipped bit in weights": (flip("state_dict"), "state_dict is damaged"),
-    "flipped bit in optimizer state": (flip("optimizer_states"), "optimizer_states is damaged"),
+NAME = "iteration=000006.ckpt"
+# What was done, and the names and numbers that the error must have.
+KINDS: dict[str, tuple[Callable[[Run], None], tuple[str, ...]]] = {
+    "empty": (cut_to(0.0), (NAME,)),
+    "cut in the middle": (cut_to(0.5), (NAME,)),
+    "cut at the end": (cut_to(0.999), (NAME,)),
+    "another file": (lambda run: newest(run).write_text("hello"), (NAME,)),
+    "flipped bit in weights": (flip("state_dict"), (NAME, "state_dict", "sha256")),
+    "flipped bit in optimizer state": (
+        flip("optimizer_states"),
+        (NAME, "optimizer_states", "sha256"),
+    ),
     "lost optimizer": (
         rewritten(lambda c: c.pop("optimizer_states"), honest=False),
-        "optimizer_states is missing",
+        (NAME, "optimizer_states"),
     ),
     "written without optimizer": (
         rewritten(lambda c: c.pop("optimizer_states"), honest=True),
-        "holds weights only",
+        (NAME, "save_weights_only"),
     ),
-    "lost manifest": (
-        rewritten(lambda c: c.pop(MANIFEST), honest=False),
-        "has no manifest",
-    ),
-    "weights that are NaN": (rewritten(_nan, honest=True), "values that are NaN or inf"),
-    "other model": (other_model, "The checkpoint is of another model"),
-    "other data": (other_data, "made with data prompts="),
+    "lost manifest": (rewritten(lambda c: c.pop(MANIFEST), honest=False), (NAME, MANIFEST)),
+    "weights that are NaN": (rewritten(_nan, honest=True), (NAME, " 1 of ", "NaN")),
+    "other model": (other_model, ("model.lora.rank", "2")),
+    "other data": (other_data, ("data.train", "size=28")),
 }
 OTHER_RUN = {"other model", "other data"}

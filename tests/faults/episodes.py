@@ -160,7 +160,9 @@ def f20(bench: Any) -> dict[str, str]:
     run = Run(bench.folder / "f20", recipe("leaks"))
     run.recipe["model"]["init_args"]["check_invariants"] = True
     code = run.go()
-    named = "10 the environment's answers can be repeated" in run.said
+    # Invariant 10: the environment answers the same actions with the same observations.
+    line = run.said.splitlines()[-1]
+    named = "10" in line and "environment" in line
     return {"a class attribute": "" if code == 2 and named else f"code {code}: {run.said[-500:]}"}
 
 

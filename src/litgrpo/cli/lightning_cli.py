@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -58,6 +58,7 @@ from litgrpo.distributed.machine import check_machine
 from litgrpo.distributed.messages import forget_warnings
 from litgrpo.distributed.restarts import open_restart_store
 from litgrpo.text.secrets import mask_settings
+from litgrpo.text.yaml_limits import check_limits
 from litgrpo.training.sft import SFT
 
 # Summary prints the evaluation, with intervals; Predictions writes the completions.
@@ -68,6 +69,11 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 COMPLETE = "complete.json"  # beside the checkpoints of a run that has written everything
 MODEL_LIMITS = ("max_iterations", "max_generated_tokens")
+# Options that may differ each time a run is started, such as the addresses of servers.
+NOT_IDENTITY = (
+    *(f"model.{name}" for name in MODEL_LIMITS),
+    *("model.engine", "model.reward_runner", "model.update.micro_batch", "data.num_workers"),
+)
 TRAINER_LIMITS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "limit_train_batches")
 LOCK_PATIENCE_S = 5.0  # a process that was killed may need a moment to exit
 
@@ -182,6 +188,9 @@ class LitGRPOCLI(RecipeCLI):
 
         Args:
             folder: the run folder, whose checkpoint would be resumed.
+
+        Raises:
+            ValueError: its model or data are not those of the recipe.
         """
         done = read_completion(folder)
         source = os.path.basename(os.path.realpath(self.config.ckpt_path))
@@ -193,9 +202,16 @@ class LitGRPOCLI(RecipeCLI):
         if done.get("limits") != limits and (last is None or done["iteration"] < last):
             return False
         try:
-            verify_checkpoint(Path(self.config.ckpt_path), NEEDED_TO_RESUME)
+            checkpoint = verify_checkpoint(Path(self.config.ckpt_path), NEEDED_TO_RESUME)
+            changes = find_changes(read_recipe(checkpoint), mask_settings(self.recipe))
         except (ValueError, OSError):  # the start reports it, or resumes from an earlier one
             return False
+        require(
+            not changes,
+            f"{folder} is complete after {done['iteration']} iterations, but of another recipe: "
+            f"{'; '.join(changes)}. Restore the options, raise --model.max_iterations to train "
+            "further if model and data still fit, or choose another folder with --run_dir.",
+        )
         rank_zero_only(print)(
             f"{folder} is complete after {done['iteration']} iterations: nothing to train, and no "
             "file is changed. Raise --model.max_iterations to train further."
@@ -341,6 +357,50 @@ def run_limits(settings: Any) -> dict[str, Any]:
     """The options that end a run, {option: value}."""
     model = {f"model.{name}": settings.model.init_args.get(name) for name in MODEL_LIMITS}
     return model | {f"trainer.{name}": settings.trainer.get(name) for name in TRAINER_LIMITS}
+
+
+def read_recipe(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that wrote a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has none.
+    """
+    text = checkpoint["callbacks"].get(RunFolder.__name__, {}).get("config")
+    try:
+        check_limits(str(text))
+        content = yaml.safe_load(str(text))
+    except yaml.YAMLError as error:
+        raise ValueError("the checkpoint's configuration is not valid YAML") from error
+    require(isinstance(content, dict), "the checkpoint has no configuration")
+    return dict(content)
+
+
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return which options of model and data changed, except limits and those of the machine.
+
+    Example:
+        >>> find_changes({"data": {"batch_size": 8}}, {"data": {"batch_size": 4}})
+        ['data.batch_size was 8, now it is 4']
+    """
+    found: list[dict[str, Any]] = []
+    for settings in (before, now):
+        nodes = {name: settings.get(name) for name in ("model", "data")}
+        found.append({path.replace(".init_args", ""): x for path, x in iterate_options(nodes)})
+    first, second = found
+    return [
+        f"{path} was {first.get(path)!r:.60}, now it is {second.get(path)!r:.60}"
+        for path in dict.fromkeys([*first, *second])
+        if first.get(path) != second.get(path) and not path.startswith(NOT_IDENTITY)
+    ]
+
+
+def iterate_options(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted paths of nested settings and their values."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from iterate_options(inner, f"{path}.{name}" if path else str(name))
 
 
 def read_completion(folder: Path) -> dict[str, Any]:
