@@ -222,3 +222,25 @@ def test_a_device_that_does_not_compile_logs_nothing():
 def test_negative_numbers_raise(name):
     with raises_for(f"recompilation.{name}", "-1"):
         Recompilation(**{name: -1})
+
+
+def no_thread(*_, **__):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    "where", ["faulthandler.dump_traceback_later", "threading.Thread.start", "both"]
+)
+def test_a_watchdog_that_cannot_start_does_not_end_the_training(where, monkeypatch):
+    watchdog = Watchdog(30.0)
+    with monkeypatch.context() as limited:
+        for name in ("faulthandler.dump_traceback_later", "threading.Thread.start"):
+            if where in (name, "both"):
+                limited.setattr(name, no_thread)
+        with pytest.warns(UserWarning, match="can't start new thread"):
+            watchdog.on_train_batch_start()
+        watchdog.on_train_batch_end()  # warns once; pytest turns a second warning into an error
+    assert watchdog._cancelled is None
+    watchdog.on_train_batch_start()  # the limit is not reached any more
+    assert watchdog._cancelled is not None
+    watchdog.on_fit_end()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.callbacks.files import write_text
+from litgrpo.callbacks.files import read_text, write_text
 from litgrpo.callbacks.run_folder import (
     HEADER,
     LOCK,
@@ -17,8 +17,10 @@ from litgrpo.callbacks.run_folder import (
     find_run_files,
     lock_run_folder,
     resolve_checkpoint,
+    sort_checkpoints,
     write_config,
 )
+from litgrpo.tools.run_folder import read_json_lines, read_metrics, read_yaml
 from tests.support.raises import raises_for
 
 
@@ -78,6 +80,54 @@ def test_a_link_with_the_name_of_an_unfinished_file_is_replaced(tmp_path, name):
     write_text(tmp_path / name, "new")
     assert (victim.read_text(), (tmp_path / name).read_text()) == ("mine", "new")
     assert not (tmp_path / name).is_symlink()
+
+
+def with_a_pipe(path):
+    os.mkfifo(path)
+
+
+def with_a_device(path):
+    path.symlink_to("/dev/zero")
+
+
+def with_a_folder(path):
+    path.mkdir()
+
+
+def with_a_link_to_itself(path):
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    "change", [with_a_pipe, with_a_device, with_a_folder, with_a_link_to_itself]
+)
+def test_what_is_not_a_file_is_read_as_empty(tmp_path, change):
+    change(tmp_path / "metrics.csv")
+    assert read_text(tmp_path / "metrics.csv") == ""
+    assert read_metrics(tmp_path / "metrics.csv") == {}
+    change(tmp_path / "samples.jsonl")
+    assert read_json_lines(tmp_path / "samples.jsonl") == ([], 0)
+    change(tmp_path / "order.txt")
+    assert sort_checkpoints(tmp_path) == {}
+
+
+def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path):
+    with_a_pipe(tmp_path / "config.yaml")
+    with raises_for("config.yaml", "--run_dir"):
+        check_is_free(tmp_path)
+
+
+def test_a_file_of_holes_is_rejected_unread(tmp_path):
+    file = tmp_path / "metrics.csv"
+    file.touch()
+    os.truncate(file, 2**40)
+    for read in (read_text, read_metrics, read_json_lines, read_yaml):
+        with raises_for("metrics.csv", "1048576 MiB", "512"):
+            read(file)
+    os.truncate(file, 5)
+    assert read_text(file) == "\0" * 5
+    file.write_bytes(b"\xff a\r\nb")
+    assert read_text(file) == "\ufffd a\nb"
 
 
 def test_only_files_of_a_run_are_deleted(tmp_path):

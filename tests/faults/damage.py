@@ -77,7 +77,7 @@ def other_data(run: Run) -> None:
     run.recipe = merge_runs(run.recipe, {"data": {"init_args": {"train": train}}})
 
 
-NAME = "iteration=000006.ckpt"
+NAME = "last.ckpt"
 # What was done, and the names and numbers that the error must have.
 KINDS: dict[str, tuple[Callable[[Run], None], tuple[str, ...]]] = {
     "empty": (cut_to(0.0), (NAME,)),

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
+from litgrpo.arguments import require
 from litgrpo.distributed.messages import warn_once_on_failure
+
+MAX_MIB = 512  # no file of a run that is read as a whole is as large
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, or "" if there is none, or a pipe or device in its place.
+
+    Raises:
+        ValueError: it is larger than 512 MiB, such as a file with holes.
+    """
+    if not path.is_file():
+        return ""
+    # It may have been replaced by a pipe, and some files of /proc wait for content.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        require(
+            size <= MAX_MIB * 2**20,
+            f"{path} has {size / 2**20:.0f} MiB, expected at most {MAX_MIB}: move it elsewhere.",
+        )
+        return file.read(size).decode("utf-8", errors="replace").replace("\r\n", "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -129,18 +129,28 @@ class Watchdog(Callback):
         self.timeout_s = timeout_s
         self._ends_at = 0.0  # time.monotonic() at which the process exits
         self._cancelled: threading.Event | None = None  # of the running timer
+        self._has_warned = False
 
     def _restart(self, *_: Any, **__: Any) -> None:
         """Restart the timer."""
         if self.timeout_s is None:
             return
         self._ends_at = time.monotonic() + self.timeout_s
+        try:
+            self._start(self.timeout_s)
+        except RuntimeError as error:  # the limit of threads is reached; the next call tries again
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(f"watchdog: {error}; training continues without it for now")
+
+    def _start(self, timeout_s: float) -> None:
         # faulthandler waits in a C thread, which runs even if Python holds the GIL forever.
-        faulthandler.dump_traceback_later(self.timeout_s + GIL_S, exit=True, file=2)
+        faulthandler.dump_traceback_later(timeout_s + GIL_S, exit=True, file=2)
         if self._cancelled is None:
-            self._cancelled = threading.Event()
-            arguments = (self.timeout_s, self._cancelled)
+            cancelled = threading.Event()
+            arguments = (timeout_s, cancelled)
             threading.Thread(target=self._wait, args=arguments, daemon=True).start()
+            self._cancelled = cancelled
 
     def _wait(self, timeout_s: float, cancelled: threading.Event) -> None:
         """Exit with the reason when the time is over."""

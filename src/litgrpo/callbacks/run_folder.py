@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, Trainer
 
 from litgrpo import __version__
 from litgrpo.arguments import require
-from litgrpo.callbacks.files import write_text
+from litgrpo.callbacks.files import read_text, write_text
 from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.text.program import program_name
 from litgrpo.text.secrets import mask_known
@@ -101,7 +101,7 @@ def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
             litgrpo did not write.
     """
     config, files = folder / CONFIG, find_run_files(folder)
-    is_run = config.exists() and config.read_text(encoding="utf-8").startswith(HEADER)
+    is_run = read_text(config).startswith(HEADER)
     if files and not is_run:
         raise ValueError(
             f"{folder} holds {files[0].name}, which was not written by litgrpo: choose another "
@@ -323,10 +323,8 @@ def sort_checkpoints(folder: Path) -> dict[int, Path]:
 
 def read_order(folder: Path) -> list[str]:
     """Names of checkpoints in the order in which they were saved; [] if it is not known."""
-    path = folder / ORDER
     try:
-        # A device or a pipe in its place could be read for ever.
-        return path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+        return read_text(folder / ORDER).split("\n")
     except (OSError, ValueError):
         return []
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import import_by_path, require
-from litgrpo.callbacks.files import write_if_possible
+from litgrpo.callbacks.files import read_text, write_if_possible
 from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
@@ -406,7 +406,7 @@ def iterate_options(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def read_completion(folder: Path) -> dict[str, Any]:
     """Content of the file that `LitGRPOCLI.mark_complete` writes; {} if the run has not ended."""
     try:
-        content = json.loads((checkpoint_folder(folder) / COMPLETE).read_text(encoding="utf-8"))
+        content = json.loads(read_text(checkpoint_folder(folder) / COMPLETE))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import format_episode
+from litgrpo.callbacks.files import read_text
 from litgrpo.text.visible import visible
 
 SAMPLES, PREDICTIONS = "samples", "predictions*.jsonl"
@@ -65,7 +66,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         ValueError: the file is empty, or a line is not a sample.
     """
     rows: list[dict[str, Any]] = []
-    texts = path.read_text(encoding="utf-8").split("\n")
+    texts = read_text(path).split("\n")
     # Every complete line ends with a line break.
     complete = texts[:-1] if texts[-1] else texts
     for number, text in enumerate(filter(None, complete), 1):

@@ -16,16 +16,12 @@ from typing import Any
 
 import yaml
 
+from litgrpo.callbacks.files import read_text
 from litgrpo.text.yaml_limits import check_limits
 
 METRICS, SUMMARY, AUDIT = "metrics.csv", "summary.json", "audit.json"
 Row = dict[str, Any]
 Columns = dict[str, dict[int, float]]  # {metric: {iteration: value}}
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file, or "" if there is none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def read_metrics(path: Path) -> Columns:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from litgrpo.arguments import require
+from litgrpo.callbacks.files import read_text
 from litgrpo.callbacks.metric_table import TRL, VERL
 from litgrpo.callbacks.run_folder import CONFIG
 from litgrpo.evaluation.evaluator import format_success_rule
@@ -30,7 +31,6 @@ from litgrpo.tools.run_folder import (
     columns_of,
     read_json_lines,
     read_metrics,
-    read_text,
     read_yaml,
     reward_components,
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.evaluation_files import FOLDER
+from litgrpo.callbacks.files import read_text
 from litgrpo.callbacks.run_folder import COMMAND, CONFIG
 from litgrpo.text.secrets import mask_known, mask_settings
 from litgrpo.tools.doctor.run import RunConfig
@@ -21,7 +22,6 @@ from litgrpo.tools.run_folder import (
     Row,
     read_json_lines,
     read_metrics,
-    read_text,
     read_yaml,
 )
 
