@@ -25,6 +25,15 @@ def test_values_are_in_bytes_and_a_cpu_is_this_machine():
     assert shares[0] < shares[1]
 
 
+def test_a_device_is_found_in_upper_and_lower_case_and_the_nearest_is_named():
+    table = load_devices()
+    assert table.device("H100") is table.device("h100")
+    assert table.device("A100-80") is table.device("a100-80")
+    for name, near in (("h10", "h100"), ("RTX490", "rtx4090"), ("L40", "l40s")):
+        with pytest.raises(ValueError, match=f"{name}.*did you mean '{near}'.*v5e"):
+            table.device(name)
+
+
 def test_a_file_adds_and_replaces_devices(tmp_path):
     mine = tmp_path / "mine.yaml"
     cheap = yaml.safe_load(DEVICE_FILE.read_text())["devices"]["t4"] | {"usd_per_hour": 0.01}

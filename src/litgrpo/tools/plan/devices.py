@@ -160,14 +160,15 @@ class DeviceTable:
     sessions: list[CloudSession] = field(default_factory=list)
 
     def device(self, name: str) -> Device:
-        """Look up a device.
+        """Look up a device, in upper or lower case.
 
         Raises:
             ValueError: the name is unknown.
         """
-        known = ", ".join(self.devices)
-        require(name in self.devices, f"chip is {name!r}; it can be {known}")
-        return self.devices[name]
+        names = {each.lower(): each for each in self.devices}
+        near, known = did_you_mean(name.lower(), names), ", ".join(self.devices)
+        require(name.lower() in names, f"chip is {name!r}{near}; it can be {known}")
+        return self.devices[names[name.lower()]]
 
 
 def load_devices(path: str | None = None) -> DeviceTable:
