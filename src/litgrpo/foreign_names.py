@@ -91,15 +91,3 @@ FOREIGN_NAMES = {
 # {foreign name: option}
 OTHER_NAMES = {name: key for key, names in FOREIGN_NAMES.items() for name in names.split()}
 OTHER_NAMES["model.path"] = "model.pretrained"  # verl: actor_rollout_ref.model.path
-
-
-def other_name(key: str) -> str:
-    """Return the name in litgrpo of an option of TRL, verl or transformers; "" if it is none.
-
-    Example:
-        >>> other_name("model.num_generations"), other_name("actor_rollout_ref.rollout.n")
-        ('model.group_size', 'model.group_size')
-    """
-    parts = key.split(".")
-    ends = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((OTHER_NAMES[each] for each in ends if each in OTHER_NAMES), "")

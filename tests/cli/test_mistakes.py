@@ -1,16 +1,34 @@
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from litgrpo import GRPO, PromptData
+from litgrpo import GRPO, SFT, PairData, PromptData
+from litgrpo.argument_types import UNSET, classes_in, members
 from litgrpo.cli.main import COMMANDS
-from litgrpo.cli.mistakes import OTHER_COMMANDS, find_mistake, last_line
-from litgrpo.cli.options import find_option, options_of
-from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS
-from litgrpo.foreign_names import OTHER_NAMES, other_name
+from litgrpo.cli.mistakes import (
+    OTHER_COMMANDS,
+    find_mistake,
+    is_accepted,
+    last_line,
+    mistake_in,
+    other_name,
+    suggest_value,
+)
+from litgrpo.cli.options import Option, find_option, options_of, owners_of
+from litgrpo.cli.parser import (
+    CALLBACKS,
+    RUN_OPTIONS,
+    configure_jsonargparse,
+    import_named_classes,
+    mistake_in_words,
+)
+from litgrpo.cli.recipes import CommandLine
+from litgrpo.foreign_names import OTHER_NAMES
 from litgrpo.tools.audit.command import audit
 from litgrpo.tools.compare import compare
 from litgrpo.tools.plan.command import plan
@@ -18,6 +36,11 @@ from litgrpo.tools.plan.command import plan
 PAGES = Path(__file__).parents[2] / "docs" / "howto"
 OPTION = re.compile(r"`((?:model|data|trainer|checkpoint|completions)\.[\w.]+|run_dir|ckpt_path)")
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
+TOP = {name: Option(name, kind, UNSET, "") for name, kind in ROOTS.items()}
+TOP |= {name: Option(name, kind, None, "") for name, (kind, *_) in RUN_OPTIONS.items()}
+TOP |= {name: Option(name, UNSET, None, "") for name in ("ckpt_path", "seed_everything")}
+# What jsonargparse and Python say, and users cannot read.
+INTERNALS = re.compile(r"<class|typing|Union\[|Namespace|Got value|zip\(|Traceback|litgrpo\.\w+\.")
 
 
 def error_of(run, *words: str) -> str:
@@ -173,9 +196,207 @@ def test_the_longest_end_of_a_foreign_name_counts():
     assert other_name("model.nothing") == ""
 
 
+def options_below(option: Option, levels: int = 3) -> list[Option]:
+    """All options below an option, by the classes of litgrpo that its type names."""
+    owners = {
+        owner: None
+        for owner in owners_of(option)
+        if owner.__module__.startswith("litgrpo") and not inspect.isabstract(owner)
+    }
+    below = [inner for owner in owners for inner in options_of(owner, option.key).values()]
+    if levels:
+        below += [each for inner in below for each in options_below(inner, levels - 1)]
+    return below
+
+
+@pytest.fixture(scope="module")
+def every_option() -> list[Option]:
+    """Every option of GRPO, SFT, the data, the callbacks and the run, each type of it once."""
+    configure_jsonargparse()
+    import_named_classes()
+    sections = [Option("model", SFT, UNSET, ""), Option("data", PairData, UNSET, "")]
+    sections += [option for option in TOP.values() if classes_in(option.hint)]
+    options = [option for option in TOP.values() if option not in sections]
+    options += [each for section in sections for each in options_below(section)]
+    return list({(each.key, str(each.hint)): each for each in options}.values())
+
+
+def test_a_wrong_value_of_any_option_is_reported_with_the_option_and_without_internals(
+    every_option,
+):
+    assert len(every_option) > 250
+    messages = {
+        (option.key, value): mistake_in(option, value, TOP)
+        for option in every_option
+        for value in ("wrong", "{wrong: 1}")
+    }
+    mistakes = {key: message for key, message in messages.items() if message}
+    assert len(mistakes) > 250
+    unclear = {
+        key: message
+        for key, message in mistakes.items()
+        if key[0] not in message or INTERNALS.search(message) or "\n" in message
+    }
+    assert unclear == {}
+
+
+def test_null_and_booleans_that_an_option_takes_are_not_blamed_for_another_mistake(every_option):
+    values = {type(None): ["null"], bool: ["true", "false"]}
+    cases = [
+        (option, value)
+        for option in every_option
+        for member in members(option.hint)
+        for value in values.get(member, [])
+    ]
+    assert len(cases) > 90
+    assert {"model.lora", "data.chat", "model.reference"} <= {option.key for option, _ in cases}
+    assert {(o.key, v): m for o, v in cases if (m := mistake_in(o, v, TOP))} == {}
+
+
+@pytest.mark.parametrize(
+    "valid",
+    [
+        ("data.chat", "false"),
+        ("model.lora", "null"),
+        ("model.lora", "~"),
+        ("model.reward_runner", "null"),
+        ("model.sampling", "{top_p: 0.5}"),
+        ("model.objective.surrogate.clip_low", "0.1"),
+        ("model.engine", "{class_path: LocalEngine, max_rows: 4}"),
+        ("trainer.logger", "false"),
+        ("trainer.callbacks", "null"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("wrong", "value"), [("model.group_size", "four"), ("data.batchsize", "3")]
+)
+def test_the_wrong_one_of_two_options_is_blamed(valid, wrong, value):
+    words = ["--model.pretrained=x", "--model.rewards=a.b", "--{}={}".format(*valid)]
+    settings = CommandLine.read([*words, f"--{wrong}={value}"]).settings
+    assert wrong in find_mistake(settings, TOP)
+    # The options of an object that is given as a mapping are read before one of them is set.
+    later = CommandLine.read([*words, f"--{wrong}={value}", "--model.sampling.top_k=3"]).settings
+    assert wrong in find_mistake(later, TOP)
+
+
+def test_a_value_that_is_meant_for_an_option_below_is_suggested_in_a_form_that_is_accepted(
+    every_option,
+):
+    near = {
+        (option.key, value): suggest_value(option, yaml.safe_load(value))
+        for option in every_option
+        for value in ("16", "0.5", "true", "wrong")
+    }
+    assert near["model.lora", "16"] == "{rank: 16}"
+    assert near["model.sampling", "0.5"] == "{temperature: 0.5}"
+    assert near["model.evaluation.pass_at_k", "16"] == "[16]"
+    assert near["model.lora", "true"] == "{}"
+    by_key = {option.key: option for option in every_option}
+    wrong = {
+        key: text
+        for key, text in near.items()
+        if text and not is_accepted(by_key[key[0]].hint, yaml.safe_load(text))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+@pytest.mark.parametrize("model", [GRPO, SFT])
+def test_a_name_of_trl_or_verl_in_a_recipe_leads_to_an_option_of_its_model(name, model):
+    top = TOP | {"model": Option("model", model, UNSET, "")}
+    value = 1
+    for part in reversed(name.split(".")[1:]):
+        value = {part: value}
+    settings = {"model": {"pretrained": "x"}, name.partition(".")[0]: value}
+    message = find_mistake(settings, top)
+    assert message
+    for suggestion in re.findall(r"use '([\w.]+)'|mean '([\w.]+)'", message):
+        first, *rest = "".join(suggestion).split(".")
+        assert first in top
+        if rest:
+            find_option("".join(suggestion), {first: top[first].hint})
+    if model is GRPO and name not in top:
+        assert OTHER_NAMES[name] in message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("model: {data: {train: a}}", "'data' stands at the top of a recipe, not below 'model'"),
+        ("data: {trainer: {max_epochs: 3}}", "'trainer' stands at the top"),
+        ("model: {run_dir: x}", "'run_dir' stands at the top"),
+        ("model: {lora: {checkpoint: {keep_last: 1}}}", "'checkpoint' stands at the top"),
+        ("data: {rewards: {}}", "use 'model.rewards'"),
+        ("model: {max_epochs: 3}", "use 'trainer.max_epochs'"),
+        ("model: {clip_low: 0.1}", "use 'model.objective.surrogate.clip_low'"),
+        ("pretrained: x", "use 'model.pretrained'"),
+        ("num_generations: 4\nmodel: {pretrained: x}", "use 'model.group_size'"),
+        ("actor_rollout_ref: {model: {path: x}}", "use 'model.pretrained'"),
+        ("data: {train_files: x, train_batch_size: 4}", "use 'data.train'"),
+        ("algorithm: {adv_estimator: grpo}", "use 'model.objective.advantages'"),
+    ],
+)
+def test_an_option_in_the_wrong_place_of_a_recipe_gets_its_place(recipe, said):
+    assert said in find_mistake(yaml.safe_load(recipe), TOP)
+
+
+def test_an_unknown_option_is_reported_before_a_missing_one():
+    settings = {"model": {"pretrained": "x"}, "data": {"batchsize": 3}}
+    assert "data.batchsize" in find_mistake(settings, TOP)
+    assert find_mistake({"model": {"pretrained": "x"}}, TOP).startswith("missing: model.rewards")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("audit -c grpo.yaml --limit x", ("limit", "'x'", "int")),
+        ("plan -c grpo.yaml --chips many", ("chips", "'many'", "int or null")),
+        ("plan -c grpo.yaml --fit 3", ("fit", "3", "bool")),
+        ("fit -c grpo.yaml --overwrite maybe", ("overwrite", "'maybe'", "bool")),
+        ("fit -c grpo.yaml --seed_everything x", ("seed_everything", "'x'", "int")),
+        ("doctor . --fail_on warn", ("fail_on", "'warn'", "'warning'")),
+        ("doctor . --fail_on", ("--fail_on needs a value",)),
+        ("doctor . here", ("unexpected 'here'", "run")),
+        ("doctor --fail_onn info .", ("'fail_onn'", "'fail_on'")),
+        ("replay . --iteration last", ("iteration", "'last'", "int or null")),
+        ("export . x --dtype half", ("dtype", "'half'", "'float16'")),
+        ("export . x --force 3", ("force", "3", "bool")),
+        ("fit -c grpo.yaml --model.sampling 0.5", ("model.sampling", "0.5", "{temperature: 0.5}")),
+        ("fit -c grpo.yaml --model.rewards.other 3", ("model.rewards.other is 3", "Reward")),
+        ("compare quickstart --jobs two", ("jobs", "'two'", "int")),
+        ("compare quickstart --seeds 3", ("seeds", "3", "[3]")),
+        ("compare quickstart --algorithms dapo", ("algorithms", "'dapo'", "['dapo']")),
+        ("fit -c grpo.yaml --model.rewards.correct.kwargs.x 3", ("kwargs '{x: 3}'",)),
+    ],
+)
+def test_a_wrong_value_of_any_command_is_one_line_with_its_option(cli, words, said):
+    line = error_of(cli, *words.split())
+    assert [text for text in said if text not in line] == []
+    assert not INTERNALS.search(line)
+
+
+@pytest.mark.parametrize("command", ["doctor", "report", "export", "replay", "compare"])
+def test_a_command_without_arguments_names_what_is_missing_and_the_runs(cli, command):
+    first = next(iter(options_of(COMMANDS[command].load())))
+    line = error_of(cli, command)
+    assert line.startswith(f"error: missing: {first} (")
+    assert ("no run folder below runs/" in line) == (command != "compare")
+    for run in ("runs/first", "runs/compare/seed=0"):
+        Path(run).mkdir(parents=True)
+        Path(run, "config.yaml").touch()
+    line = error_of(cli, command)
+    listed = "run folders here: " in line and "runs/first" in line and "compare/seed=0" in line
+    assert listed == (command != "compare")
+
+
+def test_words_of_a_command_without_a_mistake_are_accepted():
+    options = options_of(COMMANDS["export"].load())
+    assert mistake_in_words(["a", "b", "--force=true", "--dtype", "float16"], options) == ""
+
+
 def test_settings_without_a_mistake_are_accepted():
     settings = {"model": {"class_path": "GRPO", "pretrained": "a", "rewards": {}}, "run_dir": "x"}
-    assert find_mistake(settings, {"model": GRPO}, ["run_dir"]) == ""
+    assert find_mistake(settings, TOP) == ""
 
 
 def test_the_last_line_that_is_not_about_the_given_value_is_kept():

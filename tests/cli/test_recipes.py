@@ -4,14 +4,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from litgrpo.cli.parser import RecipeCLI
 from litgrpo.cli.recipes import (
     CommandLine,
     built_in_recipes,
     find_repeated_keys,
     read_recipe,
     recipe_file,
+    without_init_args,
+    write_out_rewards,
     written_out,
 )
+from litgrpo.rewards.reward import name_rewards
 from tests.support.command_line import ROOT
 from tests.support.raises import raises_for
 
@@ -40,6 +44,18 @@ def test_a_recipe_that_is_nowhere_is_named_with_the_nearest(monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     with raises_for("'quikstart'", str(tmp_path), "did you mean 'quickstart'"):
         recipe_file("quikstart")
+
+
+def test_a_recipe_that_is_nowhere_is_named_with_the_nearest_file(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").touch()
+    Path("mine").mkdir()
+    Path("mine/large.yml").touch()
+    for word, near in (("smal.yaml", "small.yaml"), ("smal", "small.yaml")):
+        with raises_for(f"did you mean '{near}'"):
+            recipe_file(word)
+    with raises_for("did you mean 'mine/large.yml'"):
+        recipe_file("mine/larg")
 
 
 def test_all_recipes_of_the_repository_are_built_in():
@@ -75,6 +91,216 @@ def test_a_recipe_may_leave_out_class_path_and_init_args(cli):
     configs = [yaml.safe_load(out) for _, out, _ in shown]
     assert configs[0]["model"]["init_args"] == configs[1]["model"]["init_args"]
     assert configs[0]["data"]["init_args"] == configs[1]["data"]["init_args"]
+
+
+BASE = """
+model: {pretrained: x, rewards: {e: {function: litgrpo.rewards.exact}}}
+data: {train: a.jsonl}
+"""
+# {option: (class, options of a first fragment, options of a second one)}
+OBJECTS = {
+    "engine": ("LocalEngine", {"max_rows": 4}, {"compaction_frac": 0.1}),
+    "optimizer": ("AdamW", {"lr": 0.1}, {"weight_decay": 0.5}),
+    "lr_scheduler": ("WarmupCosine", {"warmup": 0.1}, {"min_lr_ratio": 0.3}),
+    "reward_runner": ("ProcessRunner", {"timeout_s": 3.0}, {"num_workers": 2}),
+    "sampling": (None, {"top_p": 0.5}, {"temperature": 0.7}),
+    "lora": (None, {"rank": 4}, {"alpha": 3}),
+}
+
+
+def spell(name: str | None, options: dict, spelling: str) -> dict:
+    """An object's options in one of four spellings; a group of options has no class."""
+    node = {"init_args": options} if "init_args" in spelling else options
+    return {"class_path": name} | node if name and "class" in spelling else node
+
+
+def settings_of(*recipes: dict) -> dict:
+    """Options of the model by recipes, as the parser understands them; `init_args` left out."""
+    for number, recipe in enumerate(recipes):
+        Path(f"r{number}.yaml").write_text(yaml.safe_dump(recipe))
+    words = [word for number in range(len(recipes)) for word in ("-c", f"r{number}.yaml")]
+    return without_init_args(RecipeCLI(words).recipe["model"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("flat", "class, init_args"),
+        ("class, init_args", "flat"),
+        ("init_args", "class, flat"),
+        ("class, flat", "init_args"),
+    ],
+)
+def test_fragments_of_both_dialects_are_merged_in_any_order(first, second, cli):
+    one = {key: spell(name, options, first) for key, (name, options, _) in OBJECTS.items()}
+    two = {key: spell(name, options, second) for key, (name, _, options) in OBJECTS.items()}
+    # The whole section in one dialect, its objects in the other.
+    model = settings_of(yaml.safe_load(BASE), {"model": {"init_args": one}}, {"model": two})
+    for key, (_, *options) in OBJECTS.items():
+        assert model[key].items() >= (options[0] | options[1]).items()
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        "model: {init_args: {group_size: 3}, max_iterations: 7}",
+        "model: {class_path: GRPO, group_size: 3, init_args: {max_iterations: 7}}",
+        "model: {group_size: 3, init_args: {max_iterations: 7, sampling: {init_args: {}}}}",
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_section_of_both_dialects_is_merged_with_others_in_any_order(cli, mixed, is_first):
+    recipes = [yaml.safe_load(mixed), yaml.safe_load(BASE)]
+    model = settings_of(*(recipes if is_first else recipes[::-1]))
+    assert (model["group_size"], model["max_iterations"]) == (3, 7)
+    assert model["rewards"]["e"]["function"] == "litgrpo.rewards.exact"
+
+
+def test_an_option_that_is_given_in_both_dialects_at_once_is_refused(cli):
+    with raises_for("group_size", "twice"):
+        written_out({"model": {"group_size": 3, "init_args": {"group_size": 4}}})
+
+
+SPELLINGS = {
+    "--model.group_size=3": "--model.init_args.group_size=3",
+    "--model.sampling.top_p=0.5": "--model.init_args.sampling.init_args.top_p=0.5",
+    "--model.update={num_mini_batches: 2}": "--model.update={init_args: {num_mini_batches: 2}}",
+    "--model.engine={class_path: LocalEngine, max_rows: 4}": "--model.engine={class_path: "
+    "LocalEngine, init_args: {max_rows: 4}}",
+    "--model.lr_scheduler=WarmupCosine": "--model.lr_scheduler.init_args.warmup=0.1",
+    "--model.lr_scheduler.warmup=0.1": "--model.lr_scheduler.class_path=WarmupCosine",
+    "--trainer.max_epochs=3": "--trainer.init_args.max_epochs=3",
+    "--checkpoint.keep_last=3": "--checkpoint.init_args.keep_last=3",
+}
+
+
+def test_both_spellings_of_an_option_on_the_command_line_are_the_same(cli):
+    Path("base.yaml").write_text(BASE)
+    spelled = (SPELLINGS.keys(), SPELLINGS.values())
+    recipes = [RecipeCLI(["-c", "base.yaml", *words]).recipe for words in spelled]
+    assert recipes[0] == recipes[1]
+    settings = without_init_args(recipes[0])
+    assert settings["model"]["lr_scheduler"]["warmup"] == 0.1
+    assert settings["model"]["engine"]["max_rows"] == 4
+    assert (settings["checkpoint"]["keep_last"], settings["trainer"]["max_epochs"]) == (3, 3)
+
+
+FUNCTION = "litgrpo.rewards.exact"
+RUBRIC = {"class_path": "litgrpo.rewards.Rubric", "criteria": {}}
+
+
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        (FUNCTION, ["exact"]),
+        ([FUNCTION, "litgrpo.rewards.numeric"], ["exact", "numeric"]),
+        ({"right": FUNCTION}, ["right"]),
+        ([{"function": FUNCTION, "weight": 2.0}], ["exact"]),
+        ({"right": FUNCTION, "short": {"function": "a.b", "weight": 0.5}}, ["right", "short"]),
+        (RUBRIC, ["Rubric"]),
+        ({"right": RUBRIC}, ["right"]),
+    ],
+)
+def test_rewards_have_the_short_forms_of_python_in_recipes_and_on_the_command_line(short, names):
+    if "Rubric" not in str(short):  # which Python gets as an object
+        assert list(name_rewards(short)) == names
+    in_recipe = written_out({"model": {"rewards": short}})["model"]["init_args"]["rewards"]
+    (typed,) = CommandLine.read(["--model.rewards", json.dumps(short)]).options
+    assert list(in_recipe) == names
+    assert json.loads(typed[1]) == in_recipe
+    assert all(isinstance(reward, dict) and reward["function"] for reward in in_recipe.values())
+
+
+def test_rewards_in_short_form_take_options_of_the_command_line(cli):
+    Path("short.yaml").write_text(f"model: {{pretrained: x, rewards: {FUNCTION}}}\ndata: {{}}\n")
+    words = ["-c", "short.yaml", "--model.rewards.exact.weight", "2"]
+    words += ["--model.rewards.other", "litgrpo.rewards.numeric"]
+    rewards = RecipeCLI(words).recipe["model"]["init_args"]["rewards"]
+    assert {name: (r["function"], r["weight"]) for name, r in rewards.items()} == {
+        "exact": (FUNCTION, 2.0),
+        "other": ("litgrpo.rewards.numeric", 1.0),
+    }
+
+
+def test_functions_of_one_name_in_a_list_of_rewards_are_refused():
+    with raises_for("exact, exact", "{name: function}"):
+        write_out_rewards(["a.exact", "b.exact"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {group_size: 010}", ("line 1", "model.group_size", "010", "octal")),
+        ("data:\n  batch_size: -07", ("line 2", "data.batch_size", "-07", "octal")),
+        ("trainer: {max_time: 1:30}", ("trainer.max_time", "1:30", "base 60")),
+        ("a: {b: [1, 12:30:00]}", ("a.b", "12:30:00", "base 60")),
+        ("model: {stop: [no, a]}", ("model.stop", "no", "true or false")),
+        ("data: {columns: {on: x}}", ("data.columns", "on", "true or false")),
+        ("overwrite: Yes", ("overwrite", "Yes", "true or false")),
+        ('data: {template: "\\boxed{}"}', ("data.template", "\\b", "single quotes")),
+        ('model: {answer: "\\frac12"}', ("model.answer", "\\f", "single quotes")),
+        ("a: !!set {b}", ("set",)),
+        ("model: {stop: ['\\n']}", ("model.stop", "double quotes")),
+        ("model: {stop: [\\n\\n]}", ("model.stop", "double quotes")),
+        ("data: {template: 'Q: {{ prompt }}\\nA:'}", ("data.template", "double quotes")),
+        ("data:\n  template: |\n    {{ prompt }}\\nA:\n", ("data.template", "double quotes")),
+        ("data: {chat: {system: 'Be brief.\\n'}}", ("data.chat.system", "double quotes")),
+    ],
+)
+def test_a_value_that_is_not_what_it_looks_like_is_refused_with_its_key(tmp_path, text, said):
+    (tmp_path / "r.yaml").write_text(text)
+    with raises_for("r.yaml", *said):
+        read_recipe(str(tmp_path / "r.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'010'", "010"),
+        ('"no"', "no"),
+        ("0x10", 16),
+        ("1_000", 1000),
+        ("0.5", 0.5),
+        ("0", 0),
+        ("1e-3", 1e-3),
+        ("2026-01-01", "2026-01-01"),
+        ('"a\\n"', "a\n"),
+        ("'(?s)a\\n'", "(?s)a\\n"),
+    ],
+)
+def test_a_value_that_is_what_it_looks_like_is_read(tmp_path, text, value):
+    (tmp_path / "r.yaml").write_text(f"a: {{b: {text}}}")
+    assert read_recipe(str(tmp_path / "r.yaml")) == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.sampling.stop", "\\n"),
+        ("model.sampling.stop", "['\\n']"),
+        ("data.template", "Q: {{ prompt }}\\nA:"),
+        ("data.chat", "{system: 'a\\nb'}"),
+        ("answer_format", "{answer}\\n"),
+        ("model.rewards.e.kwargs", "{x: 010}"),
+        ("model.evaluation.pass_at_k", "[1:30]"),
+    ],
+)
+def test_an_option_that_is_not_what_it_looks_like_is_refused(key, value):
+    with raises_for(key):
+        CommandLine.read([f"--{key}", value])
+
+
+@pytest.mark.parametrize(
+    "value", ["{{ prompt }}\nA:", '{{ prompt }}{{ "\\n" }}', "no", "010", "1:30", "a \\neq b"]
+)
+def test_a_text_on_the_command_line_is_taken_as_typed(cli, value):
+    recipe = RecipeCLI(["-c", "grpo.yaml", "--data.template", value]).recipe
+    assert recipe["data"]["init_args"]["template"] == value
+
+
+def test_a_number_in_base_60_is_no_number_on_the_command_line(cli):
+    with raises_for("model.group_size", "1:30", "int"):
+        RecipeCLI(["-c", "grpo.yaml", "--model.group_size", "1:30"])
 
 
 def test_an_override_without_class_path_keeps_the_class_of_the_recipe(cli):

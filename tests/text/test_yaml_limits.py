@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.text.yaml_limits import MAX_DEPTH, MAX_NODES, TooLarge, check_limits
+from litgrpo.text.yaml_limits import (
+    MAX_DEPTH,
+    MAX_NODES,
+    TooLarge,
+    check_limits,
+    check_values,
+    has_written_break,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -39,3 +46,23 @@ def test_yaml_within_the_limits_passes():
     check_limits(bomb(4, 9))
     check_limits("base: &base {rate: 1}\nfirst: *base\nsecond: {<<: *base, rate: 2}")
     check_limits("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+
+
+def test_values_of_the_built_in_recipes_are_what_they_look_like():
+    for recipe in CONFIGS.rglob("*.yaml"):
+        check_values(recipe.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_meant"),
+    [
+        (r"Q: {{ prompt }}\nA:", True),
+        (r"\n\n", True),
+        (r"{{ prompt }}\nothers", True),
+        (r"a \neq b and \nu, \not= \nabla", False),
+        (r"{% if x == '\n' %}{{ prompt }}{% endif %}", False),
+        ("two\nlines", False),
+    ],
+)
+def test_a_written_line_break_is_told_from_latex_and_jinja(text, is_meant):
+    assert has_written_break(text) is is_meant

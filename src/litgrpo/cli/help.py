@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from docstring_parser import parse
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -18,7 +19,8 @@ from litgrpo.cli.options import Option, find_option, options_of, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS, configure_jsonargparse, import_named_classes
 from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, built_in_recipes
 
-WIDTH, COLUMN = 100, 34
+WIDTH, COLUMN = 100, 34  # without a terminal; of the descriptions
+END_OF_SENTENCE = re.compile(r"\. (?=[A-Z`])")
 QUESTION = re.compile(r"--([\w.-]+)\.help(?:=(.*))?")
 CALL_TEXTS = {
     "ckpt_path": "Checkpoint to load: last, best, a .ckpt file or a run folder.",
@@ -28,7 +30,7 @@ CALL_TEXTS = {
 MORE = """\
 {program} {command} --model.lora.help           options below an option
 {program} {command} --model.engine.help CLASS   options of a class
-{program} {command} --model.help SFT            options of supervised fine-tuning"""
+{program} {command} --model.help SFT            options of SFT"""
 
 
 def command_page(
@@ -59,7 +61,7 @@ def command_page(
     )
     for name, option in (options_of(extra) if extra is not None else {}).items():
         if name != "given":
-            add(group, f"--{name}", option.text, option.default)
+            add(group, f"--{name}", option)
     for name, text in CALL_TEXTS.items():
         group.add_argument(f"--{name}", metavar="", help=text)
     for name, (_, _, text) in RUN_OPTIONS.items():
@@ -68,7 +70,7 @@ def command_page(
         kind = find_class(path, [object])
         group = page.add_argument_group(f"{key}: options of {kind.__name__}")
         for option in options_of(kind, key).values():
-            add(group, f"--{option.key}", option.text, option.default)
+            add(group, f"--{option.key}", option)
     page.add_argument_group(
         "trainer", "--trainer.OPTION, of Lightning's Trainer: accelerator, devices, strategy, ..."
     )
@@ -76,17 +78,44 @@ def command_page(
     return f"{page.format_help()}\n{MORE.format(program=program, command=command)}"
 
 
-def add(group: Any, flag: str, text: str, default: Any) -> None:
-    """Add an option to a page, with its description and its default if that says something."""
-    shown = ""
-    if (
-        default is not UNSET
-        and default not in (None, False)
-        and isinstance(default, int | float | str)
-    ):
-        shown = f" (default: {default})"
-    sentence = text.partition(". ")[0].rstrip(".")
-    group.add_argument(flag, metavar="", help=f"{sentence}{shown}".replace("%", "%%"))
+def function_page(
+    program: str, command: str, summary: str, function: Callable[..., Any] | None
+) -> str:
+    """Return the page of `COMMAND --help` of a command that reads no recipe.
+
+    Args:
+        program: how it was started.
+        command: its name.
+        summary: what it does.
+        function: whose options the command has.
+    """
+    options = options_of(function).values()
+    required = [option for option in options if option.default is UNSET]
+    page = argparse.ArgumentParser(
+        prog=f"{program} {command}",
+        usage=" ".join([program, command, *(each.key.upper() for each in required)])
+        + " [--OPTION VALUE ...]",
+        description=f"{summary[:1].upper()}{summary[1:]}.",
+        formatter_class=PageFormatter,
+        add_help=False,
+    )
+    group = page.add_argument_group("arguments")
+    for option in options:
+        add(group, option.key if option in required else f"--{option.key}", option)
+    return page.format_help()
+
+
+def add(group: Any, flag: str, option: Option) -> None:
+    """Add an option to a page, with its description, its names and its default if they say much."""
+    default, notes = option.default, []
+    if get_origin(option.hint) is Literal:
+        notes.append(", ".join(map(str, get_args(option.hint))))
+    if default not in (UNSET, None, False, []) and isinstance(default, int | float | str | list):
+        notes.append(f"default: {default}")
+    sentence = END_OF_SENTENCE.split(option.text)[0].rstrip(".")
+    sentence += f" ({'; '.join(notes)})" if notes else ""
+    metavar = "" if flag.startswith("--") else flag.upper()
+    group.add_argument(flag, metavar=metavar, help=sentence.replace("%", "%%"))
 
 
 def find_question(words: Sequence[str]) -> tuple[str, str] | None:
@@ -198,15 +227,20 @@ def roots_of(settings: Mapping[str, Any]) -> Mapping[str, type]:
     return roots
 
 
+def width() -> int:
+    """Return the columns of the terminal; without one, `WIDTH`."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
 class WideFormatter(DefaultHelpFormatter):
-    """jsonargparse's help of a class, with types and defaults, on wider lines."""
+    """jsonargparse's help of a class, with types and defaults, as wide as the terminal."""
 
     def __init__(self, prog: str, **_: Any) -> None:
-        super().__init__(prog, max_help_position=COLUMN, width=WIDTH)
+        super().__init__(prog, max_help_position=COLUMN, width=width())
 
 
 class PageFormatter(argparse.HelpFormatter):
-    """Help of a command, on wider lines."""
+    """Help of a command, as wide as the terminal."""
 
     def __init__(self, prog: str, **_: Any) -> None:
-        super().__init__(prog, max_help_position=COLUMN, width=WIDTH)
+        super().__init__(prog, max_help_position=COLUMN, width=width())

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from litgrpo import __version__
-from litgrpo.arguments import add_folders
+from litgrpo.arguments import add_folders, import_by_path
 from litgrpo.cli.console import keep_quiet, one_line, survive_closed_output
 from litgrpo.cli.recipes import recipe_file, split_words
 from litgrpo.text.program import program_name
@@ -49,17 +49,18 @@ examples:
   {program} fit -c quickstart
   {program} fit -c quickstart --seed_everything 1 --run_dir runs/second
   {program} fit -c quickstart --ckpt_path last
-  {program} predict -c runs/quickstart/config.yaml --ckpt_path last --data.prompts '["3+4="]'
+  {program} predict -c runs/quickstart/config.yaml --ckpt_path last \\
+    --data.prompts '["3+4="]'
 
-A recipe is a YAML file or the name of a built-in one. A later -c overrides an earlier one, and
---OPTION VALUE overrides both. A run writes to one folder: runs/NAME, with the name of the first
-recipe, or --run_dir.
+A recipe is a YAML file or the name of a built-in one. A later -c overrides an
+earlier one, and --OPTION VALUE overrides both. A run writes to one folder:
+runs/NAME, with the name of the first recipe, or --run_dir.
 
-  {program} --version                    print the version
-  {program} COMMAND --help               options of a command
-  {program} fit --model.lora.help        options below an option
-  {program} fit --model.help SFT         options of a class
-  --debug                               show tracebacks instead of one-line errors
+  {program} --version                print the version
+  {program} COMMAND --help           options of a command
+  {program} fit --model.lora.help    options below an option
+  {program} fit --model.help SFT     options of a class
+  --debug                            show tracebacks instead of one-line errors
 """
 
 
@@ -71,13 +72,18 @@ class Command:
         summary: one line for `--help`.
         run: called with what follows the command.
         recipe: True if it reads recipes and overrides, as `fit` does.
-        load_extra: imports the function whose options it has beside those of `fit`.
+        function: import path of the function whose options it has; of a command that reads
+            recipes, beside those of `fit`.
     """
 
     summary: str
     run: Callable[[Sequence[str]], None]
     recipe: bool = False
-    load_extra: Callable[[], Callable[..., Any]] | None = None
+    function: str = ""
+
+    def load(self) -> Callable[..., Any] | None:
+        """Import the function."""
+        return import_by_path(self.function) if self.function else None
 
 
 def run_trainer(command: str, words: Sequence[str]) -> None:
@@ -99,66 +105,19 @@ def run_trainer(command: str, words: Sequence[str]) -> None:
 def plan(words: Sequence[str]) -> None:
     """Estimate what a recipe needs."""
     from litgrpo.tools.plan.command import PlanCLI
-
-    given = PlanCLI(words)
-    plan_function()(given, **given.extra_options)
-
-
-def plan_function() -> Callable[..., Any]:
-    """Import the function of `plan`."""
     from litgrpo.tools.plan.command import plan as run
 
-    return run
+    given = PlanCLI(words)
+    run(given, **given.extra_options)
 
 
 def audit(words: Sequence[str]) -> None:
     """Check the rewards of a recipe."""
     from litgrpo.cli.parser import RecipeCLI
-
-    given = RecipeCLI(words, "audit", extra=audit_function())
-    audit_function()(given, **given.extra_options)
-
-
-def audit_function() -> Callable[..., Any]:
-    """Import the function of `audit`."""
     from litgrpo.tools.audit.command import audit as run
 
-    return run
-
-
-def export(words: Sequence[str]) -> None:
-    """Export a checkpoint."""
-    from litgrpo.cli.export import export as run
-
-    call("export", run, words)
-
-
-def compare(words: Sequence[str]) -> None:
-    """Compare algorithms."""
-    from litgrpo.tools.compare import compare as run
-
-    call("compare", run, collect_fit_options(words))
-
-
-def doctor(words: Sequence[str]) -> None:
-    """Diagnose a run."""
-    from litgrpo.tools.doctor.command import doctor as run
-
-    call("doctor", run, words)
-
-
-def replay(words: Sequence[str]) -> None:
-    """Print an episode."""
-    from litgrpo.tools.replay import replay as run
-
-    call("replay", run, words)
-
-
-def report(words: Sequence[str]) -> None:
-    """Write the HTML report of one or more runs."""
-    from litgrpo.tools.report.command import report as run
-
-    call("report", run, runs_as_list(words))
+    given = RecipeCLI(words, "audit", extra=run)
+    run(given, **given.extra_options)
 
 
 def collect_fit_options(words: Sequence[str]) -> list[str]:
@@ -184,12 +143,13 @@ def collect_fit_options(words: Sequence[str]) -> list[str]:
     return [*own, f"--fit_options={json.dumps(given)}"] if given else own
 
 
-def call(command: str, function: Callable[..., Any], words: Sequence[str]) -> None:
-    """Call the function of a command with its options."""
+def call(command: str, words: Sequence[str]) -> None:
+    """Call the function of a command that reads no recipe, with its options."""
     from litgrpo.cli.parser import call as call_function
 
     given = [word for word in words if word != "--debug"]
-    call_function(function, given, f"{program_name()} {command}")
+    prepare = {"compare": collect_fit_options, "report": runs_as_list}.get(command, list)
+    call_function(import_by_path(COMMANDS[command].function), prepare(given))
 
 
 def runs_as_list(words: Sequence[str]) -> list[str]:
@@ -209,7 +169,7 @@ def runs_as_list(words: Sequence[str]) -> list[str]:
 
 COMMANDS: dict[str, Command] = {
     "fit": Command(
-        "train: results before and after, checkpoints and the model in the run folder",
+        "train; write results, checkpoints and the model to the run folder",
         partial(run_trainer, "fit"),
         recipe=True,
     ),
@@ -222,15 +182,43 @@ COMMANDS: dict[str, Command] = {
         partial(run_trainer, "predict"),
         recipe=True,
     ),
-    "export": Command("write a checkpoint's policy in Hugging Face format", export),
-    "audit": Command(
-        "check reward functions for false negatives and exploits", audit, True, audit_function
+    "export": Command(
+        "write a checkpoint's policy in Hugging Face format",
+        partial(call, "export"),
+        function="litgrpo.cli.export.export",
     ),
-    "plan": Command("estimate memory, run time and cost per device", plan, True, plan_function),
-    "compare": Command("compare algorithms over seeds, with confidence intervals", compare),
-    "doctor": Command("diagnose a run and suggest changes", doctor),
-    "replay": Command("print an episode of a run, turn by turn", replay),
-    "report": Command("write one HTML page that shows a run, or compares several", report),
+    "audit": Command(
+        "check reward functions for false negatives and exploits",
+        audit,
+        recipe=True,
+        function="litgrpo.tools.audit.command.audit",
+    ),
+    "plan": Command(
+        "estimate memory, run time and cost per device",
+        plan,
+        recipe=True,
+        function="litgrpo.tools.plan.command.plan",
+    ),
+    "compare": Command(
+        "compare algorithms over seeds, with confidence intervals",
+        partial(call, "compare"),
+        function="litgrpo.tools.compare.compare",
+    ),
+    "doctor": Command(
+        "diagnose a run and suggest changes",
+        partial(call, "doctor"),
+        function="litgrpo.tools.doctor.command.doctor",
+    ),
+    "replay": Command(
+        "print an episode of a run, turn by turn",
+        partial(call, "replay"),
+        function="litgrpo.tools.replay.replay",
+    ),
+    "report": Command(
+        "write one HTML page that shows a run, or compares several",
+        partial(call, "report"),
+        function="litgrpo.tools.report.command.report",
+    ),
 }
 
 
@@ -344,13 +332,15 @@ def run(name: str, words: list[str]) -> None:
             gc.freeze()
             gc.enable()
     keep_quiet()
-    if command.recipe:
-        from litgrpo.cli.help import command_page, find_question, option_page
+    if HELP_FLAGS.intersection(words):
+        from litgrpo.cli.help import command_page, function_page
 
-        if HELP_FLAGS.intersection(words):
-            extra = None if command.load_extra is None else command.load_extra()
-            print(command_page(program_name(), name, command.summary, extra))
-            return
+        page = command_page if command.recipe else function_page
+        print(page(program_name(), name, command.summary, command.load()))
+        return
+    if command.recipe:
+        from litgrpo.cli.help import find_question, option_page
+
         if question := find_question(words):
             print(option_page(*question, words))
             return

@@ -6,10 +6,13 @@ text, the settings are checked again from the top, one option at a time, as soon
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from types import FunctionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -27,14 +30,15 @@ from litgrpo.arguments import import_by_path
 from litgrpo.callbacks.trainer_options import describe_rejected_callback
 from litgrpo.cli.options import (
     Option,
+    find_option,
     is_list_of_texts,
     is_text,
     options_of,
     takes_any_option,
     type_name,
 )
-from litgrpo.cli.recipes import OBJECT_KEYS, describe, without_init_args
-from litgrpo.foreign_names import other_name
+from litgrpo.cli.recipes import OBJECT_KEYS, describe, read_value, without_init_args
+from litgrpo.foreign_names import OTHER_NAMES
 from litgrpo.text.yaml_limits import check_limits
 
 # {option of another command: that command}
@@ -61,29 +65,31 @@ PENALTY = (
 )
 LEFT_OUT = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size")
 MOST_LISTED = 20
+MOST_LEVELS = 4  # of options in options, in which a name is looked up
+MISSING = "missing: "
+NEAR = 0.8  # least similarity, of difflib, of a typing mistake
 
 
-def find_mistake(
-    settings: Mapping[str, Any], roots: Mapping[str, type], others: Collection[str]
-) -> str:
+def find_mistake(settings: Mapping[str, Any], options: Mapping[str, Option]) -> str:
     """Return what is wrong with the first wrong option, in one line; "" if nothing is found.
 
     Args:
         settings: of recipes and command line; `init_args` left out.
-        roots: {first part of an option: class that takes the rest}.
-        others: options without parts.
+        options: {name: option} without parts; sections such as `model` have a class as type.
     """
-    for key, value in settings.items():
-        found = ""
-        if key in roots:
-            root = Option(key, roots[key], UNSET, "")
-            found = mistake_in(root, value)
-        elif key not in others:
-            whole = ".".join([key, *first_path(value)])
-            found = unknown_option(whole, [*others, *roots], recipe="model" in roots)
-        if found:
-            return found
-    return ""
+    unknown = [
+        unknown_option(".".join([key, *first_path(value)]), options)
+        for key, value in settings.items()
+        if key not in options
+    ]
+    wrong = [
+        mistake_in(options[key], value, options)
+        for key, value in settings.items()
+        if key in options
+    ]
+    mistakes = filter(None, [*unknown, *wrong])
+    # What is missing may have been given in the wrong place, so that is reported last.
+    return next(iter(sorted(mistakes, key=lambda each: each.startswith(MISSING))), "")
 
 
 def first_path(value: Any) -> list[str]:
@@ -95,34 +101,52 @@ def first_path(value: Any) -> list[str]:
     return path
 
 
-def mistake_in(option: Option, value: Any) -> str:
-    """Return what is wrong with an option's value or with an option below it; "" if nothing is."""
-    value, problem = read_nested(option, value)
-    if problem or value is None or option.hint in (Any, object, UNSET):
-        return problem
+def mistake_in(option: Option, value: Any, top: Mapping[str, Option]) -> str:
+    """Return what is wrong with an option's value or with an option below it; "" if nothing is.
+
+    Args:
+        option: the option.
+        value: as a recipe or the command line gives it.
+        top: {name: option} of the command, for suggestions.
+    """
+    written = value
+    value, problem = read_text(option, value)
     classes = classes_in(option.hint)
+    # Where null is not an option of an object, it takes back what a recipe sets.
+    is_taken_back = value is None and (classes or callable_hint(option.hint))
+    if problem or is_taken_back or option.hint in (Any, object, UNSET):
+        return problem
     values = values_of_mapping(option.hint)
     if isinstance(value, Mapping) and classes and (values is UNSET or "class_path" in value):
-        return mistake_in_object(option, value, classes)
+        return mistake_in_object(option, value, classes, top)
     if isinstance(value, Mapping) and values is not UNSET:
         inner = (
-            mistake_in(Option(f"{option.key}.{name}", values, UNSET, ""), each)
+            mistake_in(Option(f"{option.key}.{name}", values, UNSET, ""), each, top)
             for name, each in value.items()
         )
         return next(filter(None, inner), "") or mistake_in_value(option, value)
     if isinstance(value, Mapping) and "class_path" in value:
-        return mistake_in_object(option, value, [])
+        return mistake_in_object(option, value, [], top)
     takes_text = any(each is str or value in get_args(each) for each in members(option.hint))
     if isinstance(value, str) and classes and not takes_text:
         return unknown_class(option, value, classes) or mistake_in_value(option, value)
-    return mistake_in_value(option, value)
+    is_scalar = isinstance(written, str) and not isinstance(value, str | Mapping | list)
+    return mistake_in_value(option, value, written if is_scalar else as_written(value))
 
 
-def read_nested(option: Option, value: Any) -> tuple[Any, str]:
-    """Return a value with lists and mappings read from YAML, and what is wrong with the YAML."""
+def read_text(option: Option, value: Any) -> tuple[Any, str]:
+    """Return what a text means to the parser, and what is wrong with its YAML.
+
+    Lists and mappings are read, and null, true, false and numbers where no text is expected.
+    """
     takes_text = is_text(option.hint) or is_list_of_texts(option.hint)
-    if takes_text or not isinstance(value, str) or value[:1] not in ("{", "["):
+    if takes_text or not isinstance(value, str):
         return value, ""
+    if value[:1] not in ("{", "["):
+        scalar = read_value(value)
+        # A text that the type allows, such as `none` of several names, stays one.
+        is_word = any(each is str or value in get_args(each) for each in members(option.hint))
+        return (value if is_word or isinstance(scalar, str | list | dict) else scalar), ""
     try:
         check_limits(value)
         return without_init_args(yaml.safe_load(value)), ""
@@ -130,13 +154,16 @@ def read_nested(option: Option, value: Any) -> tuple[Any, str]:
         return value, f"{option.key} is not valid YAML: {describe(error)}"
 
 
-def mistake_in_object(option: Option, value: Mapping[str, Any], classes: Sequence[type]) -> str:
+def mistake_in_object(
+    option: Option, value: Mapping[str, Any], classes: Sequence[type], top: Mapping[str, Option]
+) -> str:
     """Return what is wrong with the settings of an object; "" if nothing is."""
     named = value.get("class_path")
     if named is not None and (found := unknown_class(option, str(named), classes)):
         return found
     owner = find_class(str(named), classes) if named is not None else default_class(option, classes)
-    if named is None and inspect.isabstract(owner):
+    is_named = named is not None or isinstance(option.default, owner) or option.default is owner
+    if not is_named and (inspect.isabstract(owner) or callable_hint(option.hint)):
         known = ", ".join(sorted(each.__name__ for each in subclasses(owner)))
         return (
             f"{option.key} has options but no class: give --{option.key} CLASS before them "
@@ -146,11 +173,11 @@ def mistake_in_object(option: Option, value: Mapping[str, Any], classes: Sequenc
     for name, each in value.items():
         plain_name = str(name).removesuffix("+")  # `key+` appends to a list
         if plain_name in known_options:
-            found = mistake_in(known_options[plain_name], each)
+            found = mistake_in(known_options[plain_name], each, top)
         elif plain_name in OBJECT_KEYS or takes_any_option(owner):
             continue
         else:
-            found = unknown_option_of(option.key, plain_name, owner, list(known_options))
+            found = unknown_option_of(option.key, plain_name, owner, top)
         if found:
             return found
     required = {name: each.key for name, each in known_options.items() if each.default is UNSET}
@@ -158,7 +185,7 @@ def mistake_in_object(option: Option, value: Mapping[str, Any], classes: Sequenc
     # A factory, such as of an optimizer, gets its required arguments later.
     if missing and "dict_kwargs" not in value and not callable_hint(option.hint):
         hint = "; give a recipe, such as -c quickstart" if option.key == "model" else ""
-        return f"missing: {', '.join(missing)} (of {owner.__name__}){hint}"
+        return f"{MISSING}{', '.join(missing)} (of {owner.__name__}){hint}"
     return refusal_of(option, owner, value)
 
 
@@ -186,24 +213,81 @@ def callable_hint(hint: Any) -> bool:
     return any("Callable" in str(each) for each in members(hint))
 
 
-def mistake_in_value(option: Option, value: Any) -> str:
-    """Return what is expected of a value that the parser rejects; "" if it is accepted."""
+def mistake_in_value(option: Option, value: Any, written: str = "") -> str:
+    """Return what is expected of a value that the parser rejects; "" if it is accepted.
+
+    Args:
+        option: the option.
+        value: of it.
+        written: the value as the user wrote it; default: as YAML writes it.
+    """
     if option.key == "trainer.callbacks" and (rejected := describe_rejected_callback(value)):
         return rejected
+    if is_accepted(option.hint, value):
+        return ""
+    if isinstance(value, str) and isinstance(option.default, FunctionType):
+        return unknown_function(option, value)
+    if isinstance(value, str) and callable_hint(option.hint) and "." in value:
+        try:
+            import_by_path(value)
+        except ValueError as error:
+            return f"{option.key}: {error}"
+    near = suggest_value(option, value)
+    return f"{option.key} is {written or as_written(value)}, expected {type_name(option.hint)}" + (
+        f": did you mean {near}?" if near else ""
+    )
+
+
+def is_accepted(hint: Any, value: Any) -> bool:
+    """Return True if the parser accepts a value of a type, or does not know the type."""
+    if hint in (Any, object, UNSET):
+        return True
+    if classes_in(hint) == [hint] and not isinstance(value, Mapping | str):
+        return isinstance(value, hint)  # the parser takes a number for an empty group of options
     parser = ArgumentParser(exit_on_error=False)
     try:
-        parser.add_argument("--value", type=option.hint)
+        parser.add_argument("--value", type=hint)
     except ValueError:  # a type that only a class argument may have
-        return ""
+        return True
     try:
-        parser.parse_object({"value": value})
-    except (ArgumentError, TypeError, ValueError) as error:
-        if isinstance(option.default, FunctionType) and isinstance(value, str):
-            return unknown_function(option, value)
-        if classes_in(option.hint) or callable_hint(option.hint):
-            return f"{option.key}: {last_line(str(error))}"
-        return f"{option.key} is {value!r}, expected {type_name(option.hint)}"
+        parser.parse_object({"value": deepcopy(value)})  # which changes mappings
+    except (ArgumentError, TypeError, ValueError):
+        return False
+    return True
+
+
+def suggest_value(option: Option, value: Any) -> str:
+    """Return how to write a value that is meant for an option below, or for a list; else "".
+
+    Example:
+        >>> from litgrpo.models.adapters import LoRA
+        >>> suggest_value(Option("model.lora", LoRA | None, None, ""), 16)
+        '{rank: 16}'
+    """
+    if isinstance(value, Mapping | list) or value is None:
+        return ""
+    if isinstance(value, bool):
+        near = "{}" if value else "null"
+        return near if is_accepted(option.hint, yaml.safe_load(near)) else ""
+    kinds = [get_origin(each) for each in members(option.hint)]
+    if {list, tuple, Sequence} & {*kinds} and is_accepted(option.hint, [value]):
+        return f"[{as_written(value)}]"
+    owners = [default_class(option, classes) for classes in [classes_in(option.hint)] if classes]
+    for name, inner in (pair for owner in owners for pair in options_of(owner).items()):
+        plain = not isinstance(value, str) and not classes_in(inner.hint)
+        if plain and is_accepted(inner.hint, value) and is_accepted(option.hint, {name: value}):
+            return f"{{{name}: {value}}}"
     return ""
+
+
+def as_written(value: Any) -> str:
+    """Return a value as YAML writes it.
+
+    Example:
+        >>> as_written(None), as_written(True), as_written("a"), as_written([1])
+        ('null', 'true', "'a'", '[1]')
+    """
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def unknown_class(option: Option, name: str, classes: Sequence[type]) -> str:
@@ -229,24 +313,23 @@ def unknown_function(option: Option, name: str) -> str:
     )
 
 
-def unknown_option(key: str, known: Sequence[str], *, recipe: bool) -> str:
+def unknown_option(key: str, top: Mapping[str, Option]) -> str:
     """Return that there is no such option at the top, and what to use instead.
 
     Args:
         key: the option.
-        known: every option without parts, and the first parts of the others.
-        recipe: True if the command reads recipes.
+        top: {name: option} without parts.
     """
-    unknown = f"unknown option {key!r}"
+    unknown, known = f"unknown option {key!r}", list(top)
     first, last = key.partition(".")[0], key.rpartition(".")[2]
+    is_recipe = "model" in top
     if last in LEFT_OUT:
         return f"{unknown}: {PENALTY}"
-    other = other_name(key)
-    if recipe and other and other.partition(".")[0] in known:
+    if is_recipe and (other := other_name(key, top) or find_name(last, top)):
         return f"{unknown}: use {other!r}"
     if key in OTHER_COMMANDS:
         return f"{unknown}: it belongs to {OTHER_COMMANDS[key]!r} ({OTHER_COMMANDS[key]} --help)"
-    if not recipe and first in RECIPE_OPTIONS:
+    if not is_recipe and first in RECIPE_OPTIONS:
         if "fit_options" in known:
             return f"{unknown}: 'fit' takes it; pass it as --fit_options='[\"--{key}\", \"VALUE\"]'"
         return f"{unknown}: 'fit' takes it; options here: {', '.join(known)}"
@@ -254,24 +337,89 @@ def unknown_option(key: str, known: Sequence[str], *, recipe: bool) -> str:
     return unknown + (f": did you mean {near!r}?" if near else "; see --help")
 
 
-def unknown_option_of(key: str, name: str, owner: type, known: Sequence[str]) -> str:
+def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option]) -> str:
     """Return that an object has no such option, and the nearest that it has.
 
     Args:
         key: of the object.
         name: of the option.
         owner: class of the object.
-        known: the options of that class.
+        top: {name: option} without parts.
     """
     unknown = f"unknown option {f'{key}.{name}'!r} (of {owner.__name__})"
+    known = list(options_of(owner))
     if name in LEFT_OUT:
         return f"{unknown}: {PENALTY}"
-    other = other_name(f"{key}.{name}")
+    if name in top:
+        return f"{unknown}: {name!r} stands at the top of a recipe, not below {key!r}"
+    other = other_name(f"{key}.{name}", top)
     if other and other != f"{key}.{name}":  # before names that only look alike
         return f"{unknown}: use {other!r}"
-    if near := nearest(name, known):
+    near, elsewhere = nearest(name, known), find_name(name, top)
+    is_typo = near.startswith(name) or difflib.get_close_matches(name, [near], 1, NEAR)
+    if elsewhere and not is_typo:
+        return f"{unknown}: use {elsewhere!r}"
+    if near:
         return f"{unknown}: did you mean {f'{key}.{near}'!r}?"
     return f"{unknown}: it takes {', '.join(known[:MOST_LISTED])}"
+
+
+def find_name(name: str, top: Mapping[str, Option]) -> str:
+    """Return the option of this name with the fewest levels above it; "" if there is none.
+
+    Example:
+        >>> from litgrpo import GRPO
+        >>> top = {"model": Option("model", GRPO, UNSET, "")}
+        >>> find_name("group_size", top), find_name("clip_low", top), find_name("x", top)
+        ('model.group_size', 'model.objective.surrogate.clip_low', '')
+    """
+    level = [option for option in top.values() if classes_in(option.hint)]
+    for _ in range(MOST_LEVELS):
+        below = [
+            inner
+            for option in level
+            for inner in options_of(
+                default_class(option, classes_in(option.hint)), option.key
+            ).values()
+        ]
+        matching = [each.key for each in below if each.key.rpartition(".")[2] == name]
+        if matching:
+            return matching[0]
+        level = [each for each in below if any(has_options(c) for c in classes_in(each.hint))]
+    return ""
+
+
+def has_options(kind: type) -> bool:
+    """Return True for a class of litgrpo, whose options are looked up."""
+    return kind.__module__.partition(".")[0] == "litgrpo"
+
+
+def exists(key: str, top: Mapping[str, Option]) -> bool:
+    """Return True if a dotted name is an option of the command, with its model and data."""
+    first, _, rest = key.partition(".")
+    if first not in top or not rest:
+        return first in top
+    try:
+        return bool(find_option(key, {first: top[first].hint}))
+    except ValueError:
+        return False
+
+
+def other_name(key: str, top: Mapping[str, Option] | None = None) -> str:
+    """Return the name in litgrpo of an option of TRL, verl or transformers; "" if it is none.
+
+    Args:
+        key: the option.
+        top: {name: option} of the command, which has the option; None: of any command.
+
+    Example:
+        >>> other_name("model.num_generations"), other_name("actor_rollout_ref.rollout.n")
+        ('model.group_size', 'model.group_size')
+    """
+    parts = key.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    names = (OTHER_NAMES[each] for each in ends if each in OTHER_NAMES)
+    return next((name for name in names if top is None or exists(name, top)), "")
 
 
 def last_line(message: str) -> str:

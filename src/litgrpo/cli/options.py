@@ -6,9 +6,10 @@ that a parse failed at (`mistakes.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +61,20 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
     texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
     hints = argument_hints(owner)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    factories: dict[str, Any] = {
+        field.name: field.default_factory()
+        if field.default_factory in (list, dict)
+        # The class, which is the default as much as an object of it.
+        else field.default_factory
+        for field in (dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ())
+        if inspect.isclass(field.default_factory)
+        and field.default_factory is not type(dataclasses.MISSING)
+    }
     return {
         name: Option(
             ".".join(filter(None, [key, name])),
             hints.get(name, each.annotation),
-            each.default,
+            factories.get(name, each.default),
             texts.get(name, ""),
         )
         for name, each in inspect.signature(owner).parameters.items()
@@ -156,17 +166,20 @@ def type_name(hint: Any) -> str:
     """Return a type as a user writes it.
 
     Example:
-        >>> type_name(int | None), type_name(typing.Literal["a", "b"]), type_name(dict[str, int])
-        ('int or null', "'a' or 'b'", 'dict[str, int]')
+        >>> type_name(int | None), type_name(typing.Literal["a", "b"]), type_name(list[int | str])
+        ('int or null', "'a' or 'b'", 'list[int or str]')
     """
-    if hint is UNSET:
-        return "any value"
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(map(repr, typing.get_args(hint)))
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    for special, name in ((UNSET, "any value"), (type(None), "null"), (..., "...")):
+        if hint is special:
+            return name
+    if origin is typing.Literal:
+        return " or ".join(map(repr, inner))
     if len(members(hint)) > 1:
         return " or ".join(dict.fromkeys(type_name(each) for each in members(hint)))
-    if hint is type(None):
-        return "null"
-    if inspect.isclass(hint) and not typing.get_args(hint):
-        return hint.__name__
+    if origin is Callable:
+        return "function"
+    if inspect.isclass(origin or hint):
+        below = ", ".join(map(type_name, inner))
+        return (origin or hint).__name__ + (f"[{below}]" if below else "")
     return str(hint).replace("typing.", "").replace("collections.abc.", "")

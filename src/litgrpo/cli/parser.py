@@ -7,8 +7,9 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -26,18 +27,20 @@ from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.summary import Summary
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.cli.console import one_line
-from litgrpo.cli.mistakes import find_mistake, last_line
+from litgrpo.cli.mistakes import MISSING, find_mistake, last_line
 from litgrpo.cli.options import (
+    UNSET,
     Option,
     find_option,
     is_list_of_texts,
     is_text,
     is_text_or_list,
     options_of,
+    type_name,
 )
 from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, option_word, read_value
 from litgrpo.text.secrets import find_masked, mask_known, mask_settings
-from litgrpo.text.yaml_limits import check_limits
+from litgrpo.text.yaml_limits import check_limits, is_misread
 from litgrpo.tools.doctor.callback import Doctor
 
 # Callbacks with options: {name of the group: class}.
@@ -89,6 +92,7 @@ NOT_REQUIRED = {
     "audit": {"pretrained": ""},
 }
 NULLS = ("", "null", "~", "none")  # how YAML and a command line write null
+MOST_RUNS = 8  # that a message lists
 MAX_SEED = 2**32 - 1  # numpy's largest
 PARSER_OPTIONS = ("config", "seed_everything", "print_config", "help")
 # Options of one call, which are not part of the configuration of a run.
@@ -104,8 +108,8 @@ def configure_jsonargparse() -> None:
     read_yaml = get_loader("yaml")
 
     def load_yaml(text: str, **kwargs: Any) -> Any:
-        # YAML reads a lone `?` as a mapping without a key; here it is a text.
-        if text.strip() == "?":
+        # YAML reads a lone `?` as a mapping without a key, and `1:30` as 90; here they are texts.
+        if text.strip() == "?" or is_misread(text):
             return text
         if text[:1] == "{":
             # JSON writes an emoji as two escapes, which YAML reads as two broken characters.
@@ -244,6 +248,12 @@ class RecipeCLI(LightningCLI):
             hint = find_option(key, self.roots()).hint
         except ValueError:  # the parser reports it
             return option_word(key, value)
+        # The parser would read 1:30 as 90 where a number is expected.
+        is_base_60 = value is not None and ":" in value and is_misread(value)
+        require(
+            not is_base_60 or str in members(hint) or hint in (Any, UNSET),
+            f"{key} is {value}, expected {type_name(hint)}",
+        )
         if value is not None and is_list_of_texts(hint) and value.strip().lower() not in NULLS:
             if not value.lstrip().startswith("["):
                 value = json.dumps([value])
@@ -301,25 +311,32 @@ class RecipeCLI(LightningCLI):
 
     def explain(self) -> str:
         """Return which option a parse failed at, in one line; "" if none is found."""
-        settings = self.given.settings
-        roots: dict[str, type] = {"trainer": Trainer, **CALLBACKS}
-        for key, base in (("model", LightningModule), ("data", LightningDataModule)):
-            roots[key] = base
-        return find_mistake(settings, roots, self.option_names())
+        return find_mistake(self.given.settings, self.top_options())
 
-    def option_names(self) -> list[str]:
-        """Return the options that have no parts."""
-        names = [*RUN_OPTIONS, *PARSER_OPTIONS]
+    def top_options(self) -> dict[str, Option]:
+        """Return {name: option} without parts; those of sections have a class as type."""
+        options = {name: Option(name, UNSET, None, "") for name in PARSER_OPTIONS}
+        options["seed_everything"] = Option("seed_everything", bool | int, None, "")
+        for name, (kind, default, text) in RUN_OPTIONS.items():
+            options[name] = Option(name, kind, default, text)
         if self.extra is not None:
-            names += options_of(self.extra)
-        return names + self.trainer_options()
+            options |= {
+                name: each for name, each in options_of(self.extra).items() if name != "given"
+            }
+        options |= self.trainer_options()
+        roots: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
+        with suppress(ValueError):  # a wrong class is reported as such
+            roots = self.roots()
+        sections = {"trainer": Trainer, **CALLBACKS, **roots}
+        return options | {name: Option(name, kind, UNSET, "") for name, kind in sections.items()}
 
-    def trainer_options(self) -> list[str]:
+    def trainer_options(self) -> dict[str, Option]:
         """Return the options of the trainer's method, such as `ckpt_path`."""
         skip = LightningCLI.subcommands().get(self.command)
         if skip is None:
-            return []
-        return [name for name in options_of(getattr(Trainer, self.command)) if name not in skip]
+            return {}
+        options = options_of(getattr(Trainer, self.command))
+        return {name: each for name, each in options.items() if name not in skip}
 
     def switches(self) -> list[str]:
         """Return the options that may stand without a value."""
@@ -402,37 +419,87 @@ def add_true_to_switches(words: Sequence[str], switches: Sequence[str]) -> list[
         >>> add_true_to_switches(["--force", "--adapter", "false"], ["force", "adapter"])
         ['--force=true', '--adapter', 'false']
     """
-    values = [*words[1:], "--"]
+    values = [*words, "--"][1:]
     return [
         f"{word}=true" if word.removeprefix("--") in switches and value.startswith("--") else word
         for word, value in zip(words, values, strict=True)
     ]
 
 
-def call(function: Callable[..., Any], words: Sequence[str], program: str) -> None:
+def call(function: Callable[..., Any], words: Sequence[str]) -> None:
     """Call a function with its arguments from the command line.
 
     Args:
-        function: whose signature and docstring are the options; a list without a default takes
-            all words that belong to no option.
+        function: whose signature and docstring are the options; those without a default need no
+            name.
         words: what follows the command.
-        program: how it was started, for `--help`.
     """
     configure_jsonargparse()
-    parser = OneLineParser(prog=program, description=summary(function))
+    parser = OneLineParser()
     parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
     known = options_of(function)
 
     words = add_true_to_switches([with_underscores(word) for word in words], bool_options(function))
 
     def explain() -> str:
-        given = [
-            word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")
-        ]
-        return find_mistake(dict.fromkeys(given), {}, [*known, "help", "config"])
+        return mistake_in_words(words, known)
 
     parser.explain = explain
     function(**vars(parser.instantiate(parser.parse_args(list(words)))))
+
+
+def mistake_in_words(words: Sequence[str], options: Mapping[str, Option]) -> str:
+    """Return what is wrong with the words of a command that reads no recipe; "" if nothing is.
+
+    Args:
+        words: what follows the command.
+        options: {name: option}; those without a default are given in their order.
+
+    Example:
+        >>> mistake_in_words(["--jobs", "x"], {"jobs": Option("jobs", int, 1, "")})
+        "jobs is 'x', expected int"
+    """
+    required = [name for name, option in options.items() if option.default is UNSET]
+    settings: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            free = [each for each in required if each not in settings]
+            if not free:
+                return f"unexpected {word!r}: expected {' '.join(required)} [--OPTION VALUE ...]"
+            settings[free[0]] = word
+        elif equals:
+            settings[name] = value
+        elif rest and not rest[0].startswith("--"):
+            settings[name] = rest.pop(0)
+        elif name in options:
+            return f"--{name} needs a value: --{name} VALUE"
+        else:
+            settings[name] = ""
+    missing = [options[name] for name in required if name not in settings]
+    others = {name: Option(name, UNSET, None, "") for name in ("help", "config")}
+    mistake = find_mistake(settings, {**options, **others})
+    if mistake or not missing:
+        return mistake
+    listed = ", ".join(f"{each.key} ({each.text.rstrip('.')})" for each in missing)
+    folders = ""
+    if any("run folder" in each.text for each in missing):
+        runs = find_runs()
+        folders = (
+            f"; run folders here: {', '.join(runs)}" if runs else "; no run folder below runs/"
+        )
+    return f"{MISSING}{listed}{folders}"
+
+
+def find_runs() -> list[str]:
+    """Return the newest run folders below runs/, the last one first."""
+    files = [
+        path for name in ("*/config.yaml", "*/*/config.yaml") for path in Path("runs").glob(name)
+    ]
+    newest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return [str(path.parent) for path in newest[:MOST_RUNS]]
 
 
 def with_underscores(word: str) -> str:
@@ -443,8 +510,3 @@ def with_underscores(word: str) -> str:
         if word[:2] == "--"
         else word
     )
-
-
-def summary(function: Callable[..., Any]) -> str:
-    """Return the first line of a docstring."""
-    return (inspect.getdoc(function) or "").partition("\n")[0]

@@ -10,14 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from litgrpo.arguments import did_you_mean, require
-from litgrpo.text.yaml_limits import check_limits
+from litgrpo.arguments import require
+from litgrpo.text.yaml_limits import (
+    Misread,
+    check_limits,
+    check_values,
+    find_scalars,
+    has_written_break,
+    is_misread,
+)
 
 FOLDER = Path(__file__).parents[1] / "configs"
 CLONE_FOLDER = "configs/"  # the same recipes in a clone
@@ -25,6 +34,18 @@ DEFAULT_CLASSES = {"model": "litgrpo.GRPO", "data": "litgrpo.PromptData"}
 RECIPE_FLAGS = ("-c", "--config")
 SOURCES = ("train", "val", "test", "predict")  # options of data that are paths or mappings
 ENVIRONMENT = "model.environment"
+REWARDS = ["model", "rewards"]
+# Options whose texts have lines. Others may be patterns, which may hold a backslash and an n.
+TEXTS_WITH_LINES = (
+    "stop",
+    "template",
+    "completion_template",
+    "reference_template",
+    "system",
+    "prompt",
+    "prompts",
+    "answer_format",
+)
 # transformers has classes of the same short name; after its import the name would be ambiguous.
 TORCH_OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
 OBJECT_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -64,10 +85,15 @@ def recipe_file(word: str) -> Path:
     if found is None:
         folder = f"it is a folder in {Path.cwd()}" if Path(word).is_dir() else ""
         tasks = [each for each in recipes if "/" not in each]
+        files = {str(path.with_suffix("")): str(path) for path in Path(word).parent.glob("*.y*ml")}
+        known = {each: each for each in recipes} | files
+        near = "".join(
+            f" (did you mean {known[each]!r}?)" for each in get_close_matches(name, known, 1)
+        )
         raise ValueError(
             f"recipe {word!r} not found: {folder or f'no such file in {Path.cwd()}'}, and no "
-            f"built-in recipe has this name{did_you_mean(name, recipes)}. Recipes are YAML files; "
-            f"built-in: {', '.join(tasks)}."
+            f"built-in recipe has this name{near}. Recipes are YAML files; built-in: "
+            f"{', '.join(tasks)}."
         )
     return found
 
@@ -91,14 +117,21 @@ def read_recipe(word: str) -> dict[str, Any]:
         raise ValueError(f"{word} cannot be read: {error.strerror}") from error
     try:
         check_limits(text)
+        check_values(text)
         tree = yaml.compose(text)
         repeated = list(find_repeated_keys(tree))
         # Unlike yaml.safe_load, the parser's own loader reads 1e-6 as a number.
         content = None if tree is None else get_loader("yaml")(text)
+        json.dumps(content)  # a set or bytes, by a tag such as !!set, raise a TypeError
+    except Misread as error:
+        raise ValueError(f"{word}, {error}") from error
     # A date such as 2026-13-01 or a number of 5,000 digits raises a ValueError, and a list as a
     # key of a mapping a TypeError.
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"{word} is not valid YAML: {describe(error)}") from error
+    for key, node in find_scalars(tree):
+        if node.style != '"':
+            check_line_breaks(key, node.value, f"{word}, line {node.start_mark.line + 1}: ")
     if repeated:  # YAML silently takes the last of two equal keys
         first, second = repeated[0]
         raise ValueError(
@@ -114,6 +147,46 @@ def read_recipe(word: str) -> dict[str, Any]:
     wrong = [key for key in content if not isinstance(key, str)]
     require(not wrong, f"{word}: {wrong[:1]} is not a key; expected model, data, ...")
     return dict(content)
+
+
+def check_line_breaks(key: str, text: str, place: str = "") -> None:
+    """Check that the text of a prompt or a stop sequence has real line breaks.
+
+    Args:
+        key: dotted option.
+        text: as YAML without double quotes, or the command line, gives it.
+        place: where it is.
+
+    Raises:
+        ValueError: it has a backslash and an n instead.
+    """
+    is_prose = key.rpartition(".")[2] in TEXTS_WITH_LINES
+    require(
+        not (is_prose and has_written_break(text)),
+        f"{place}{key} has a backslash and an n instead of a line break: in YAML write it in "
+        'double quotes, "\\n" (or "\\\\n" if those two characters are meant), in a shell $\'\\n\'',
+    )
+
+
+def check_word(key: str, value: str | None) -> None:
+    """Check that the value of an option on the command line is what it looks like.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value is None:
+        return
+    is_nested = isinstance(read_value(value), list | dict) and value[:1] in ("[", "{")
+    if not is_nested:
+        check_line_breaks(key, value)
+        return
+    for name, node in find_scalars(yaml.compose(value)):
+        if node.style != '"':
+            check_line_breaks(".".join(filter(None, [key, name])), node.value)
+    try:
+        check_values(value)
+    except Misread as error:
+        raise ValueError(f"--{key}: {error}") from error
 
 
 def describe(error: Exception) -> str:
@@ -172,11 +245,15 @@ class CommandLine:
             ValueError: a recipe cannot be read, or a word belongs to no option.
         """
         names, options = split_words(words)
+        for key, value in options:
+            check_word(key, value)
         recipes = [written_out(read_recipe(name)) for name in names]
+        share_classes(recipes)
+        options = classes_first([written_out_option(key, value) for key, value in options])
         keys = [key for key, _ in options]
         for source in SOURCES:
             # `--data.train.limit 64` works on a recipe that says `train: problems.jsonl`.
-            if any(key.replace(".init_args", "").startswith(f"data.{source}.") for key in keys):
+            if any(key.startswith(f"data.{source}.") for key in keys):
                 for recipe in recipes:
                     settings = recipe.get("data", {}).get("init_args") or {}
                     if isinstance(settings.get(source), str):
@@ -194,9 +271,9 @@ class CommandLine:
             write: returns an option and its value as one word; default: `option_word`.
         """
         classes = [
-            f"--{key}={path}"
+            f"--{key}={find_class_name(key, self.options) or path}"
             for key, path in DEFAULT_CLASSES.items()
-            if not class_is_named(key, self.recipes, self.options)
+            if not any("class_path" in (recipe.get(key) or {}) for recipe in self.recipes)
         ]
         recipes = [f"--config={json.dumps(recipe)}" for recipe in self.recipes]
         write = write or option_word
@@ -209,7 +286,7 @@ class CommandLine:
         for recipe in self.recipes:
             merge(tree, without_init_args(recipe))
         for key, value in self.options:
-            set_at(tree, [part for part in key.split(".") if part != "init_args"], value)
+            set_at(tree, key.split("."), value)
         return tree
 
 
@@ -238,16 +315,16 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | 
 
 def option_word(key: str, value: str | None) -> str:
     """Return an option as one word of a command line."""
-    if key in ("model.optimizer", "model.init_args.optimizer") and value in TORCH_OPTIMIZERS:
+    if key == "model.optimizer" and value in TORCH_OPTIMIZERS:
         value = f"torch.optim.{value}"
     return f"--{key}" if value is None else f"--{key}={value}"
 
 
 def written_out(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe with `init_args` wherever it was left out.
+    """Return a recipe in the parser's form: `init_args` beside `class_path` and nowhere else.
 
     Example:
-        >>> written_out({"model": {"group_size": 4, "lora": {"rank": 2}}})
+        >>> written_out({"model": {"group_size": 4, "lora": {"init_args": {"rank": 2}}}})
         {'model': {'init_args': {'group_size': 4, 'lora': {'rank': 2}}}}
         >>> written_out({"data": {"class_path": "PairData", "train": "a.jsonl"}})
         {'data': {'class_path': 'PairData', 'init_args': {'train': 'a.jsonl'}}}
@@ -257,13 +334,58 @@ def written_out(recipe: dict[str, Any]) -> dict[str, Any]:
         node = result.get(key)
         if isinstance(node, str):
             result[key] = {"class_path": node}
-        elif isinstance(node, dict) and not node.keys() & set(OBJECT_KEYS):
-            result[key] = {"init_args": node}
+        elif isinstance(node, dict) and "class_path" not in node:
+            options = {name: each for name, each in node.items() if name not in OBJECT_KEYS}
+            others = {name: each for name, each in node.items() if name in OBJECT_KEYS}
+            result[key] = {"init_args": options} | others
     model = result.get("model")
     settings = model.get("init_args") if isinstance(model, dict) else None
     if isinstance(settings, dict) and "optimizer" in settings:
         settings["optimizer"] = with_torch_path(settings["optimizer"])
+    if isinstance(settings, dict) and "rewards" in settings:
+        settings["rewards"] = write_out_rewards(settings["rewards"])
     return result
+
+
+def write_out_rewards(rewards: Any) -> Any:
+    """Return rewards that are given as in Python, one or a list of functions, by their names.
+
+    Raises:
+        ValueError: two functions of a list have the same name.
+
+    Example:
+        >>> write_out_rewards("my_rewards.exact")
+        {'exact': {'function': 'my_rewards.exact'}}
+        >>> write_out_rewards({"correct": "my_rewards.exact", "style": {"function": "a.b"}})
+        {'correct': {'function': 'my_rewards.exact'}, 'style': {'function': 'a.b'}}
+    """
+    if isinstance(rewards, str) or (isinstance(rewards, dict) and "class_path" in rewards):
+        rewards = [rewards]
+    if isinstance(rewards, list):
+        listed = [reward_options(each) for each in rewards]
+        names = [reward_name(each) for each in listed]
+        require(
+            len(set(names)) == len(names),
+            f"model.rewards: several functions of a list have the same name: {', '.join(names)}; "
+            "give {name: function}",
+        )
+        return dict(zip(names, listed, strict=True))
+    if isinstance(rewards, dict):
+        return {name: reward_options(each) for name, each in rewards.items()}
+    return rewards
+
+
+def reward_options(reward: Any) -> Any:
+    """Return the options of a reward that is given as a function alone."""
+    is_function = isinstance(reward, str) or (isinstance(reward, dict) and "class_path" in reward)
+    return {"function": reward} if is_function else reward
+
+
+def reward_name(reward: Any) -> str:
+    """Return the name of a reward's function or class."""
+    function = reward.get("function") if isinstance(reward, dict) else reward
+    path = function.get("class_path") if isinstance(function, dict) else function
+    return str(path).rpartition(".")[2]
 
 
 def with_torch_path(optimizer: Any) -> Any:
@@ -274,19 +396,50 @@ def with_torch_path(optimizer: Any) -> Any:
 
 
 def with_init_args(node: Any) -> Any:
-    """Return a node whose objects have their options below `init_args`."""
+    """Return a node whose objects have their options below `init_args`, and no other mapping.
+
+    Raises:
+        ValueError: an option is given both beside `init_args` and below it.
+    """
     if isinstance(node, list):
         return [with_init_args(each) for each in node]
     if not isinstance(node, dict):
         return node
     inner = {key: with_init_args(value) for key, value in node.items()}
+    if not isinstance(inner.get("init_args", {}), dict | None):
+        return inner  # the parser reports it
+    below = inner.pop("init_args", None) or {}
+    beside = {key: value for key, value in inner.items() if key not in OBJECT_KEYS}
+    twice = [str(key) for key in beside if key in below]
+    require(not twice, f"{', '.join(twice)}: given twice, beside init_args and below it")
     if "class_path" not in inner:
-        return inner
-    options = {key: value for key, value in inner.items() if key not in OBJECT_KEYS}
-    if options:
-        inner = {key: value for key, value in inner.items() if key in OBJECT_KEYS}
-        inner["init_args"] = (inner.get("init_args") or {}) | options
-    return inner
+        return inner | below
+    options = below | beside
+    rest = {key: value for key, value in inner.items() if key in OBJECT_KEYS}
+    return rest | {"init_args": options} if options or "init_args" in node else rest
+
+
+def share_classes(nodes: Sequence[Any]) -> None:
+    """Name the class of an object in every recipe that has options of it, not only in a later one.
+
+    Args:
+        nodes: values of one option in the order of the recipes, as `written_out` returns them.
+
+    Example:
+        >>> recipes = [{"lr": 0.1}, {"class_path": "AdamW", "init_args": {"eps": 1e-6}}]
+        >>> share_classes(recipes)
+        >>> recipes[0]
+        {'class_path': 'AdamW', 'init_args': {'lr': 0.1}}
+    """
+    objects = list(takewhile(lambda node: isinstance(node, dict), nodes))
+    unnamed = list(takewhile(lambda node: "class_path" not in node, objects))
+    for node in unnamed if len(unnamed) < len(objects) else []:
+        options = node.get("init_args", dict(node))
+        node.clear()
+        node |= {"class_path": objects[len(unnamed)]["class_path"], "init_args": options}
+    below = [node.get("init_args", {} if "class_path" in node else node) or {} for node in objects]
+    for key in dict.fromkeys(key for options in below for key in options):
+        share_classes([options[key] for options in below if key in options])
 
 
 def without_init_args(node: Any) -> Any:
@@ -314,24 +467,71 @@ def set_at(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Set the value of a dotted option; a class that was given by name becomes an object."""
     *above, last = path
     for part in above:
-        if isinstance(tree.get(part), str):
-            tree[part] = {"class_path": tree[part]}
+        given = tree.get(part)
+        if isinstance(given, str):
+            content = read_value(given)
+            tree[part] = content if isinstance(content, dict) else {"class_path": given}
         elif not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]
-    if last in DEFAULT_CLASSES and isinstance(tree.get(last), dict) and value[:1] != "{":
+    if last in DEFAULT_CLASSES and isinstance(tree.get(last), dict) and str(value)[:1] != "{":
         tree[last]["class_path"] = value
     else:
         tree[last] = value
 
 
-def class_is_named(
-    key: str, recipes: Sequence[Mapping[str, Any]], options: Sequence[tuple[str, str | None]]
-) -> bool:
-    """Return True if a recipe or an option says of which class the model or data are."""
-    nodes = [recipe[key] for recipe in recipes if key in recipe]
-    in_recipes = any(isinstance(node, str) or "class_path" in (node or {}) for node in nodes)
-    return in_recipes or any(name in (key, f"{key}.class_path") for name, _ in options)
+def find_class_name(key: str, options: Sequence[tuple[str, str | None]]) -> str | None:
+    """Return the class that the options name for the model or the data; None if they do not."""
+    names = (value for name, value in options if name in (key, f"{key}.class_path"))
+    return next((name for name in names if name and name[0] not in "{["), None)
+
+
+def written_out_option(key: str, value: str | None) -> tuple[str, str | None]:
+    """Return an option without `init_args` in its name, with rewards in their full form.
+
+    Example:
+        >>> written_out_option("model.init_args.group_size", "4")
+        ('model.group_size', '4')
+        >>> written_out_option("model.rewards.exact", "my_rewards.exact")
+        ('model.rewards.exact.function', 'my_rewards.exact')
+    """
+    parts = [part for part in key.split(".") if part != "init_args"]
+    key = ".".join(parts)
+    if value is None or (content := read_value(value)) is None:
+        return key, value
+    has_objects = "class_path" in value or "init_args" in value
+    if has_objects and isinstance(content, dict | list):
+        content = with_init_args(content)
+        value = json.dumps(content, default=str)
+    if parts[:2] != REWARDS:
+        return key, value
+    require(
+        len(parts) < len(REWARDS) + 3 or parts[3] not in ("kwargs", "schedule"),
+        f"{key}: give it as a whole: --{'.'.join(parts[:4])} '{{{parts[-1]}: {value}}}'",
+    )
+    if len(parts) == len(REWARDS):
+        return key, json.dumps(write_out_rewards(content))
+    if len(parts) == len(REWARDS) + 1 and isinstance(reward_options(content), dict):
+        if isinstance(content, str):
+            return f"{key}.function", value
+        return key, json.dumps(reward_options(content))
+    return key, value
+
+
+def classes_first(options: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    """Return the options with each name of a class before the options of that class.
+
+    Example:
+        >>> classes_first([("model.engine.max_rows", "4"), ("model.engine", "LocalEngine")])
+        [('model.engine', 'LocalEngine'), ('model.engine.max_rows', '4')]
+    """
+    ordered: list[tuple[str, str | None]] = []
+    for key, value in options:
+        name = key.removesuffix(".class_path")
+        is_class = value is not None and isinstance(read_value(value), str)
+        below = [n for n, (other, _) in enumerate(ordered) if other.startswith(f"{name}.")]
+        ordered.insert(below[0] if is_class and below else len(ordered), (key, value))
+    return ordered
 
 
 def as_source(value: str | None) -> str | None:
@@ -353,11 +553,9 @@ def with_environment(
     """
     others, given = list[tuple[str, str | None]](), dict[str, Any]()
     for key, value in options:
-        short = key.replace(".init_args", "")
-        if short == ENVIRONMENT or short.startswith(f"{ENVIRONMENT}."):
-            given[short.removeprefix(ENVIRONMENT).removeprefix(".") or "class_path"] = plain_value(
-                value
-            )
+        if key == ENVIRONMENT or key.startswith(f"{ENVIRONMENT}."):
+            option = key.removeprefix(ENVIRONMENT).removeprefix(".") or "class_path"
+            given[option] = plain_value(value)
         else:
             others.append((key, value))
     if not given.keys() - {"class_path"}:
@@ -406,6 +604,8 @@ def read_value(word: str) -> Any:
     """Return a word of the command line as YAML reads it; text that is not YAML stays a text."""
     try:
         check_limits(word)
+        if is_misread(word):
+            return word
         return yaml.safe_load(word)
     except (yaml.YAMLError, ValueError, TypeError):
         return word

@@ -1,11 +1,25 @@
-"""Limits on YAML that a recipe or an option may hold, checked before it is composed."""
+"""Limits on YAML in a recipe or an option, and values that do not mean what they look like."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
 
 import yaml
 
 MAX_DEPTH = 64  # a recipe has about 8; the parser of YAML recurses
 MAX_NODES = 100_000  # with every alias expanded; the longest built-in recipe has about 150
+
+# Texts without quotes that YAML 1.1 reads as something else than they look like: as what.
+MISREAD = {
+    re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*"): "an octal number; leave out leading zeros",
+    re.compile(
+        r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
+    ): "a number in base 60; write seconds",
+    re.compile("yes|no|on|off", re.IGNORECASE): "true or false; write one of them",
+}
+# Escapes of double quotes that are not meant in a text: `"\\boxed"` begins with a backspace.
+CONTROLS = {"\a": "a", "\b": "b", "\f": "f", "\v": "v", "\x1b": "e", "\0": "0"}
 
 
 class TooLarge(yaml.YAMLError):
@@ -53,3 +67,86 @@ def check_limits(text: str) -> None:
             raise TooLarge(f"line {line}: more than {MAX_DEPTH} nested lists or mappings")
         if total > MAX_NODES:
             raise TooLarge(f"line {line}: more than {MAX_NODES:,} values, counting aliases")
+
+
+class Misread(yaml.YAMLError):
+    """A value that YAML reads as something else than it looks like."""
+
+
+def check_values(text: str) -> None:
+    r"""Check that the values of a YAML text are what they look like.
+
+    Raises:
+        Misread: one is not; the message names its key and the value as it is written.
+        yaml.YAMLError: the text is not valid YAML.
+
+    Example:
+        >>> check_values("a: [10, 0.5, 0x10, '010', true]")
+        >>> check_values("model: {group_size: 010}")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        litgrpo.text.yaml_limits.Misread: line 1: model.group_size is written 010, which YAML ...
+    """
+    for key, node in find_scalars(yaml.compose(text)):
+        place = f"line {node.start_mark.line + 1}: {key or 'the value'}"
+        reading = misreading(node)
+        if reading:
+            raise Misread(
+                f"{place} is written {node.value}, which YAML reads as {reading}, or quote a text"
+            )
+        letters = [CONTROLS[each] for each in node.value if each in CONTROLS]
+        if node.style == '"' and letters:
+            raise Misread(
+                f"{place} has \\{letters[0]} in double quotes, which is a control character: use "
+                f"single quotes, or write \\\\{letters[0]}"
+            )
+
+
+def misreading(node: yaml.ScalarNode) -> str:
+    """Return as what YAML reads a text without quotes, if it looks like something else; else ""."""
+    if node.style is not None:
+        return ""
+    return next((what for look, what in MISREAD.items() if look.fullmatch(node.value)), "")
+
+
+def is_misread(text: str) -> bool:
+    """Return True for a single value that YAML reads as something else than it looks like.
+
+    Example:
+        >>> is_misread("1:30"), is_misread("no"), is_misread("10"), is_misread("'no'")
+        (True, True, False, False)
+    """
+    return any(look.fullmatch(text.strip()) for look in MISREAD)
+
+
+def find_scalars(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Yield (dotted key, node) of each scalar below a node, keys of mappings among them."""
+    if isinstance(node, yaml.ScalarNode):
+        yield key, node
+    elif isinstance(node, yaml.SequenceNode):
+        for inner in node.value:
+            yield from find_scalars(inner, key)
+    elif isinstance(node, yaml.MappingNode):
+        for name, inner in node.value:
+            yield from find_scalars(name, key)
+            yield from find_scalars(inner, ".".join(filter(None, [key, str(name.value)])))
+
+
+# A backslash and an n outside of Jinja's braces, other than a command of LaTeX such as `\\neq`.
+JINJA = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+WRITTEN_BREAK = re.compile(
+    r"\\n(?!(abla|atural|ce|e|earrow|eg|eq|ewline|exists|geq|i|leq|mid|ot|otin|parallel|u|warrow)"
+    r"(?![a-z]))"
+)
+
+
+def has_written_break(text: str) -> bool:
+    r"""Return True if a text has a backslash and an n where a line break must be meant.
+
+    Example:
+        >>> has_written_break(r"Q: {{ prompt }}\nA:"), has_written_break(r"not \neq")
+        (True, False)
+        >>> has_written_break(r'{{ prompt }}{{ "\n" }}'), has_written_break("a line\n")
+        (False, False)
+    """
+    return WRITTEN_BREAK.search(JINJA.sub("", text)) is not None
