@@ -203,6 +203,9 @@ def test_a_turn_that_is_marked_as_not_to_be_trained_on_is_read_and_not_learned(m
 def test_a_completion_without_chat_format_obeys_the_marks():
     row = {"prompt": "hi", "completion": [TALK[1] | {"weight": 0}, TOOL, TALK[3]]}
     assert pairs_of(row, chat=False) == ("<bos>hiyo7ok<eos>", ["ok<eos>"])
+    both = {"prompt": "hi", "completion": [TALK[1], TOOL, TALK[3]]}
+    assert pairs_of(both, chat=False)[1] == ["yo", "ok<eos>"]
+    assert pairs_of(both, chat=False, turns="last")[1] == ["ok<eos>"]
     with raises_for("row 1", "last message", "trained"):
         pairs_of({"prompt": "hi", "completion": [TALK[1], TALK[3] | {"train": False}]}, chat=False)
 

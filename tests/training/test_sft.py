@@ -18,7 +18,7 @@ from litgrpo.cli.main import main
 from litgrpo.data.modules import PairData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.models.export import export
-from litgrpo.models.loading import LoRA
+from litgrpo.models.loading import LoRA, Precision
 from litgrpo.training.sft import SFT
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.sft import SCRATCH
@@ -222,6 +222,20 @@ def test_the_schedule_is_stepped_once_per_iteration(folder):
     trainer = fit(sft, [batch_of(SHORT)] * 4)
 
     assert trainer.callback_metrics["optim/lr"].item() == 0.5**3
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_matrix_products_have_the_precision_of_autocast_dtype(folder, dtype):
+    sft = SFT(folder, precision=Precision(autocast_dtype=dtype), optimizer=LEARN_NOTHING)
+    sft.configure_model()
+    seen = set()
+    layer = next(part for part in sft.policy.modules() if isinstance(part, torch.nn.Linear))
+    layer.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    sft.check_invariants = False
+    metrics = log_iteration(sft, batch_of(SHORT, LONG))
+    assert seen == {torch.float32 if dtype is None else torch.bfloat16}
+    loss = plain_loss(tiny_model("gemma2"), batch_of(SHORT, LONG)).item()
+    assert metrics["sft/loss"] == pytest.approx(loss, rel=1e-5 if dtype is None else 1e-2)
 
 
 def test_with_lora_only_adapters_are_trained(folder):

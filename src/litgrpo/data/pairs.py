@@ -196,7 +196,7 @@ class PairFormat:
         is_text = not isinstance(completion, list | tuple) and not looks_like_messages(completion)
         if self.completion.source is not None or is_text:
             return [(self.completion.render(row), True)]
-        return message_spans(row, completion)
+        return message_spans(row, completion, self.train_on_turns)
 
     def remarks(self, rows: list[SourceRow]) -> list[str]:
         """Return how many conversations have a system message that replaces `chat.system`."""
@@ -373,13 +373,16 @@ def read_conversation(row: SourceRow, prompt_format: ChatPromptFormat) -> Messag
     return [*prompt_format.messages(row), *read_messages(completion, row.place)]
 
 
-def message_spans(row: SourceRow, messages: Any) -> list[TextSpan]:
+def message_spans(
+    row: SourceRow, messages: Any, train_on_turns: TrainOnTurns = "all"
+) -> list[TextSpan]:
     """Return the texts of a completion of several messages without chat format.
 
     Args:
         row: the row, for messages of errors.
         messages: those of the assistant are in the loss, unless they are marked as not to be
             trained on; all others are not.
+        train_on_turns: `last` leaves only the last one in the loss.
 
     Raises:
         ValueError: an item is not a message, or the last one is not in the loss.
@@ -400,7 +403,8 @@ def message_spans(row: SourceRow, messages: Any) -> list[TextSpan]:
         f"{row.place}: the last message of the completion is of {last['role']!r}, or not to be "
         "trained on",
     )
-    return [(each["content"], is_trained(each)) for each in found]
+    in_loss = [is_trained(each) and (train_on_turns == "all" or each is last) for each in found]
+    return [(each["content"], trained) for each, trained in zip(found, in_loss, strict=True)]
 
 
 def conversation_spans(

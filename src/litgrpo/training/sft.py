@@ -265,10 +265,13 @@ class SFT(LightningModule):
             predictions.append(logits.argmax(-1))
             return logits
 
-        hidden = policy.target_hidden_states(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
-        chunk_size = policy.chunk_size(len(hidden))
-        logprobs, *_ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
+        with policy.autocast():
+            hidden = policy.target_hidden_states(
+                batch.input_ids, batch.attention_mask, batch.loss_mask
+            )
+            chunk_size = policy.chunk_size(len(hidden))
+            logprobs, *_ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
         return logprobs, torch.cat(predictions) == targets
 
     def target_logprobs(self, batch: PairBatch) -> Tensor:
