@@ -471,6 +471,27 @@ def test_a_recipe_parses():
     assert data.prompt_format.chat == Chat("Be brief.")
 
 
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ([1, 2], r"row 1: is an int, expected an object .*, not 1$"),
+        ([["a.jsonl"]], r"row 1: is a list, .* not \['a.jsonl'\]"),
+        ([{"prompt": "a"}, None], "row 2: is a NoneType"),
+        (["a.jsonl", 3], "the list contains files and 3, which is not a file"),
+    ],
+)
+def test_a_list_of_a_recipe_that_holds_no_rows_is_named_with_the_row(train, said):
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": {"train": train}}}
+
+    def read():
+        parser.instantiate(parser.parse_object(recipe)).data.setup("fit")
+
+    with pytest.raises(ValueError, match=said):
+        read()
+
+
 def test_one_prompt_from_the_shell_parses():
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")

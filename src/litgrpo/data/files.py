@@ -169,7 +169,7 @@ def require_object(row: Any, place: str) -> dict[str, Any]:
     if hasattr(row, "_asdict"):  # a named tuple
         return dict(row._asdict())
     kind = type_with_article(row)
-    raise ValueError(f"{place}: is {kind}, expected an object {{field: value}}")
+    raise ValueError(f"{place}: is {kind}, expected an object {{field: value}}, not {row!r:.40}")
 
 
 def _read_csv(path: Path) -> list[PlacedRow]:

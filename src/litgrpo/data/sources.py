@@ -282,6 +282,7 @@ SourceLike = (
     | list[str | Source | GeneratedSource]
     | list[str | Source]
     | list[dict[str, Any]]
+    | list[Any]  # others get an error that names the row
 )
 # Named sets: `{easy: a.jsonl, hard: {path: b.jsonl, limit: 100}}`.
 SetsLike = SourceLike | dict[str, Any]
