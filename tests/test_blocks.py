@@ -4,7 +4,10 @@ Commands of shell blocks are parsed by `tests/house/pages.py`.
 """
 
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +59,13 @@ def write_modules(page: Path, folder: Path) -> None:
         name = re.search(r"# (my_\w+\.py)\b", block)
         if name is not None:
             (folder / name[1]).write_text(block)
+
+
+@pytest.fixture(autouse=True)
+def optional_package(monkeypatch):
+    """Let a page import openai where it is absent: its agent is defined and not called."""
+    if find_spec("openai") is None:
+        monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=None))
 
 
 @pytest.mark.parametrize("page", pages_with("python"))

@@ -10,6 +10,7 @@ from litgrpo.environments.agent import Agent, AgentRequest, AgentResult, handle_
 from litgrpo.environments.agent_examples import run_calculator, solve
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.workers.commands import MAX_OUTPUT
 from tests.support.training import module
 
 REQUEST = AgentRequest({"prompt": "6*7?", "answer": 42}, 3, "http://127.0.0.1:1/v1", "key")
@@ -25,6 +26,10 @@ def test_what_an_agent_returns_becomes_reward_and_completion():
     assert AgentResult.read("42") == AgentResult(None, "42")
     assert AgentResult.read(True) == AgentResult(1.0)
     assert AgentResult.read({"completion": "42"}) == AgentResult(None, "42")
+    assert AgentResult.read("x" * MAX_OUTPUT).completion == "x" * MAX_OUTPUT
+    for large in ("x" * (MAX_OUTPUT + 1), {"completion": "x" * (MAX_OUTPUT + 1), "reward": 1}):
+        with pytest.raises(ValueError, match="more than 1,000,000 characters"):
+            AgentResult.read(large)
     for bad in (
         float("nan"),
         float("inf"),

@@ -62,6 +62,12 @@ def once(row, base_url, api_key):
     return len(Client(base_url, api_key).ask(row["prompt"])) / 10
 
 
+def send_rejected(row, base_url, api_key):
+    """Calls that are rejected after tokenizing, without end."""
+    while True:
+        post(base_url, api_key, {"messages": [user("x" * 9_000)]})
+
+
 def wordy(row, base_url, api_key):
     """One call with 30 characters."""
     return float(len(Client(base_url, api_key).ask("x" * 30)) > 0)

@@ -15,7 +15,7 @@ from litgrpo.environments.base import FailedEpisode
 from litgrpo.environments.episode import seed_rngs
 from litgrpo.environments.tool import import_object, resolve
 from litgrpo.environments.tool_calls import CallFormat, format_of
-from litgrpo.workers.commands import run_command
+from litgrpo.workers.commands import MAX_OUTPUT, run_command
 from litgrpo.workers.failures import cause_of
 
 HANDLER = "litgrpo.environments.agent:handle_request"
@@ -78,6 +78,8 @@ class AgentResult:
             reward, completion = value, None
         if not (completion is None or isinstance(completion, str)):
             raise TypeError(f"completion of the agent is {completion!r:.60}, expected a text")
+        many = f"the agent returned an answer of more than {MAX_OUTPUT:,} characters"
+        require(completion is None or len(completion) <= MAX_OUTPUT, many)
         if reward is None:
             return AgentResult(None, completion)
         try:

@@ -1,6 +1,7 @@
 """Rollouts of agents: tokens, segments, random numbers, limits, failures, gradients."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from litgrpo.environments.base import EnvironmentFailure
 from litgrpo.models.export import export
 from litgrpo.models.loading import build_policy
 from litgrpo.models.reference import FrozenReference
+from litgrpo.rollout.agents.conversations import InlineConversations
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.engines.vllm_client import ServersUnavailable
 from litgrpo.rollout.groups import with_groups
@@ -244,6 +246,34 @@ def test_an_agent_that_fails_costs_its_row_only(agent, reason):
         with pytest.raises(EnvironmentFailure, match=r"4 of 4|3 of 4"):
             play_agents(episodes, agent, agent)
         assert not any(each.failed for each in play_agents(episodes, "once").episodes)
+    finally:
+        episodes.close()
+
+
+def test_tokenizing_a_request_takes_no_time_from_the_agents_limit(monkeypatch):
+    encode = InlineConversations.encode_opening
+
+    def encode_slowly(self, *args):
+        time.sleep(0.7)
+        return encode(self, *args)
+
+    monkeypatch.setattr(InlineConversations, "encode_opening", encode_slowly)
+    episodes = agent_episodes(timeout_s=2.0)
+    try:
+        rollout = play_agents(episodes, "once", "once")  # four requests: 2.8 s
+        assert [each.failed for each in rollout.episodes] == [""] * 4
+        assert sum(episodes.pool.seconds.values()) < 2.0
+    finally:
+        episodes.close()
+
+
+def test_the_limit_of_an_agent_goes_on_after_a_rejected_call():
+    episodes = agent_episodes(timeout_s=2.0)
+    try:
+        start = time.monotonic()
+        with pytest.raises(EnvironmentFailure, match="timed out after 2 s"):
+            play_agents(episodes, "send_rejected", "send_rejected")
+        assert time.monotonic() - start < 30
     finally:
         episodes.close()
 

@@ -279,32 +279,46 @@ class AgentRollout:
         """Wait until calls are to be answered; return False if all agents have ended."""
         last_arrival = time.monotonic()
         while True:
-            for pending in self.proxy.take(POLL_S):
+            for pending in self._take(POLL_S):
                 last_arrival = time.monotonic()
                 self._admit(pending)
+            arrived = self._take(0.0)  # while these were tokenized: their agents are not late
             for number, result in self.pool.receive().items():
                 self._finish(number, result)
+            for pending in arrived:
+                last_arrival = time.monotonic()
+                self._admit(pending)
             if self.pool.is_done:
                 return False
             idle = all(self.rows[number].pending for number in self.pool.running)
             if idle and self.admitted:
-                for pending in self.proxy.take(LINGER_S):
+                for pending in self._take(LINGER_S):
                     self._admit(pending)
                 return True
             if self.admitted and time.monotonic() - last_arrival > QUIET_S:
                 return True
 
+    def _take(self, timeout_s: float) -> list[PendingCall]:
+        """Return new calls, whose agents wait from now on."""
+        calls = self.proxy.take(timeout_s)
+        for call in calls:
+            self.pool.pause_limit(call.row, call.arrived)
+        return calls
+
     def _admit(self, pending: PendingCall) -> None:
         """Encode a request, or reject it."""
         row = self.rows[pending.row]
+        if row.over:
+            return
         try:
             admitted = self._encode(pending, row)
         except ApiError as error:
+            if not row.pending:
+                self.pool.resume_limit(pending.row)
             pending.answer(error)
             return
         self.admitted.append(admitted)
         row.pending += 1
-        self.pool.pause_limit(pending.row)
 
     def _encode(self, pending: PendingCall, row: AgentRow) -> AdmittedCall:
         """Return the calls of a request.

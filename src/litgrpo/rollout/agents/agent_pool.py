@@ -43,6 +43,7 @@ class AgentPool:
         self.waiting: deque[tuple[int, AgentRequest]] = deque()
         self.running: dict[int, Worker] = {}
         self.details: dict[int, WorkerError] = {}  # of lost workers
+        self.left: dict[int, float] = {}  # seconds of the limits that are paused
         self.since: dict[int, float] = {}  # when a row's agent began to run without a call
         self.seconds: defaultdict[int, float] = defaultdict(float)  # for which it did so before
 
@@ -54,7 +55,7 @@ class AgentPool:
         """
         self.pool.kill_busy()
         self.running, self.details = {}, {}
-        self.since, self.seconds = {}, defaultdict(float)
+        self.since, self.left, self.seconds = {}, {}, defaultdict(float)
         troubles = self.pool.register({"agent": (self.agent,)})
         if troubles:
             raise ValueError(
@@ -70,7 +71,7 @@ class AgentPool:
         for worker, answer, _ in self.pool.receive(wait=False):
             row = next(row for row, its in self.running.items() if its is worker)
             del self.running[row]
-            self._count_seconds(row)
+            self._count_seconds(row, time.monotonic())
             if not isinstance(answer, WorkerError):
                 found[row] = answer
                 continue
@@ -81,11 +82,24 @@ class AgentPool:
         self._launch()
         return found
 
-    def pause_limit(self, row: int) -> None:
-        """Stop the time limit of an agent, while it waits for a reply."""
-        if row in self.running:
-            self.running[row].deadline = inf
-            self._count_seconds(row)
+    def pause_limit(self, row: int, since: float) -> None:
+        """Stop the time limit of an agent, while it waits for a reply.
+
+        Args:
+            row: its row.
+            since: `time.monotonic` at which its call arrived.
+        """
+        worker = self.running.get(row)
+        if worker is not None and worker.deadline < inf:
+            self.left[row] = worker.deadline - since
+            worker.deadline = inf
+            self._count_seconds(row, since)
+
+    def resume_limit(self, row: int) -> None:
+        """Continue the time limit of an agent whose call was rejected, from where it stopped."""
+        if row in self.running and row in self.left:
+            self.since[row] = time.monotonic()
+            self.running[row].deadline = self.since[row] + self.left.pop(row)
 
     def restart_limit(self, row: int) -> None:
         """Start the time limit of an agent, which has its reply."""
@@ -103,9 +117,9 @@ class AgentPool:
         self.pool.close()
         self.waiting, self.running = deque(), {}
 
-    def _count_seconds(self, row: int) -> None:
+    def _count_seconds(self, row: int, until: float) -> None:
         if row in self.since:
-            self.seconds[row] += time.monotonic() - self.since.pop(row)
+            self.seconds[row] += until - self.since.pop(row)
 
     def _launch(self) -> None:
         while self.waiting and len(self.running) < self.size:

@@ -51,11 +51,13 @@ class PendingCall:
         row: row of the rollout.
         request: the request.
         reply: set by the thread of the rollout.
+        arrived: `time.monotonic` of its arrival.
     """
 
     row: int
     request: ChatRequest
     reply: Future[ChatReply] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
 
     def answer(self, reply: ChatReply | ApiError) -> None:
         """Set the reply, or the error."""
