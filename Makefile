@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 install: $(VENV)/installed
 
 quickstart: install
-	$(BIN)/python cli.py fit -c configs/quickstart.yaml
+	$(BIN)/litgrpo fit -c configs/quickstart.yaml
 
 test: install
 	$(BIN)/python -m pytest

@@ -26,7 +26,7 @@ class Doctor(Callback):
     """Diagnose the run during training.
 
     Each finding is logged once, and again if it becomes more severe. The rules are those of
-    `python cli.py doctor RUN_FOLDER`; docs/reference/doctor.md explains them.
+    `litgrpo doctor RUN_FOLDER`; docs/reference/doctor.md explains them.
 
     Args:
         every_n_iterations: iterations between two checks; 0 disables them.
