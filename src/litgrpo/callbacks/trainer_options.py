@@ -53,7 +53,7 @@ OPTIONS: dict[str, TrainerOption] = {
     "max_steps": TrainerOption(True, "counts optimizer steps; a started iteration is finished"),
     "min_epochs, min_steps": TrainerOption(True, "also postpone the end by `model.max_iterations`"),
     "max_time": TrainerOption(
-        True, "`cli.py` stops early enough for the last validation and checkpoint (`TimeBudget`)"
+        True, "`litgrpo` stops early enough for the last validation and checkpoint (`TimeBudget`)"
     ),
     "fast_dev_run": TrainerOption(True, "one iteration, one validation batch, no files"),
     "limit_train_batches": TrainerOption(True, "iterations of a pass over the prompts"),
@@ -68,9 +68,13 @@ OPTIONS: dict[str, TrainerOption] = {
         True, "-1 evaluates all held-out prompts before training, for the summary's `before`"
     ),
     "log_every_n_steps": TrainerOption(
-        True, "counts iterations; `cli.py` sets it to 1, and Lightning's default of 50 becomes 1"
+        True, "counts iterations; `litgrpo` sets it to 1, and Lightning's default of 50 becomes 1"
     ),
-    "accumulate_grad_batches": TrainerOption(False, f"{_STEP}; it works for SFT"),
+    "accumulate_grad_batches": TrainerOption(
+        False,
+        f"{_STEP}; it works for SFT, whose step is then that of the large batch (a mean over all "
+        "target tokens)",
+    ),
     "gradient_clip_val, gradient_clip_algorithm": TrainerOption(
         False, "set `model.update.max_grad_norm` (SFT: `model.max_grad_norm`)"
     ),
@@ -87,7 +91,7 @@ OPTIONS: dict[str, TrainerOption] = {
     "deterministic": TrainerOption(True, ""),
     "inference_mode": TrainerOption(True, ""),
     "logger": TrainerOption(
-        True, "any Lightning logger; with `cli.py` a failing logger does not stop training"
+        True, "any Lightning logger; with `litgrpo` a failing logger does not stop training"
     ),
     "enable_progress_bar": TrainerOption(
         True, "Lightning's own bars are replaced by one that counts iterations; subclasses stay"

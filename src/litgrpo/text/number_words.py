@@ -1,4 +1,4 @@
-"""What may stand beside a number without making it another one; everything else does.
+"""Words and signs that may stand beside a number; any other one makes it another number.
 
 Most words come from the solutions and questions of GSM8K's training set.
 """
@@ -21,7 +21,7 @@ THROUGH_BEFORE = _words(
     """
 )
 MARKS_THROUGH_BEFORE = frozenset("\"#$'(*+-[_`{~\xa3\xa5\u20ac\u20b9\u20bd\u2248")
-# The words of "the answer is", and verbs: what stands before them does not matter.
+# The words of "the answer is", of "she has" and the like: what stands before them does not matter.
 ENDS_BEFORE = _words(
     """
     accommodate age allocated allocates am amount amounts answer answered are area arrive ate
