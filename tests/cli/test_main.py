@@ -1,8 +1,10 @@
+import errno
 import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,7 +12,7 @@ from torch.distributed import DistNetworkError
 
 from litgrpo import GRPO, PromptData, __version__
 from litgrpo.cli.help import WIDTH
-from litgrpo.cli.main import COMMANDS, CONNECTION_LOST
+from litgrpo.cli.main import COMMANDS, CONNECTION_LOST, user_error
 from litgrpo.cli.options import options_of
 from litgrpo.cli.parser import RUN_OPTIONS
 from litgrpo.tools.audit.command import audit
@@ -236,3 +238,25 @@ def test_the_help_of_an_option_is_of_the_class_that_the_recipe_names(cli):
     assert "--model.engine.max_rows" in asked
     assert "--model.update.staleness" in cli("fit", "-c", "spo.yaml", "--model.update.help")[1]
     assert cli("fit", "-c", "spo.yaml", "--model.pretrained.help")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "inodes", "file", "number", "is_shared_memory"),
+    [
+        (0, 9, None, errno.ENOSPC, True),  # of multiprocessing: it names no file
+        (0, 9, "/dev/shm/psm_1", errno.ENOSPC, True),
+        (9999, 0, None, errno.ENOSPC, True),
+        (9999, 9, None, errno.ENOSPC, False),
+        (0, 9, "runs/a/metrics.csv", errno.ENOSPC, False),
+        (0, 9, None, errno.EROFS, False),
+    ],
+)
+def test_full_shared_memory_is_not_reported_as_a_full_disk(
+    monkeypatch, blocks, inodes, file, number, is_shared_memory
+):
+    state = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_favail=inodes, f_files=9)
+    monkeypatch.setattr("os.statvfs", lambda path: state)
+    message, code = user_error(OSError(number, os.strerror(number), file))
+    assert code == 1
+    assert ("--shm-size" in message) == is_shared_memory
+    assert ("choose another folder" in message) != is_shared_memory

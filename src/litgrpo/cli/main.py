@@ -31,6 +31,11 @@ TERMINATED = 143  # 128 + SIGTERM, the code that schedulers expect after a stop 
 HELP_FLAGS = {"-h", "--help"}
 # Errors of a disk that no check has reported.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_HINT = (
+    "remove what other programs left there, enlarge it (docker run --shm-size), or use fewer "
+    "processes (data.num_workers 0)"
+)
 CONNECTION_LOST = (
     "The connection to another rank is lost: a rank, its host or the network failed. The output of "
     "the other ranks may have the cause. Resume with --auto_resume true."
@@ -370,10 +375,27 @@ def user_error(error: BaseException) -> tuple[str, int]:
         checked = isinstance(link, ValueError | FileNotFoundError) and module.startswith("litgrpo")
         if checked or isinstance(link, MisconfigurationException):
             return str(link), WRONG_INPUT
+        if isinstance(link, OSError) and is_shared_memory_full(link):
+            return f"{link}: {SHARED_MEMORY} is full; {SHARED_MEMORY_HINT}", 1
         if isinstance(link, OSError) and link.errno in DISK_ERRORS:
             return f"{link}; free space or choose another folder, and run the command again", 1
         link = link.__cause__
     return "", 0
+
+
+def is_shared_memory_full(error: OSError) -> bool:
+    """Return True if the error is about the memory that processes share, not about a disk.
+
+    Locks and blocks of shared memory are files below /dev/shm, which their errors do not name.
+    """
+    name = os.fsdecode(error.filename or "")
+    if error.errno != errno.ENOSPC or (name and not name.startswith(SHARED_MEMORY)):
+        return False
+    try:
+        state = os.statvfs(SHARED_MEMORY)
+    except OSError:  # another system
+        return False
+    return state.f_bavail * state.f_frsize < 2**20 or 0 == state.f_favail < state.f_files
 
 
 def is_connection_lost(error: Exception) -> bool:

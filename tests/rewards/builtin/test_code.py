@@ -27,6 +27,22 @@ def test_the_share_of_tests_that_pass_is_the_reward():
     assert unit_tests([""], ["def f(x): return 4"], [None]) == [None]
 
 
+# Honest code that looks its own functions and classes up by their module.
+WITH_PROCESSES = {
+    "Pool": "import multiprocessing as mp\ndef g(x): return x * x\ndef f(x):\n with mp.Pool(2) as p: return p.map(g, [x])[0]",
+    "spawned by name": "from concurrent.futures import ProcessPoolExecutor as E\ndef g(x): return x * x\ndef f(x):\n with E(1) as e: return e.submit(g, x).result()",
+    "Process": "import multiprocessing as mp\ndef g(x, q): q.put(x * x)\ndef f(x):\n q = mp.SimpleQueue()\n p = mp.Process(target=g, args=(x, q)); p.start(); p.join()\n return q.get()",
+    "pickle": "import pickle\nclass A:\n def __init__(self, x): self.x = x\ndef f(x): return pickle.loads(pickle.dumps(A(x))).x ** 2",
+    "get_type_hints": "import typing\nclass A:\n x: 'A'\ndef f(x):\n assert typing.get_type_hints(A)['x'] is A\n return x * x",
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("kind", WITH_PROCESSES)
+def test_honest_code_may_use_processes_and_pickle(kind):
+    assert share(WITH_PROCESSES[kind], timeout_s=20.0) == 1.0
+
+
 @in_sandbox
 @pytest.mark.parametrize(
     ("code", "tests", "passed"),

@@ -12,7 +12,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
+import types
 
 
 class Callback:
@@ -30,7 +32,9 @@ class Code:
 
     def __init__(self, channel, source):
         self.channel, self.lines = channel, channel.makefile("r")
-        self.scope = {"__name__": "solution", "__builtins__": __builtins__}
+        # A module that can be imported: `multiprocessing` pickles functions by their module.
+        sys.modules["solution"] = module = types.ModuleType("solution")
+        self.scope = vars(module)
         self.kept, self.errors = {}, {}
         try:
             exec(compile(source, "solution.py", "exec"), self.scope)
