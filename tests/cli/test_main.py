@@ -115,6 +115,34 @@ def test_the_help_of_a_command_lists_the_options_of_model_and_data(cli, command)
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_help_is_as_wide_as_the_terminal(cli, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["plan", "--help"], ["compare", "--help"]):
+        described = [line for line in cli(*words)[1].splitlines() if line.startswith("  ")]
+        assert columns - 25 < max(map(len, described)) <= columns
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_one_style(cli, command):
+    usage, _, summary, *_ = cli(command, "--help")[1].splitlines()
+    said = COMMANDS[command].summary
+    assert usage.startswith(f"usage: python cli.py {command} ")
+    assert usage.endswith(" [--OPTION VALUE ...]")
+    assert summary == f"{said[0].upper()}{said[1:]}."
+
+
+def test_pages_call_the_program_by_its_name():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [
+        page.name
+        for page in pages
+        if "docs/dev" not in str(page) and "python cli.py" in page.read_text(encoding="utf-8")
+    ]
+    # Where a clone without an installation is explained.
+    assert sorted(found) == ["command_line.md", "quickstart.md"]
+
+
 @pytest.mark.parametrize(("command", "function"), [("plan", plan), ("audit", audit)])
 def test_plan_and_audit_list_their_own_options(cli, command, function):
     out = cli(command, "--help")[1]
