@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -102,8 +102,9 @@ class Advantages(ABC):
                     return groups.values - groups.values.nanmean(1, keepdim=True)
     """
 
-    # Tokens that share an advantage; an estimator that contains others combines completions only.
-    granularity: ClassVar[Literal["completion", "turn", "token"]] = "completion"
+    # Tokens that share an advantage: of a completion, a turn, or one token. It has no annotation,
+    # which jsonargparse would look up in the module of every subclass.
+    granularity = "completion"
 
     @property
     def contained(self) -> dict[str, Advantages]:
