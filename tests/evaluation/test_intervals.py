@@ -145,6 +145,15 @@ def test_the_bootstrap_is_near_the_normal_interval_and_the_same_every_time():
     assert bootstrap_ratio(values, [1.0] * 400) == (low, high)
 
 
+def test_the_bootstrap_of_few_prompts_covers_the_mean_too_rarely():
+    # docs/reference/metrics.md has this count.
+    draw, covered = random.Random(0), 0
+    for _ in range(1000):
+        low, high = bootstrap_ratio([draw.gauss(0, 1) for _ in range(10)], [1.0] * 10)
+        covered += low <= 0 <= high
+    assert covered == 901
+
+
 def test_prompts_are_drawn_with_all_of_their_samples():
     # Sums and counts of a prompt stay together: 8 of 10 samples are ones, and every draw has them.
     assert bootstrap_ratio([8.0] * 5, [10.0] * 5) == pytest.approx((0.8, 0.8))

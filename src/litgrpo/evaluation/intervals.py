@@ -19,11 +19,11 @@ Interval = tuple[float, float]
 NUM_DRAWS, SEED = 2000, 0  # of the bootstrap
 AT_ONCE = 2**22  # prompts drawn at once, which bounds the memory
 # Below, a change is not called one: bootstrap intervals are too narrow. Of those of 10 prompts,
-# 88.5 % covered the mean in simulations, not 95 %.
+# 90 % covered the mean in simulations, not 95 % (tests/evaluation/test_intervals.py).
 FEW_PROMPTS = 20
 FEW_PROMPTS_NOTE = (
     f"Fewer than {FEW_PROMPTS} prompts: the intervals of rewards and changes are too narrow "
-    "(bootstrap; with 10 prompts about 88 % cover the mean)."
+    "(bootstrap; with 10 prompts about 90 % cover the mean)."
 )
 SOLVED = 0.5  # smallest fraction of correct samples of a prompt that counts as solved
 
