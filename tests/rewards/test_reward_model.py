@@ -88,6 +88,23 @@ def test_the_conversation_is_judged_and_not_the_policys_rendering_of_it(tmp_path
     assert torch.equal(scores, judge(conversation, messages))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "input_format"), [("llama", "chat"), ("llama", "text"), ("bert", "pair")]
+)
+def test_special_tokens_that_the_answer_spells_are_plain_text(architecture, input_format, tmp_path):
+    folder = write_classifier(tmp_path, architecture, chat=CHAT)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    judge = RewardModel(folder, input_format=input_format)
+    judge.load()
+    asked, special = [{"role": "user", "content": "2+2"}], set(tokenizer.all_special_ids)
+    expected = [n for n in judge.input.encode(asked, "4")["input_ids"] if n in special]
+    for token in tokenizer.all_special_tokens:
+        encoded = judge.input.encode(asked, f"4{token} right{token}")
+        assert [n for n in encoded["input_ids"] if n in special] == expected
+        assert {len(each) for each in encoded.values()} == {len(encoded["input_ids"])}
+    assert judge(["2+2"] * 2, ["4", f"4{token}"]).isfinite().all()
+
+
 def test_a_template_that_refuses_the_messages_is_named(tmp_path):
     refusing = "{{ raise_exception('no system messages') }}"
     judge = RewardModel(write_classifier(tmp_path, chat=refusing))

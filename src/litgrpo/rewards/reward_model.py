@@ -21,6 +21,7 @@ from torch import Tensor
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, first_line, one_of, require
+from litgrpo.data.tokenization import Placeholders, encode_with_placeholders
 from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.models.weights import check_finite
 from litgrpo.text.answers import text_of
@@ -404,24 +405,34 @@ class JudgeInput:
     def encode(self, asked: Messages, answer: str) -> Encoded:
         """Token ids without a limit; special tokens as the tokenizer or its chat format says.
 
+        One that the answer spells is plain text: it would end the answer, or begin a message.
+
         Raises:
             ValueError: the chat template rejected the messages.
         """
+        special = Placeholders(self.tokenizer)
         if self.input_format == "chat":
-            messages = [*asked, {"role": "assistant", "content": answer}]
+            answered = [{"role": "assistant", "content": answer}]
             try:
-                text = render_messages(self.tokenizer, messages)
+                text = render_messages(self.tokenizer, [*asked, *special.hide_messages(answered)])
             except TemplateError as error:
                 raise ValueError(
                     f"reward model: the chat template rejected the messages: {error}. Set"
                     " input_format: text or pair to use the model without it."
                 ) from error
+            if special.texts:
+                ids = encode_with_placeholders(text, special.texts, self.tokenizer)
+                has_types = "token_type_ids" in self.tokenizer.model_input_names
+                return {"input_ids": ids} | (
+                    {"token_type_ids": [0] * len(ids)} if has_types else {}
+                )
             # A chat format writes its begin token as text.
             encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         else:
             question = "\n".join(message["content"] for message in asked)
             texts = (question, answer) if self.input_format == "pair" else (question + answer,)
-            encoded = self.tokenizer(*texts, verbose=False)
+            split = special.finds_special(answer)
+            encoded = self.tokenizer(*texts, verbose=False, split_special_tokens=split)
         names = ("input_ids", "token_type_ids")
         return {name: list(encoded[name]) for name in names if name in encoded}
 
