@@ -139,7 +139,7 @@ a multiple of 5|divisible by 5|before 5|within 5|isn't 5|it is not 5|it can't be
 anything but 5|all but 5|approximately half of 5|5 fold|5-fold|fivefold 5|5 short of ten
 5 too many|5 point five|zero point 5|twenty 5|some 5 odd|5 = x|5^|5\u2030|\u22485x|5\u2460|5a
 #5b|v5|5 G|5 k|5, or more|5 maybe more|5 less|Twice 5|5 Or More|5 DOZEN|**twice** 5
-half of the 5|two thirds of about 5|5\u00bdth|\u221b5|\u00b15|5\u00b11|5@|5 percent or more
+half of the 5|two thirds of about 5|\u221b5|\u00b15|5\u00b11|5@|5 percent or more
 """.strip()
     .replace("\n", "|")
     .split("|")

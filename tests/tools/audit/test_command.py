@@ -1,13 +1,16 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as library
+from litgrpo.text.answers import parse_number
 from litgrpo.tools.audit import command as audit_command
 from litgrpo.tools.audit.cases import Problem
 from litgrpo.tools.audit.command import read_problems
+from litgrpo.tools.audit.run import audit_rewards
 from tests.support.cases import WORKED
 
 ROOT = Path(__file__).parents[3]
@@ -42,20 +45,68 @@ def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> 
     assert "FAIL: " in out.splitlines()[-1]
 
 
-def last_line(prompts, completions, answer):
+def solution_line(prompts, completions, answer):
     pairs = zip(completions, answer, strict=True)
-    return [float(text.strip().splitlines()[-1:] == [gold]) for text, gold in pairs]
+    return [float(text.strip().splitlines()[-1:] == [f"Solution = {gold}"]) for text, gold in pairs]
 
 
 def test_rewards_of_another_format_have_one_fault_which_names_the_option(cli, tmp_path) -> None:
     override = tmp_path / "override.yaml"
-    reward = "{function: tests.tools.audit.test_command.last_line}"
+    reward = "{function: tests.tools.audit.test_command.solution_line}"
     override.write_text(f"model: {{init_args: {{rewards: {{right: {reward}}}}}}}")
     command = ("audit", "-c", QUICKSTART, "-c", str(override), "--limit", "5")
     code, out, _ = cli(*command, "--success_reward", "right")
     assert code == 1
     assert out.count("FAULT: ") == 1
-    assert "--answer_format" in out
+    assert "give that with --answer_format" in out
+    # An option that is set is not suggested again.
+    code, out, _ = cli(*command, "--success_reward", "right", "--answer_format", "So {answer}")
+    assert code == 1
+    assert "with --answer_format 'So {answer}'; give the format that it reads" in out
+
+
+READERS = {
+    "####": lambda text: text.partition("\n#### ")[2],
+    "boxed": lambda text: text.partition("boxed{")[2].rpartition("}")[0],
+    "{reasoning}\\n{answer}": lambda text: "\n".join(text.splitlines()[-1:]),
+    "<answer>": lambda text: text.partition("<answer>")[2].partition("</answer>")[0],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_usual_formats_of_an_answer_are_recognized(name) -> None:
+    def right(completions, answer):
+        pairs = zip(completions, answer, strict=True)
+        return [float(parse_number(READERS[name](text)) == int(gold)) for text, gold in pairs]
+
+    problems = [Problem(f"{n} + 1?", str(n + 1), solution="I add.") for n in range(3, 9)]
+    report = audit_rewards(Scorer({"right": Reward(right)}), problems)
+    assert name in repr(report.answer_format)
+    assert report.false_negatives == 0
+
+
+PAGES = {"README.md": 1, "docs/tutorials/pretrained_model.md": 2}  # {page: number of rewards}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_rewards_of_the_pages_pass_the_audit_that_the_pages_run(
+    page, cli, tmp_path, monkeypatch
+) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    imports = "from litgrpo.text import parse_number\n\n"
+    functions = re.findall(r"^def .*?\n(?=\n|```)", text, re.DOTALL | re.MULTILINE)
+    recipe = next(each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    assert recipe.count("function: my_rewards.") == PAGES[page]
+    module = f"rewards_of_{Path(page).stem}"  # each page has a my_rewards
+    (tmp_path / f"{module}.py").write_text(imports + "\n".join(functions))
+    (tmp_path / "my.yaml").write_text(recipe.replace("my_rewards", module))
+    question = "Ann has {} pens and buys {}. How many has she?"
+    rows = [{"question": question.format(n, 2 * n), "answer": str(3 * n)} for n in (3, 7, 20, 400)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    assert "litgrpo audit -c my.yaml" in text
+    code, out, err = cli("audit", "-c", "my.yaml")
+    assert (code, out.splitlines()[-1]) == (0, "PASS"), out + err
 
 
 def test_config_overrides_and_given_problems_are_used(cli, references, tmp_path) -> None:

@@ -11,13 +11,14 @@ from fractions import Fraction
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.text.answers import extract_answer, parse_number
+from litgrpo.text.answers import extract_answer, list_answers, parse_number
 
 NUMBERS = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 PRAISE = (
     "correct right accurate true answer solution therefore because step first second finally so "
     "thus hence total reasoning verified certain "
 )
+UNMARKED = "\n{answer}"  # end of a format in which the last line is the answer
 # Kinds of completions that the findings name; the others are named where they are made.
 HONEST, INCORRECT, MALFORMED = "as in the data", "incorrect, in format", "correct, malformed"
 GIVEN_UP = "no idea, in format"
@@ -49,8 +50,9 @@ class Problem:
     @property
     def reference(self) -> str:
         """Reference answer without its solution, as text."""
-        found = extract_answer(str(self.answer))
-        return (str(self.answer) if found is None else found).strip()
+        answer = str(next(iter(list_answers(self.answer)), self.answer))
+        found = extract_answer(answer)
+        return (answer if found is None else found).strip()
 
     @property
     def number(self) -> Fraction | None:
@@ -161,6 +163,8 @@ def make_exploits(problem: Problem, answer_format: AnswerFormat, rng: random.Ran
         "hedged": answer_format.fill(reasoning, f"{wrong} or {reference}"),
         "noise, in format": answer_format.fill(noise, wrong),
     }
+    if answer_format.text.endswith(UNMARKED):
+        del texts["many answers"]  # what stands above the last line is reasoning
     return [Case(kind, text, problem.answer) for kind, text in texts.items()]
 
 

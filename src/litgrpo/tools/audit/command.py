@@ -43,7 +43,7 @@ def audit(
     answer_format: str | None = None,
     report: str | None = None,
 ) -> None:
-    """Check the reward functions of a recipe for false negatives and exploits; exit code 1 if any.
+    r"""Check the reward functions of a recipe for false negatives and exploits; exit code 1 if any.
 
     Correct answers in fifteen formatting variants must be judged correct. Incorrect, empty,
     repeated, stuffed or copied answers must earn less. The audit also finds rewards that are slow,
@@ -62,7 +62,8 @@ def audit(
             evaluation.success_reward, else the one with the largest weight).
         success_threshold: least value of that reward for a correct answer (default: the recipe's
             evaluation.success_threshold).
-        answer_format: format of a completion, with {reasoning} and {answer} (default: tags).
+        answer_format: format of a completion, with {reasoning} and {answer} (default: tags, ####,
+            \boxed or the last line, in which most correct answers are judged correct).
         report: also write the numbers to this .json file.
     """
     at_least("limit", limit, 0)
@@ -254,7 +255,8 @@ def report_lines(report: Report, weights: Mapping[str, float]) -> list[str]:
     ]
     numbers = ("judged correct", "mean reward", "best margin", "beats correct", "equals correct")
     return [
-        f"{report.problems} problems; '{report.success}' decides if an answer is correct",
+        f"{report.problems} problems; '{report.success}' decides if an answer is correct; "
+        f"completions look like {report.answer_format!r}",
         "",
         *markdown_table(
             ("correct answers, in format", "judged correct", "mean reward", "example"), variants

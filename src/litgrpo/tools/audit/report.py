@@ -67,6 +67,8 @@ class Report:
         attacks: exploits, one result per kind.
         parts: one result per reward function.
         conflicts: {pair of rewards: cosine of their advantages}.
+        answer_format: template of the completions.
+        format_was_given: False if it was chosen among the usual ones.
     """
 
     success: str
@@ -75,16 +77,23 @@ class Report:
     attacks: list[KindResult]
     parts: list[RewardResult]
     conflicts: dict[str, float]
+    answer_format: str = ""
+    format_was_given: bool = False
 
     @property
     def faults(self) -> list[str]:
         """Problems that make the rewards unfit for training, one sentence each."""
         unseen = [line for line in self.variants if line.kind == HONEST and not line.correct]
         if unseen:  # comparisons with what correct answers earn would say nothing
+            how = (
+                f"with --answer_format {self.answer_format!r}; give the format that it reads"
+                if self.format_was_given
+                else "in tags, after ####, in \\boxed, or on the last line; if it reads another "
+                "format, give that with --answer_format, such as 'Solution: {answer}'"
+            )
             return [
                 f"'{self.success}' judges no correct answer as correct, such as "
-                f"{unseen[0].example!r}; if the rewards expect another format, give it with "
-                "--answer_format, such as '{reasoning} {answer}'"
+                f"{unseen[0].example!r}, {how}"
             ]
         exploits = [line for line in self.attacks if line.kind != MALFORMED]
         findings = [

@@ -37,6 +37,14 @@ from litgrpo.types import RewardTable
 TOKEN = re.compile(r"\w+|[^\w\s]")
 COSINE = "reward/cosine_"
 PROBLEMS_AT_ONCE = 64
+FORMAT_PROBLEMS = 8  # on which the format of the answers is recognized
+OTHER_FORMATS = (
+    "{reasoning}\n{answer}",
+    "{reasoning}\n#### {answer}",
+    "{reasoning}\n\\boxed{{answer}}",
+    "{reasoning}\nThe answer is {answer}.",
+    "{answer}",
+)
 PATIENCE_S = 10.0
 # A component judges answers if at least this share of the plain correct answers get its best value.
 MOSTLY = 0.75
@@ -58,7 +66,8 @@ def audit_rewards(
         problems: questions with reference answers.
         success: the reward that decides if an answer is correct; default: the heaviest.
         threshold: least value of this reward for a correct answer.
-        answer_format: format of a completion; default: the tags named in the rewards' kwargs.
+        answer_format: format of a completion; default: the first of `usual_formats` in which the
+            rewards judge a plain correct answer as correct.
         seed: random seed of the noise in the exploits.
 
     Returns:
@@ -69,14 +78,14 @@ def audit_rewards(
     tasks = {name: each.tasks for name, each in scorer.components.items()}
     deciding = find_success_rewards(scorer.weights, tasks, success)
     require(len(problems) > 0, "there are no problems to audit with")
-    answer_format = answer_format or find_answer_format(scorer)
-    answers = _ScoredCases(
-        deciding, threshold, partial(_cases, answer_format=answer_format, seed=seed)
-    )
     # max_failed_frac=1: the audit counts failures, so none may stop it.
     runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
     patient = Scorer(scorer.components, scorer.reward_format, runner)
     with no_warnings(), closing(runner):
+        chosen = answer_format or _recognize_format(patient, problems, deciding, threshold)
+        answers = _ScoredCases(
+            deciding, threshold, partial(_cases, answer_format=chosen, seed=seed)
+        )
         for start in range(0, len(problems), PROBLEMS_AT_ONCE):
             answers.add(patient, problems[start : start + PROBLEMS_AT_ONCE])
         known = problems[0].columns
@@ -93,7 +102,32 @@ def audit_rewards(
         attacks=[line for line in lines if line.kind not in CORRECT_KINDS],
         parts=[answers.part(name, failed.get(name, {}), *time) for name, time in times.items()],
         conflicts=answers.conflicts(),
+        answer_format=chosen.text,
+        format_was_given=answer_format is not None,
     )
+
+
+def _recognize_format(
+    scorer: Scorer, problems: Sequence[Problem], deciding: Mapping[str, str], threshold: float
+) -> AnswerFormat:
+    """Return the usual format with the most correct answers that are judged correct.
+
+    They are written plainly and with spaces around: a reward that reads the last line accepts the
+    first in tags, too.
+    """
+    few = problems[:: max(1, len(problems) // FORMAT_PROBLEMS)][:FORMAT_PROBLEMS]
+    formats = usual_formats(scorer)
+    cases = [
+        [
+            Case(HONEST, each.fill(problem.reasoning, shown), problem.answer)
+            for each in formats
+            for shown in (problem.reference, f"\n   {problem.reference} \n")
+        ]
+        for problem in few
+    ]
+    table = score_cases(scorer, cases, few)
+    correct = table.find_correct(deciding, threshold).sum(0).view(-1, 2).sum(1).tolist()
+    return formats[correct.index(max(correct))]
 
 
 def _cases(problem: Problem, answer_format: AnswerFormat, seed: int) -> list[Case]:
@@ -114,14 +148,13 @@ def no_warnings() -> Iterator[None]:
         log.setLevel(level)
 
 
-def find_answer_format(scorer: Scorer) -> AnswerFormat:
-    """Return the format with the tags that the rewards' kwargs name."""
+def usual_formats(scorer: Scorer) -> list[AnswerFormat]:
+    """Return tags as the rewards' kwargs name them, the last line, `####`, a box, a sentence."""
     kwargs = {k: v for part in scorer.components.values() for k, v in part.kwargs.items()}
     reasoning = kwargs.get("reasoning_tag", "reasoning")
     answer = kwargs.get("answer_tag", "answer")
-    return AnswerFormat(
-        f"<{reasoning}>\n{{reasoning}}\n</{reasoning}>\n<{answer}>{{answer}}</{answer}>"
-    )
+    tags = f"<{reasoning}>\n{{reasoning}}\n</{reasoning}>\n<{answer}>{{answer}}</{answer}>"
+    return [AnswerFormat(text) for text in (tags, *OTHER_FORMATS)]
 
 
 def measure_slowest(
