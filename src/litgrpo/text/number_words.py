@@ -35,10 +35,10 @@ ENDS_BEFORE = _words(
     earn earned earns eat eaten eats elevation encountered equal equals evaluates expects
     experienced fed fill filled fills final find finds finish fit fixed fly for found gain
     gained gains gather gathered gave get gets give given gives got grow grown grows had harvest
-    harvests has have height held her him hit hold holding holds hunts included increase
+    harvests has have hears height held her him hit hold holding holds hunts included increase
     increased increases initial ironed is it it's jump jumped keep keeps kept knit knitted last
     lasted lasts learn learned leave leaves leaving left length let's lifted listened live lived
-    lose loss lost made make makes making means melt memorized missed money move moved
+    lose loss lost made make makes making means melt memorized mend missed money move moved
     moves must need needed needs number obtain order ordered owe owed owes own owned owns pack
     paid paint painted paints pay payed pays perform performing pick picked picks placed plant
     planted plants play played polished posted practiced prepare prepared pressure price produce
@@ -47,7 +47,7 @@ ENDS_BEFORE = _words(
     remaining remains require required requires result return rode run runs salary save saved
     saves savings saw score scored scores seated see seen sell sells send sending sent serve
     served serves sew shipped should simplifies sleep slept so sold solved speed spend spends
-    spent standing started step studied studies sum take taken takes that
+    spent standing started step studied studies sum take taken takes taught teach teaches that
     that's them there's they threw throws together took totaling transport travel traveled
     travels use used uses value visited wait walk walked walks was wash washed watch watched
     watches water we weigh weighed weighs weight went were will with withdrew won work worked
@@ -77,7 +77,7 @@ UNITS = UNIT_MARKS | _words(
     muffin nd necklace nickel night notebook nut orange ounce oz pack package packet page
     painting pair pancake parent part passenger pen pence pencil penny people percent percentage
     person pet photo piece pill pint pizza plant plate player pm point potato potatoes pound
-    present problem pt puppy qt quart question rd red ribbon rock roll rose round row rupee
+    present problem pt puppy qt quart question rd red ribbon rock roll room rose round row rupee
     s sandwich seat sec second section seed serving set sheep sheet shell shirt shoe shop side
     slice small song spoon sq square st stamp star step sticker stone story student subject
     sweet table tablespoon task tb tbsp teacher teaspoon th ticket tile time tire toe tomato
