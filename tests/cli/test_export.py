@@ -27,7 +27,10 @@ def test_a_checkpoint_exports_to_what_the_run_exported(cli):
     weights = [Path(folder, "model.safetensors") for folder in ("out", "runs/recipe/final_model")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     code, _, err = cli("export", "runs/recipe")
-    assert (code, err) == (2, "error: the following arguments are required: folder\n")
+    assert (code, err) == (
+        2,
+        "error: missing: folder (where to write config, weights and tokenizer)\n",
+    )
 
 
 def test_an_existing_folder_is_replaced_by_force_only(cli):

@@ -124,7 +124,7 @@ OPTIONS: dict[str, TrainerOption] = {
     "TQDMProgressBar, RichProgressBar": TrainerOption(True, "replaced, see `enable_progress_bar`"),
     "StochasticWeightAveraging, WeightAveraging": TrainerOption(False, _AVERAGES),
     "GradientAccumulationScheduler": TrainerOption(False, _STEP),
-    "LearningRateFinder": TrainerOption(False, f"{_TRIALS}`model.optimizer.init_args.lr`"),
+    "LearningRateFinder": TrainerOption(False, f"{_TRIALS}`model.optimizer.lr`"),
     "BatchSizeFinder": TrainerOption(False, f"{_TRIALS}`data.batch_size`"),
     "torch.compile(module)": TrainerOption(
         False, "shapes change in every iteration; pass the module itself"

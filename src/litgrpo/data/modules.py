@@ -303,7 +303,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         """
         loader = None if self.trainer is None else self.trainer.train_dataloader
         order = {"order": loader.order_state()} if isinstance(loader, BatchLoader) else {}
-        return {"run_time": self.run_time.time.isoformat()} | order
+        return order | ({"run_time": self.run_time.time.isoformat()} if self._writes_time else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the batches that follow those of a checkpoint."""
@@ -318,12 +318,17 @@ class SourceData(LightningDataModule, Generic[Batch]):
         """
         time = datetime.fromisoformat(state_dict.get("run_time", self.run_time.time.isoformat()))
         changed, self.run_time.time = time != self.run_time.time, time
-        if changed and self.final_format is not None:
-            prompt_format, tokenizer = self.final_format
-            if isinstance(prompt_format, ChatPromptFormat) and "strftime_now" in str(
-                tokenizer.chat_template
-            ):
-                self.setup(self._stage)
+        if changed and self._writes_time:
+            self.setup(self._stage)
+
+    @property
+    def _writes_time(self) -> bool:
+        """True if the chat template reads the clock."""
+        if self.final_format is None:
+            return False
+        prompt_format, tokenizer = self.final_format
+        is_chat = isinstance(prompt_format, ChatPromptFormat)
+        return is_chat and "strftime_now" in str(tokenizer.chat_template)
 
     def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
         """Return a loader of the same batches of a set in every epoch."""

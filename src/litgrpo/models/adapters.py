@@ -376,7 +376,7 @@ def merge_into_dequantized(adapted: Any) -> Any:
     """
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    weights = get_peft_model_state_dict(adapted, adapter_name=TRAINED)
+    weights = get_peft_model_state_dict(adapted, adapter_name=TRAINED, save_embedding_layers=False)
     dequantized = copy.deepcopy(adapted).unload().dequantize()
     config = copy.deepcopy(adapted.peft_config[TRAINED])
     with_adapter = get_peft_model(dequantized, config)

@@ -17,6 +17,8 @@ from tests.support import vllm_stand_in
 from tests.support.raises import raises_for
 from tests.support.vllm_stand_in import StandIn
 
+# The server has the model in a folder, and the adapter names it as the user did.
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's .base_model_name_or_path.")
 MODEL, LENGTH, GROUP, TEXTS = "builtin:tiny-gemma2", 12, 2, ("12+5=", "3+4=")
 LINEARS = ["q_proj", "down_proj"]
 

@@ -99,14 +99,14 @@ def correctness(
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
         return float(bool(claims) and all(_equals(claim, expected, nouns) for claim in claims))
 
-    return score_rows(prompts, completions, answer, score)
+    return score_rows(score, prompts, completions, answer)
 
 
 def score_rows(
+    score: Callable[[str, Reference, Nouns], float | None],
     prompts: Sequence[object],
     completions: Completions,
     answer: Sequence[References],
-    score: Callable[[str, Reference, Nouns], float | None],
 ) -> list[float | None]:
     """Return `score(text, reference, nouns of the prompt)` of every row, the best of several.
 
@@ -184,7 +184,7 @@ def exact(
         said = found[0].strip() if len(found) == 1 else ""
         return float(bool(said) and said in _spellings(reference))
 
-    return score_rows(prompts, completions, answer, score)
+    return score_rows(score, prompts, completions, answer)
 
 
 @add_check(check_answers)
@@ -244,7 +244,7 @@ def closeness(
             bool(numbers) or not references,
             f"closeness: answer must be a number, got {row!r}",
         )
-    return score_rows(prompts, completions, answer, score)
+    return score_rows(score, prompts, completions, answer)
 
 
 @isolated
@@ -301,7 +301,7 @@ def math_verify(
 
     with lock:
         comparison = SymbolicComparison(timeout_s)
-        return score_rows(prompts, completions, answer, score)
+        return score_rows(score, prompts, completions, answer)
 
 
 def _equal_formulas(

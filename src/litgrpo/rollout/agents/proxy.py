@@ -240,11 +240,11 @@ class _HeadReader:
     """Reads a connection, with a limit on the bytes of request line and headers.
 
     Args:
-        file: the connection.
+        stream: the connection.
     """
 
-    def __init__(self, file: Any) -> None:
-        self.file, self.left = file, MAX_HEAD
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.left = stream, MAX_HEAD
 
     def readline(self, size: int) -> bytes:
         """Read a line of the head.
@@ -252,7 +252,7 @@ class _HeadReader:
         Raises:
             ConnectionError: the head is too long.
         """
-        line: bytes = self.file.readline(min(size, self.left + 1))
+        line: bytes = self.stream.readline(min(size, self.left + 1))
         self.left -= len(line)
         if self.left < 0:
             raise ConnectionError(f"the head of a request has more than {MAX_HEAD:,} bytes")
@@ -260,11 +260,11 @@ class _HeadReader:
 
     def read(self, size: int) -> bytes:
         """Read bytes of a body."""
-        return bytes(self.file.read(size))
+        return bytes(self.stream.read(size))
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        self.stream.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
