@@ -84,10 +84,10 @@ PROBES = [
     ),
     said_by_terminal("{{ prompt }}"),
     said_by_terminal("Q: {{ prompt }}"),
-    said_by_terminal("Question: {{ prompt }}\\nAnswer:"),
+    said_by_terminal("Question: {{ prompt }}\\nAnswer:", "a backslash and an n", code=2),
     said_by_terminal("[{{ prompt }}] # yes"),
     said_by_terminal("- {{ prompt }}"),
-    said_by_terminal("5"),
+    said_by_terminal("5", "write `{{ prompt }}`", code=2),
     said_by_terminal("{{ prompt", "template", code=2),
     Probe(
         "clip_low 5",

@@ -503,7 +503,8 @@ def written_out_option(key: str, value: str | None) -> tuple[str, str | None]:
     if has_objects and isinstance(content, dict | list):
         content = with_init_args(content)
         value = json.dumps(content, default=str)
-    if parts[:2] != REWARDS:
+    is_broken = isinstance(content, str) and value[:1] in ("[", "{")  # the parser reports it
+    if parts[:2] != REWARDS or is_broken:
         return key, value
     require(
         len(parts) < len(REWARDS) + 3 or parts[3] not in ("kwargs", "schedule"),
