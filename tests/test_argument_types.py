@@ -117,6 +117,8 @@ def test_every_public_class_with_settings_is_checked():
         ("engine", {"class_path": "ServerEngine"}, "missing a required argument: 'urls'"),
         ("reward_runner", {"timeout_s": 1.0}, "give one of InProcessRunner, ProcessRunner"),
         ("objective", {"class_path": "litgrpo.Sampling"}, "expected Objective"),
+        ("objective", {"advantages": {"scale": "grup"}}, "did you mean 'group'"),
+        ("precision", {"dtype": "bf16"}, "Precision: dtype is 'bf16', expected 'float32' or"),
         ("reward_format", 5, "expected 'text' or 'chat'"),
         ("max_iterations", "all", "expected int or None"),
         ("evaluation", Evaluation, "expected Evaluation"),

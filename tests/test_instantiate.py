@@ -34,6 +34,18 @@ def test_a_path_and_a_class_with_arguments_are_made():
     assert made.call_format == TagFormat(call_tag="calc")
 
 
+def test_arguments_may_be_beside_the_class_and_a_public_class_may_be_named_alone():
+    beside = {"class_path": "Tools", "functions": [CALCULATE], "call_cost": 0.5}
+    below = {"class_path": TOOLS, "init_args": {"functions": [CALCULATE], "call_cost": 0.5}}
+    assert vars(instantiate_environment(beside))["call_cost"] == 0.5
+    assert instantiate_environment(beside).tools == instantiate_environment(below).tools
+
+
+def test_a_function_is_no_environment():
+    with pytest.raises(ValueError, match=r"math\.sqrt is not a class"):
+        instantiate_environment("math.sqrt")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

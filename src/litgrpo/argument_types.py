@@ -93,8 +93,38 @@ def _wrap_checks(constructor: Any, declared: Any, others: Sequence[str]) -> Any:
                 default = default_of(declared, name, parameters[name].default)
                 bound.arguments[name] = convert(f"{owner}: {name}", value, hints[name], default)
         constructor(*bound.args, **bound.kwargs)
+        for name, value in list(bound.arguments.items())[1:]:  # after the class's own checks
+            if name not in others and name in hints:
+                check_choice(f"{owner}: {name}", value, hints[name])
 
     return __init__
+
+
+def check_choice(where: str, value: Any, hint: Any) -> None:
+    """Reject a text that is none of the names that a type lists.
+
+    Args:
+        where: class and argument, for messages.
+        value: the argument.
+        hint: its type.
+
+    Raises:
+        WrongType: with the names.
+
+    Example:
+        >>> check_choice("Normalized: scale", "grup", typing.Literal["group", "none"])
+        Traceback (most recent call last):
+        ...
+        litgrpo.argument_types.WrongType: Normalized: scale is 'grup', expected 'group' or 'none' \
+(did you mean 'group'?)
+    """
+    kinds = members(hint)
+    lists = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal]
+    names = [str(name) for names in lists for name in names]
+    if names and isinstance(value, str) and str not in kinds and value not in names:
+        raise WrongType(
+            f"{where} is {value!r:.60}, expected {describe_type(hint)}{did_you_mean(value, names)}"
+        )
 
 
 def default_of(declared: Any, name: str, default: Any) -> Any:

@@ -8,7 +8,10 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from litgrpo import PUBLIC
 from litgrpo.arguments import did_you_mean, import_by_path, require
+
+OBJECT_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
 def instantiate_environment(given: Any) -> Any:
@@ -30,7 +33,7 @@ def instantiate_environment(given: Any) -> Any:
         4
     """
     if isinstance(given, str):
-        return import_by_path(given)()
+        given = {"class_path": given}
     if isinstance(given, Namespace | list | Mapping):
         require(
             "class_path" in given,
@@ -76,8 +79,11 @@ def instantiate_class(given: Any, role: str) -> Any:
     settings = given.as_dict() if isinstance(given, Namespace) else given
     if not (isinstance(settings, Mapping) and "class_path" in settings):
         return given
-    path, arguments = settings["class_path"], settings.get("init_args") or {}
-    kind = import_by_path(path)
+    path = str(settings["class_path"])
+    arguments = {name: each for name, each in settings.items() if name not in OBJECT_KEYS}
+    arguments |= settings.get("init_args") or {}
+    kind = import_by_path(f"{PUBLIC[path]}.{path}" if path in PUBLIC else path)
+    require(inspect.isclass(kind), f"{role} {path} is not a class, but {kind!r:.80}")
     known = list(inspect.signature(kind).parameters)
     unknown = [key for key in arguments if key not in known]
     if unknown:

@@ -254,6 +254,27 @@ def test_null_and_booleans_that_an_option_takes_are_not_blamed_for_another_mista
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.rewards", "null"], "missing: model.rewards"),
+        (["--model.pretrained", "null"], "missing: model.pretrained"),
+        (["--model.group_size", ""], "model.group_size is '', expected int"),
+        (["--model.engine", ""], "model.engine: unknown class ''"),
+        (["--model.rewards", "[a.b"], "model.rewards is not valid YAML"),
+        (["--trainer.devices", "x"], "trainer.devices is 'x'"),
+        (["--model.environment", "math.sqrt"], "math.sqrt is not a class"),
+        (["--data.train", "{a: {b: 1}}"], "column 'b' is 1, expected a list of values"),
+        (["-c", "list.yaml"], "init_args is [1], expected {name: value}"),
+    ],
+)
+def test_what_is_empty_or_of_another_shape_is_one_line(words, said, cli, tmp_path):
+    Path(tmp_path, "list.yaml").write_text("model: {init_args: [1]}\n")
+    words = [str(tmp_path / word) if word == "list.yaml" else word for word in words]
+    run = ("fit", "-c", "quickstart", "--run_dir", str(tmp_path / "run"))
+    assert said in error_of(cli, *run, *words)
+
+
+@pytest.mark.parametrize(
     "valid",
     [
         ("data.chat", "false"),

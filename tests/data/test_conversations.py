@@ -229,6 +229,9 @@ def test_marks_that_say_train_change_nothing():
         ),
         ({"skip": 1}, ("'skip'",)),
         ({"images": ["a.png"]}, ("'images'",)),
+        ({"content": [{"type": "text", "text": "yo", "train": False}]}, ("'train'", "weight: 0")),
+        ({"content": [{"text": "yo", "masked": True}]}, ("'masked'", "weight: 0")),
+        ({"metadata": {"weight": 0}}, ("metadata", "weight")),
     ],
     ids=str,
 )

@@ -130,6 +130,8 @@ def test_a_template_that_is_not_jinja_is_refused():
         "{# {{ prompt }} #}Q:",
         "{% for n in range(3) %}{{ n }}{% endfor %}",
         "Level {{ level }}: {prompt}",
+        "Level {{ level }}: $prompt",
+        "Level {{ level }}: <prompt>",
     ],
 )
 def test_a_template_that_reads_no_field_is_refused(written):

@@ -140,6 +140,9 @@ anything but 5|all but 5|approximately half of 5|5 fold|5-fold|fivefold 5|5 shor
 5 too many|5 point five|zero point 5|twenty 5|some 5 odd|5 = x|5^|5\u2030|\u22485x|5\u2460|5a
 #5b|v5|5 G|5 k|5, or more|5 maybe more|5 less|Twice 5|5 Or More|5 DOZEN|**twice** 5
 half of the 5|two thirds of about 5|\u221b5|\u00b15|5\u00b11|5@|5 percent or more
+!=5|x != 5|=/=5|x^2 = 5|-x = 5|log x = 5|sqrt(x) = 5|x mod 7 = 5|double = 5|half: 5|twice that is 5
+five hundred: 5|minus: 5|(-)5|\u20145|the wrong number is 5|I doubt it is 5|5 is wrong|5 is too low
+5 is half|5 is less than it|5 - no|5? no|5. Wait, six|5 in total or six|5 instead of six|5C2|5 log
 """.strip()
     .replace("\n", "|")
     .split("|")
@@ -170,6 +173,26 @@ Janet makes $5 every day|exactly 5|5 pairs of socks|5 L|She needs $5 more to buy
 @pytest.mark.parametrize("text", STATEMENTS)
 def test_the_words_of_an_answer_may_stand_beside_its_number(text: str) -> None:
     assert parse_number(text) == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("Wie viele \u00c4pfel hat Anna?", "5 \u00c4pfel"),
+        ("Combien de be\u0301be\u0301s?", "5 b\u00e9b\u00e9s"),
+        (
+            "\u0421\u043a\u043e\u043b\u044c\u043a\u043e \u044f\u0431\u043b\u043e\u043a?",
+            "5 \u044f\u0431\u043b\u043e\u043a",
+        ),
+        ("?", "5 \U0001f34e"),
+        ("?", "\U0001f449 5"),
+        ("?", "Total cost (in dollars) = 5"),
+        ("?", "5 is the answer"),
+        ("?", "5 feet^2"),
+    ],
+)
+def test_words_of_all_scripts_pictures_and_names_may_stand_beside_a_number(prompt, text) -> None:
+    assert parse_number(text, find_nouns(prompt)) == 5
 
 
 def test_what_a_prompt_asks_for_may_follow_the_number_but_no_number_word() -> None:

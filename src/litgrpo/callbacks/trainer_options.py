@@ -6,6 +6,7 @@ every row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -137,6 +138,7 @@ REJECTED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: "LearningRateFinder",
     BatchSizeFinder: "BatchSizeFinder",
 }
+DEVICES = re.compile(r"-1|[1-9]\d*|\[?\d+(?:, ?\d+)*,?\]?")
 # Lower-case parts of the names of strategies that shard weights.
 SHARDING = ("fsdp", "modelparallel", "deepspeed")
 
@@ -173,7 +175,12 @@ def check_trainer_options(given: Mapping[str, Any], module: Any) -> None:
             _reject(name, given[name])
     accelerator = given.get("accelerator", "auto")
     is_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-    if str(given.get("devices")) == "-1" and is_cpu:
+    devices = str(given.get("devices", "auto"))
+    require(
+        devices == "auto" or DEVICES.fullmatch(devices) is not None,
+        f"trainer.devices is {devices!r}; it must be auto, a number, or a list of numbers.",
+    )
+    if devices == "-1" and is_cpu:
         raise ValueError(
             "trainer.devices is -1, which is not supported on CPU: set the number of processes."
         )

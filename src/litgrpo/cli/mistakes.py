@@ -142,6 +142,8 @@ def read_text(option: Option, value: Any) -> tuple[Any, str]:
     takes_text = is_text(option.hint) or is_list_of_texts(option.hint)
     if takes_text or not isinstance(value, str):
         return value, ""
+    if value == "":  # YAML reads null
+        return value, ""
     if value[:1] not in ("{", "["):
         scalar = read_value(value)
         # A text that the type allows, such as `none` of several names, stays one.
@@ -181,7 +183,8 @@ def mistake_in_object(
         if found:
             return found
     required = {name: each.key for name, each in known_options.items() if each.default is UNSET}
-    missing = [key for name, key in required.items() if name not in value]
+    given = {name: read_text(known_options[name], value.get(name))[0] for name in required}
+    missing = [key for name, key in required.items() if given[name] in (None, "null")]
     # A factory, such as of an optimizer, gets its required arguments later.
     if missing and "dict_kwargs" not in value and not callable_hint(option.hint):
         hint = "; give a recipe, such as -c quickstart" if option.key == "model" else ""

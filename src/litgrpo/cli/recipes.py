@@ -406,8 +406,8 @@ def with_init_args(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     inner = {key: with_init_args(value) for key, value in node.items()}
-    if not isinstance(inner.get("init_args", {}), dict | None):
-        return inner  # the parser reports it
+    given = inner.get("init_args")
+    require(isinstance(given, dict | None), f"init_args is {given!r:.60}, expected {{name: value}}")
     below = inner.pop("init_args", None) or {}
     beside = {key: value for key, value in inner.items() if key not in OBJECT_KEYS}
     twice = [str(key) for key in beside if key in below]

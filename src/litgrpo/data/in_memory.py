@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from io import IOBase
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ def rows_of_columns(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         >>> rows_of_columns({"prompt": ["a", "b"], "answer": [1, 2]})
         [{'prompt': 'a', 'answer': 1}, {'prompt': 'b', 'answer': 2}]
     """
+    for name, values in given.items():
+        require(
+            isinstance(values, Sized) and not isinstance(values, str | Mapping),
+            f"column {name!r} is {values!r:.60}, expected a list of values",
+        )
     lengths = {str(name): len(values) for name, values in given.items()}
     listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
     require(

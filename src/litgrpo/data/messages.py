@@ -26,6 +26,7 @@ ROLES = {
     "function_response": "tool",
 }
 TEXT_PARTS = {"text", "input_text", "output_text"}
+PART_FIELDS = {"type", "text", "annotations", "cache_control", "citations", "index", "logprobs"}
 # Fields that say with 0 or 1 whether a message is trained on: `weight` of OpenAI and Mistral,
 # `train` and `training` of axolotl, `loss` of ms-swift, `loss_mask` and `trainable` of verl.
 TRAINED = {
@@ -236,6 +237,14 @@ def check_fields(messages: Messages, place: str, template: Any = "") -> None:
         ValueError: a field may change what is meant, and nothing reads it.
     """
     for message in messages:
+        for name in ("meta", "metadata"):
+            about = message.get(name)
+            marks = {MASKED, *TRAINED} & about.keys() if isinstance(about, Mapping) else set()
+            require(
+                not marks,
+                f"{place}: {name} of a message has {', '.join(sorted(marks))}, which litgrpo reads "
+                "beside the content only: write it there, or leave it out",
+            )
         for name in sorted(message.keys() - HARMLESS - {"role", "content", "weight"}):
             is_empty = message[name] in ("", [], {})
             require(
@@ -263,6 +272,12 @@ def _read_content(content: Any, place: str) -> str:
             kind in TEXT_PARTS and isinstance(text, str),
             f"{place}: content has a part of type {kind!r} ({dict(part)!r:.60}); litgrpo reads "
             "texts only",
+        )
+        unread = sorted(name for name in part.keys() - PART_FIELDS if part[name] is not None)
+        require(
+            not unread,
+            f"{place}: a part of the content has the field {', '.join(unread[:1])!r}, which is not "
+            "read: leave it out; `weight: 0` excludes a whole message from training",
         )
         texts.append(str(text))
     return "".join(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -139,7 +140,8 @@ class TextTemplate:
         if self.source is None:
             return
         # A template of another language, `{prompt}` or `$prompt`, is a constant in Jinja.
-        unread = self.field not in self.variables and f"{{{self.field}}}" in self.source
+        written = re.search(rf"[{{$<\[(]{{1,2}}{self.field}\b", self.source)
+        unread = self.field not in self.variables and written is not None
         if unread or not self.variables:
             raise ValueError(
                 f"{self.option} is {self.source!r:.60}, in which no variable is the row's "

@@ -6,6 +6,7 @@ Pure Python and linear time: no function here can be made slow by what a policy 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Container, Mapping, Sequence, Sized
 from fractions import Fraction
 from itertools import islice, pairwise
@@ -13,6 +14,8 @@ from typing import Any
 
 from litgrpo.text.normalization import fold, normalize
 from litgrpo.text.number_words import (
+    BEHIND_IS,
+    CHANGES_BEFORE,
     ENDS_BEFORE,
     ENDS_BEHIND,
     ENDS_BEHIND_A_UNIT,
@@ -44,8 +47,8 @@ LATEX_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|([0-9]
 POWER_OF_TEN = re.compile(
     r"( ?[*xX] ?|(?<![\w.,^*]))10 ?(?:\^|\*\*) ?([+-]?[0-9]{1,3})(?!\w|\.[0-9])"
 )
-# The 2 of "72 m2" is not a number, but that of "7e2" is.
-UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])(?<![0-9.][eE])\^?[23](?![0-9])")
+# The 2 of "72 m2" or "feet^2" is not a number, but that of "7e2", "5C2" or "x^2" is.
+UNIT_EXPONENT = re.compile(r"(?<=[dhimnst])\^?[23](?![0-9])")
 # Text around a number that makes it another claim: "x > 5", "at least 5", "5i", "5x", "5 < x".
 ARROW_OR_TAG = re.compile(r"[-=]{1,3}>|</?[A-Za-z]{1,10}>")
 COMPARISON = "<>\u2264\u2265\u2260"
@@ -64,6 +67,7 @@ OPERATION_BEFORE = re.compile(
 OPERATION_AFTER = re.compile(r" ?(?:[-+*] ?(?:[b-hj-zB-HJ-Z](?!\w)|[aAiI](?! ?\w))|/ ?[xyz](?!\w))")
 LATEX_COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 WORD = re.compile(r"[A-Za-z]+")
+NOUN = re.compile(r"[^\W\d_]+")
 SIGN_WORD = re.compile(r"\b(?:minus|negative)[ $(*_`]*$", re.IGNORECASE)
 SPACED_SIGN = re.compile(r" ?([^\w ]) ?")
 SPACES = re.compile(r"\s+")
@@ -79,6 +83,14 @@ LAYOUT = {
     *("fbox", "displaystyle", "approx", "quad", "qquad", "circ", "degree", "pounds", "euro"),
 }
 NEGATION = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n't\b", re.IGNORECASE)
+# Behind a number: "5 is wrong", "5 in total or six", "5. Wait, six", "5 - no".
+DENIAL = re.compile(r"\b(?:wrong|incorrect|false|instead|or)\b", re.IGNORECASE)
+CORRECTION = re.compile(r"[-.,;:!?\u2014] ?(?:no|wait|actually|sorry|hmm)\b", re.IGNORECASE)
+CLAUSE_END = re.compile(r"[.,;!?] ")
+SENTENCE_END = re.compile(r"[.;!?](?: |$)")
+# The left side of an equation that is no name: "x^2 = 5", "-x = 5", "sqrt(x) = 5", "x != 5".
+EXPRESSION = re.compile(r"[!/<>^|+%]|\w\(|(?<!\w)- ?\w")
+ODD_SIGN = re.compile(r"^\u2014 ?$|\( ?- ?\)[ $(]*$")  # a dash alone, a minus in brackets
 
 # LaTeX for characters that numbers are written with.
 SYMBOLS = (("{,}", ","), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\times", "*"), ("\\cdot", "*"))
@@ -111,8 +123,8 @@ def prompt_text_of(prompt: str | Sequence[Message]) -> str:
 def list_answers(answer: object) -> list[Any]:
     """Return the accepted reference answers of a row; [] if the row has no answer.
 
-    None, NaN, a blank text, and an empty list or mapping are no answer, alone and in a list of
-    several.
+    None, NaN, a blank text, one whose marked answer is empty (`#### `), and an empty list or
+    mapping are no answer, alone and in a list of several.
 
     Example:
         >>> list_answers("7"), list_answers(["7", "", "seven"]), list_answers(" ")
@@ -124,7 +136,8 @@ def list_answers(answer: object) -> list[Any]:
 
 def _is_answer(one: object) -> bool:
     if isinstance(one, str):
-        return bool(normalize(one).strip())
+        marked = extract_answer(one)
+        return bool(normalize(one if marked is None else marked).strip())
     if isinstance(one, Sized):
         return len(one) > 0
     return one is not None and bool(one == one)  # noqa: PLR0124 (NaN and NaT differ from themselves)
@@ -246,7 +259,7 @@ def parse_number(text: str, nouns: Container[str] = ()) -> Fraction | None:
     sign = _sign(before)
     if size is None or sign is None or _is_another_claim(before, after):
         return None
-    if NEGATION.search(before + after[:20]):
+    if NEGATION.search(before + after[:20]) or _is_denied(before, after):
         return None
     has_price = before.rstrip(" (*_")[-1:] in CURRENCY
     if not (
@@ -267,15 +280,31 @@ def _is_another_claim(before: str, after: str) -> bool:
     return bool(factorial or compared or part or product)
 
 
+def _is_denied(before: str, after: str) -> bool:
+    """Return True if the clause around a number makes another one of it, or denies it."""
+    clause = SIGN_WORD.sub("", CLAUSE_END.split(before)[-1])
+    if not CHANGES_BEFORE.isdisjoint(map(str.casefold, WORD.findall(clause))):
+        return True
+    left, equals, _ = clause.rpartition("=")
+    if ODD_SIGN.search(before) or (equals and EXPRESSION.search(left.rstrip("= "))):
+        return True
+    sentence = SENTENCE_END.split(after[:NEARBY])[0]
+    return bool(DENIAL.search(sentence) or CORRECTION.search(after[:NEARBY]))
+
+
 def _may_precede(before: str) -> bool:
     """Return True if a number behind this text is the number that the text states."""
     for token in reversed(TOKEN.findall(SIGN_WORD.sub("", before[-NEARBY:]))):
         word = token.casefold()
         if word in MARKS_END_BEFORE:
             return True
-        if word not in MARKS_THROUGH_BEFORE and word not in THROUGH_BEFORE:
+        if not (word in MARKS_THROUGH_BEFORE or word in THROUGH_BEFORE or _is_picture(word)):
             return word in ENDS_BEFORE
     return True
+
+
+def _is_picture(token: str) -> bool:
+    return unicodedata.category(token[0]) == "So"
 
 
 def _may_follow(after: str, nouns: Container[str], has_unit: bool) -> bool:
@@ -283,19 +312,20 @@ def _may_follow(after: str, nouns: Container[str], has_unit: bool) -> bool:
     if after.startswith(" - "):
         return True
     wants_unit = after[:1].isalpha()  # 5km, but not 5a
-    for token in TOKEN.findall(after[:NEARBY]):
+    for token, following in pairwise([*TOKEN.findall(after[:NEARBY]), ""]):
         word = token.casefold()
-        if has_unit and (word in ENDS_BEHIND or word in ENDS_BEHIND_A_UNIT):
+        ends = word in ENDS_BEHIND and (word != "is" or following.casefold() in BEHIND_IS)
+        if has_unit and (ends or word in ENDS_BEHIND_A_UNIT):
             return True
         if token in UNITS or (len(word) > 1 and _is_noun(word, nouns)):
             has_unit, wants_unit = True, False
         elif wants_unit:
             return False
-        elif word in MARKS_END_BEHIND or word in ENDS_BEHIND:
+        elif word in MARKS_END_BEHIND or ends:
             return True
         elif word in ("/", "-"):
             wants_unit = True  # 5/h, 5-hour
-        elif word not in MARKS_THROUGH_BEHIND and word not in THROUGH_BEHIND:
+        elif not (word in MARKS_THROUGH_BEHIND or word in THROUGH_BEHIND or _is_picture(word)):
             return False
     return not wants_unit
 
@@ -315,7 +345,7 @@ def find_nouns(prompt: object) -> frozenset[str]:
     """
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         prompt = " ".join(str(message.get("content")) for message in prompt)
-    words = {word.lower() for word in WORD.findall(str(prompt)[:MAX_PROMPT])}
+    words = {word.casefold() for word in NOUN.findall(normalize(str(prompt)[:MAX_PROMPT]))}
     return frozenset(word for word in words - NEVER_UNITS if len(word) > 2)  # noqa: PLR2004
 
 

@@ -56,6 +56,16 @@ ENDS_BEFORE = _words(
 )
 MARKS_END_BEFORE = frozenset("!),.:;=?]}\u2014\u2022\u2192\u21d2\u2234\u2705")
 
+# In the clause of the number these make another one of it, or deny it: "half: 5", "the wrong answer
+# is 5".
+CHANGES_BEFORE = _words(
+    """
+    almost billion cosine cubed double doubled doubt dozen factorial false half halved hundred
+    incorrect log million minus mod modulo nearly negative root sine sqrt squared thousand thrice
+    triple tripled twice unlikely wrong
+    """
+)
+
 # --- behind the number ---
 
 # Units and things, in the singular; single letters in the case in which they are units.
@@ -72,7 +82,7 @@ UNITS = UNIT_MARKS | _words(
     girl glass goal goat gram green group guest h hat hectare hen hour house hr hz in inch
     individual inr item jar juice kb kg kgs kid kilo kilogram kilometer kilometre kilowatt km
     kmh knot kph kw kwh l lap large lb lbs leaf leaves leg lemon letter level line liter litre
-    loaf loaves log m male man marble mark match mb meal member men message meter metre mg mi
+    loaf loaves m male man marble mark match mb meal member men message meter metre mg mi
     mile milligram milliliter millimeter millisecond min minute ml mm money month movie mph ms
     muffin nd necklace nickel night notebook nut orange ounce oz pack package packet page
     painting pair pancake parent part passenger pen pence pencil penny people percent percentage
@@ -94,10 +104,12 @@ THROUGH_BEHIND = _words(
     """
 )
 MARKS_THROUGH_BEHIND = frozenset("\"'()*,:]_`}")
+# "5 is the answer", but not "5 is half".
+BEHIND_IS = _words("a correct her his how its my our right the their true what your")
 # What stands behind these words does not matter.
 ENDS_BEHIND = _words(
     """
-    all altogether apart are because currently daily deep for here high hourly in instead is
+    all altogether apart are because currently daily deep for here high hourly in is
     left long monthly now old on overall remain remaining remains since so tall that today
     together tomorrow total was weekly were when which wide yearly yesterday
     """

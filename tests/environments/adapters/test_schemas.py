@@ -83,6 +83,7 @@ def test_a_schema_reads_no_file_and_no_address(secret, name):
     assert requests == []
 
 
+DRAFT_3 = "http://json-schema.org/draft-03/schema#"
 MALFORMED = {
     "unknown type": of_a({"type": "flt"}),
     "itself": of_a({"$ref": "#/properties/a"}),
@@ -95,8 +96,10 @@ MALFORMED = {
     "nothing": of_a({"$ref": "#/$defs/x"}),
     "a number as reference": of_a({"$ref": 3}),
     "zero": of_a({"multipleOf": 0}),
-    "broken pattern": of_a({"pattern": "("}),
-    "broken pattern of names": {"patternProperties": {"(": {}}},
+    "a schema as type": of_a({"type": [{"$ref": "http://127.0.0.1:9/x"}]}),
+    "a schema as type in draft 3": of_a({"type": [{"pattern": "(a+)+$"}]}, **{"$schema": DRAFT_3}),
+    "a text at the top": {"type": "string"},
+    "no properties": {"properties": None},
     "negative length": of_a({"minLength": -1}),
     "a text as limit": of_a({"minimum": "1"}),
     "no list": of_a({}, required="a"),
@@ -189,3 +192,11 @@ def test_policies_see_the_schema_as_the_server_wrote_it():
     schema = of_a({"$ref": "#/$defs/n", "pattern": "^a"}, **{"$defs": {"n": {"type": "string"}}})
     shown = schema_of("f", "Do\n it.", json.loads(json.dumps(schema)))["function"]
     assert shown == {"name": "f", "description": "Do it.", "parameters": schema}
+
+
+def test_a_pattern_in_another_dialect_is_left_to_the_server_and_explanations_are_short():
+    assert fits(of_a({"pattern": "^\\p{L}+$"}), {"a": "x"})
+    tool = SchemaTool(
+        "f", no_connection, {"function": {"parameters": of_a({"enum": [*range(30_000)]})}}
+    )
+    assert 0 < len(tool.mismatch({"a": -1})) < 1_100

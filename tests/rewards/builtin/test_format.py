@@ -162,3 +162,9 @@ def test_lists_and_objects_are_compared_part_by_part():
 def test_an_answer_that_is_no_object_is_refused(answer):
     with raises_for("json_fields", "answer"):
         score("{}", answer)
+
+
+def test_names_of_fields_are_compared_in_one_spelling() -> None:
+    assert json_fields(
+        [None], ['{"cafe\u0301": {"\u00e9": 1}}'], [{"caf\u00e9": {"e\u0301": 1}}]
+    ) == [1.0]

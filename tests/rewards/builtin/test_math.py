@@ -134,6 +134,8 @@ def test_a_worked_solution_with_an_empty_answer_has_none() -> None:
         assert judge(tag(""), gold) is None
         assert judge(tag("72"), gold) is None
     assert judge(tag("72"), ["####", "72"]) == 1.0
+    for reward in (exact, closeness, f1, json_fields):
+        assert reward(["?"], ["72"], ["#### "]) == [None], reward
 
 
 def test_chat_messages_are_judged_like_text() -> None:

@@ -14,6 +14,7 @@ from litgrpo.environments.adapters.schemas import validator_for
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import EpisodeError, Tool
 
+MAX_MISMATCH = 1_000  # characters of an explanation, which may quote the schema
 ACTION = "action"  # name under which turns are counted as tool calls
 
 
@@ -105,10 +106,11 @@ class SchemaTool(Tool):
             wrong = best_match(validator.iter_errors(dict(given)))
         except Exception as error:  # the schema is a server's: any exception may come out
             return f"the tool's schema cannot be used: {summarize_error(error)}"
+        message = f"{wrong.message:.{MAX_MISMATCH}}" if wrong is not None else ""
         if wrong is None:
             return ""
         place = ".".join(map(str, wrong.absolute_path))
-        return f"'{place}': {wrong.message}" if place else str(wrong.message)
+        return f"'{place}': {message}" if place else message
 
 
 def no_connection(**arguments: Any) -> str:
@@ -135,6 +137,8 @@ def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] 
     says = " ".join((description or name).split())
     try:
         given = {"type": "object", "properties": {}, **(parameters or {})}
+        if given["type"] != "object" or not isinstance(given["properties"], Mapping):
+            raise ValueError("it is not the schema of an object with named properties")
         validator_for(json.dumps(given, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -95,9 +93,10 @@ class _Copy:
         require(isinstance(schema, Mapping), f"{schema!r:.60} is not a schema")
         for name in ELSEWHERE:
             require(name not in schema, f"{name} ({schema.get(name)!r:.60}) is not allowed")
-        with warnings.catch_warnings(action="ignore"):
-            for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
-                re.compile(pattern)
+        # In the drafts before the fourth, `type` may hold schemas.
+        kinds = schema.get("type", "object")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        require(all(isinstance(kind, str) for kind in kinds), f"type is {kinds!r:.60}")
         exact = not any(name in schema for name in FOR_SERVER)
         copy = {name: schema[name] for name in VALUES if name in schema}
         for name in PARTS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.text.answers import Completions, list_answers, text_of
-from litgrpo.text.normalization import fold
+from litgrpo.text.normalization import fold, normalize
 
 
 def reasoning_answer(
@@ -184,10 +184,15 @@ def _reject_constant(constant: str) -> None:
 def _field_share(
     found: Mapping[str, Any], reference: Mapping[str, Any], require_same_fields: bool
 ) -> float:
+    found, reference = _normalize_names(found), _normalize_names(reference)
     if require_same_fields and found.keys() != reference.keys():
         return 0.0
     correct = [name for name in reference if name in found and _equal(found[name], reference[name])]
     return len(correct) / len(found.keys() | reference.keys())
+
+
+def _normalize_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {normalize(name): value for name, value in fields.items()}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -201,6 +206,7 @@ def _equal(one: Any, other: Any) -> bool:
         case list(), list():
             return len(one) == len(other) and all(map(_equal, one, other))
         case dict(), dict():
+            one, other = _normalize_names(one), _normalize_names(other)
             return one.keys() == other.keys() and all(_equal(one[n], other[n]) for n in one)
         case _:
             return bool(one == other)
