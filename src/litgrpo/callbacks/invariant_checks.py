@@ -36,6 +36,7 @@ class InvariantChecks(Callback):
     """
 
     batch_class: ClassVar[type[Any]] = PromptBatch
+    checked: ClassVar[str] = "sampling, training and reference agree"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the checks, and log each with its error.
@@ -52,7 +53,7 @@ class InvariantChecks(Callback):
             )
             return
         # With a large model, or on a busy machine, the checks take minutes.
-        rank_zero_info("Checking that sampling, training and reference agree ...")
+        rank_zero_info(f"Checking that {self.checked} ...")
         started = time.perf_counter()
         with isolate_rng(include_cuda=module.device.type != "cpu"):
             batch: Any = first_batch(trainer)
@@ -84,6 +85,7 @@ class TargetChecks(InvariantChecks):
     """
 
     batch_class = PairBatch
+    checked = "targets have the log-probabilities of a plain forward pass"
 
     def measure(self, module: Any, batch: Any) -> list[CheckResult]:
         """Measure it on a few short rows of the first batch."""
