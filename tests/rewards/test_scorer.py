@@ -326,10 +326,6 @@ def test_only_rewards_behind_open_gates_are_compared() -> None:
     [
         (Reward(size, gate="rigth"), "gate of reward 'b' is 'rigth' .did you mean 'right'"),
         (Reward(size, gate="b"), "must name another reward: right"),
-        (
-            Reward(size, normalize="std"),
-            "normalize of reward 'b' is 'std'; it must be one of: none, group, batch",
-        ),  # type: ignore[arg-type]
         (Reward(size, schedule={-1: 1.0}), "schedule of reward 'b' must map iterations"),
         (Reward(size, schedule={0: float("nan")}), "got 0: nan"),
     ],

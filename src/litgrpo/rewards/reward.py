@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import did_you_mean, import_by_path, one_of, require
+from litgrpo.arguments import did_you_mean, import_by_path, require
 from litgrpo.types import RewardTable
 
 
@@ -278,7 +278,6 @@ def _check_shaping(name: str, reward: Reward, rewards: Mapping[str, Reward]) -> 
         f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), others)}; "
         + (f"it must name another reward: {', '.join(others)}" if others else NO_OTHER),
     )
-    one_of(f"normalize of reward '{name}'", reward.normalize, get_args(Normalize))
     require(
         gate is None or not rewards[gate].tasks or {*reward.tasks} == {*rewards[gate].tasks},
         f"reward '{name}' is for the tasks {reward.tasks or 'all'}, but its gate '{gate}' for "
