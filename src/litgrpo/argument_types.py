@@ -88,14 +88,15 @@ def _wrap_checks(constructor: Any, declared: Any, others: Sequence[str]) -> Any:
         except TypeError as error:  # a required argument is missing, or there are too many
             raise WrongType(f"{owner}: {error}") from error
         hints = argument_hints(declared)
-        for name, value in list(bound.arguments.items())[1:]:
-            if name not in others and name in hints:
-                default = default_of(declared, name, parameters[name].default)
-                bound.arguments[name] = convert(f"{owner}: {name}", value, hints[name], default)
+        checked = [name for name in bound.arguments if name in hints and name not in others]
+        for name in checked:
+            value, hint = bound.arguments[name], hints[name]
+            if not matches(value, hint):
+                default = default_of(declared, parameters[name])
+                bound.arguments[name] = convert(f"{owner}: {name}", value, hint, default)
         constructor(*bound.args, **bound.kwargs)
-        for name, value in list(bound.arguments.items())[1:]:  # after the class's own checks
-            if name not in others and name in hints:
-                check_choice(f"{owner}: {name}", value, hints[name])
+        for name in checked:  # after the class's own checks
+            check_choice(f"{owner}: {name}", bound.arguments[name], hints[name])
 
     return __init__
 
@@ -127,11 +128,11 @@ def check_choice(where: str, value: Any, hint: Any) -> None:
         )
 
 
-def default_of(declared: Any, name: str, default: Any) -> Any:
+def default_of(declared: Any, parameter: inspect.Parameter) -> Any:
     """Return the default of an argument, that of a dataclass's factory too."""
-    field = getattr(declared, "__dataclass_fields__", {}).get(name)
+    field = getattr(declared, "__dataclass_fields__", {}).get(parameter.name)
     if field is None or field.default_factory is dataclasses.MISSING:
-        return default
+        return parameter.default
     return field.default_factory()
 
 
@@ -228,13 +229,12 @@ def _construct(
     settings: dict[str, Any] = {"class_path": value} if isinstance(value, str) else dict(value)
     settings.update(settings.pop("init_args", None) or {})
     named = settings.pop("class_path", None)
-    known = sorted({one.__name__ for kind in kinds for one in subclasses(kind)})
     try:
         kind = find_class(str(named), kinds) if named else default_class(default, kinds)
     except ValueError as error:
         raise WrongType(f"{where} is {_shorten(value)}: {error}") from error
     if inspect.isabstract(kind):
-        names = ", ".join(known)
+        names = ", ".join(sorted({one.__name__ for base in kinds for one in subclasses(base)}))
         raise WrongType(f"{where} has arguments but no class_path: give one of {names}")
     if not (inspect.isclass(kind) and issubclass(kind, tuple(kinds))):
         raise WrongType(f"{where} is {named}, expected {describe_type(hint)}{_suggest(hint)}")

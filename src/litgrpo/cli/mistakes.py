@@ -20,6 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from litgrpo.argument_types import (
     UNSET,
     classes_in,
+    default_class,
     find_class,
     members,
     nearest,
@@ -163,8 +164,9 @@ def mistake_in_object(
     named = value.get("class_path")
     if named is not None and (found := unknown_class(option, str(named), classes)):
         return found
-    owner = find_class(str(named), classes) if named is not None else default_class(option, classes)
-    is_named = named is not None or isinstance(option.default, owner) or option.default is owner
+    default = option.default
+    owner = default_class(default, classes) if named is None else find_class(str(named), classes)
+    is_named = named is not None or isinstance(default, owner) or default is owner
     if not is_named and (inspect.isabstract(owner) or callable_hint(option.hint)):
         known = ", ".join(sorted(each.__name__ for each in subclasses(owner)))
         return (
@@ -190,12 +192,6 @@ def mistake_in_object(
         hint = "; give a recipe, such as -c quickstart" if option.key == "model" else ""
         return f"{MISSING}{', '.join(missing)} (of {owner.__name__}){hint}"
     return refusal_of(option, owner, value)
-
-
-def default_class(option: Option, classes: Sequence[type]) -> type:
-    """Return the class of an option's default, or the first that its type names."""
-    default = option.default if inspect.isclass(option.default) else type(option.default)
-    return default if any(issubclass(default, each) for each in classes) else classes[0]
 
 
 def refusal_of(option: Option, owner: type, value: Mapping[str, Any]) -> str:
@@ -275,8 +271,9 @@ def suggest_value(option: Option, value: Any) -> str:
     kinds = [get_origin(each) for each in members(option.hint)]
     if {list, tuple, Sequence} & {*kinds} and is_accepted(option.hint, [value]):
         return f"[{as_written(value)}]"
-    owners = [default_class(option, classes) for classes in [classes_in(option.hint)] if classes]
-    for name, inner in (pair for owner in owners for pair in options_of(owner).items()):
+    classes = classes_in(option.hint)
+    below = options_of(default_class(option.default, classes)) if classes else {}
+    for name, inner in below.items():
         plain = not isinstance(value, str) and not classes_in(inner.hint)
         if plain and is_accepted(inner.hint, value) and is_accepted(option.hint, {name: value}):
             return f"{{{name}: {value}}}"
@@ -382,7 +379,7 @@ def find_name(name: str, top: Mapping[str, Option]) -> str:
             inner
             for option in level
             for inner in options_of(
-                default_class(option, classes_in(option.hint)), option.key
+                default_class(option.default, classes_in(option.hint)), option.key
             ).values()
         ]
         matching = [each.key for each in below if each.key.rpartition(".")[2] == name]
