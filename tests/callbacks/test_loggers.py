@@ -1,4 +1,5 @@
 import copy
+import re
 import sqlite3
 import sys
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from litgrpo.callbacks import loggers
 from litgrpo.callbacks.loggers import (
@@ -92,6 +94,28 @@ def test_tensorboard_has_an_overview_definitions_and_hyperparameters(tmp_path):
     assert {"hparams", "custom_scalars", "scalars"} <= kinds
     assert b"model.optimizer.lr" in about["_hparams_/session_start_info"].plugin_data.content
     assert b"val/avg@4" in about["_hparams_/experiment"].plugin_data.content
+
+
+def test_no_chart_of_tensorboards_overview_has_two_lines(tmp_path):
+    """All lines of one run have one color there, so two in a chart could not be told apart."""
+    names = ["reward/mean", "policy/entropy", "completion/len_mean"]
+    names += ["completion/terminated_len_mean", "val/easy/avg@4", "val/hard/avg@4"]
+    names += ["val/easy/greedy", "val/hard/greedy", "val/easy/reward", "val/hard/reward"]
+    board = TensorBoard(str(tmp_path))
+    board.log_metrics(dict.fromkeys(names, 0.5), 0)
+    board.finalize("success")
+    events = EventMultiplexer()
+    events.AddRunsFromDirectory(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors(".", "custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    (overview,) = layout.category
+    lines = [
+        [name for name in names if any(re.match(tag, name) for tag in chart.multiline.tag)]
+        for chart in overview.chart
+    ]
+    assert all(len(names_of_chart) <= 1 for names_of_chart in lines)
+    assert sorted(name for chart in lines for name in chart) == sorted(names)
 
 
 def test_a_run_is_called_as_its_folder_unless_the_recipe_names_it():
