@@ -19,7 +19,6 @@ from litgrpo.data.rendering import TextTemplate
 from litgrpo.data.sources import SourceRow
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import load_policy
-from tests.benchmarks.wordproblems import add_demonstration
 from tests.support.recipes import CONFIGS, read, samples_of, small
 
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -47,13 +46,19 @@ def problems(tmp_path_factory) -> dict[str, str]:
     """Word problems, every second shown with a calculator."""
     folder, files = tmp_path_factory.mktemp("problems"), {}
     for name, first in (("train", 0), ("val", 20)):
-        rows = [
-            {"question": f"{n} and 1?", "answer": str(n + 1), "solution": f"{n} + 1 = {n + 1}"}
-            for n in range(first, first + 20)
-        ]
-        shown = [add_demonstration(row, calls=n % 2 == 0) for n, row in enumerate(rows)]
+        rows = []
+        for n in range(first, first + 20):
+            texts = [f"{n} + 1 = {n + 1}\n#### {n + 1}"]
+            if n % 2 == 0:
+                texts = [f"<call>{n} + 1</call>", f"<res>{n + 1}</res>", f"#### {n + 1}"]
+            completion = [
+                {"role": ("assistant", "user")[turn % 2], "content": text}
+                for turn, text in enumerate(texts)
+            ]
+            row = {"question": f"{n} and 1?", "answer": str(n + 1), "completion": completion}
+            rows.append(json.dumps(row) + "\n")
         files[name] = str(folder / f"{name}.jsonl")
-        Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in shown))
+        Path(files[name]).write_text("".join(rows))
     return files
 
 

@@ -5,13 +5,13 @@
 Three seeds. For each: litgrpo's run; its first completions passed to TRL, whose weights after each
 of those steps are compared with litgrpo's; TRL's own run over the same prompts in the same order,
 whose checkpoints litgrpo evaluates with the same random numbers. `--handed` leaves TRL's own
-run out. `--plot` draws the curves, `--page` puts the tables into a page. What is there already is
-not run again.
+run out. What is in the folder already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -30,8 +30,6 @@ from lightning.pytorch import Callback
 
 from litgrpo.evaluation.intervals import student_t_quantile
 from litgrpo.models.export import export
-from tests.benchmarks.plan import write
-from tests.benchmarks.seeds import curve, read_samples
 
 ROOT = Path(__file__).parents[2]
 HANDED = 3  # iterations whose completions TRL learns, too
@@ -68,17 +66,17 @@ class Recorder(Callback):
         wall, cpu = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
         self.steps.append({"step_s": wall, "cpu_s": cpu})
         rollout = outputs["rollout"]
-        asked = rollout.prompts
-        ids = rows_of(asked.prompt_ids, asked.prompt_mask)
-        for place, prompt in enumerate(asked.prompts):
-            columns = {name: values[place] for name, values in asked.columns.items()}
+        batch = rollout.prompts
+        ids = rows_of(batch.prompt_ids, batch.prompt_mask)
+        for place, prompt in enumerate(batch.prompts):
+            columns = {name: values[place] for name, values in batch.columns.items()}
             self.prompts.append({"prompt": prompt, "ids": ids[place], "columns": columns})
         if pl_module.iteration <= HANDED:
-            said = rows_of(rollout.completion_ids, rollout.completion_mask)
-            every_row = [each for each in ids for _ in range(rollout.group_size)]
-            self.handed.append({"prompt_ids": every_row, "completion_ids": said})
-            weights = dict(pl_module.policy.bare_model.named_parameters())
-            weights = {name: each.detach().clone() for name, each in weights.items()}
+            completions = rows_of(rollout.completion_ids, rollout.completion_mask)
+            prompts = [row for row in ids for _ in range(rollout.group_size)]
+            self.handed.append({"prompt_ids": prompts, "completion_ids": completions})
+            parameters = pl_module.policy.bare_model.named_parameters()
+            weights = {name: weight.detach().clone() for name, weight in parameters}
             torch.save(weights, self.folder / f"weights {pl_module.iteration}.pt")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -113,7 +111,7 @@ class Recorder(Callback):
 
 def rows_of(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     """The tokens of each row without its padding."""
-    return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+    return [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -156,16 +154,8 @@ class Pair:
     def run(self) -> None:
         """Train both, and evaluate TRL's checkpoints."""
         if not (self.litgrpo / "settings.json").exists():
-            words = [
-                "fit",
-                "-c",
-                self.recipe,
-                "--run_dir",
-                str(self.litgrpo),
-                "--overwrite",
-                "true",
-            ]
-            words += ["--seed_everything", str(self.seed), *self.further]
+            words = ["fit", "-c", self.recipe, "--run_dir", str(self.litgrpo)]
+            words += ["--overwrite", "true", "--seed_everything", str(self.seed), *self.further]
             words += ["--trainer.val_check_interval", str(self.every)]
             words += ["--trainer.callbacks+=tests.benchmarks.parity.Recorder"]
             words += [f"--trainer.callbacks.folder={self.litgrpo}"]
@@ -174,10 +164,10 @@ class Pair:
         runs = {self.handed: ["--handed"]}
         if not self.only_handed:
             runs[self.theirs] = []
-        for folder, more in runs.items():
+        for folder, options in runs.items():
             if not (folder / "steps.json").exists():
                 module = "tests.benchmarks.trl_parity"
-                call_program(self.baseline, "-m", module, str(self.litgrpo), str(folder), *more)
+                call_program(self.baseline, "-m", module, str(self.litgrpo), str(folder), *options)
         for checkpoint in self.checkpoints():
             folder = checkpoint / "evaluated"
             if not (folder / "validate.json").exists():
@@ -191,46 +181,41 @@ class Pair:
 
     def differences(self) -> list[tuple[float, float]]:
         """Return each shared step's weight distance, relative to the norm and to the update."""
-        start = flat(load_initial_weights(self.litgrpo / "start"))
-        found = []
+        start, distances = flat(load_initial_weights(self.litgrpo / "start")), []
         for step in range(1, HANDED + 1):
-            saved = [each / f"weights {step}.pt" for each in (self.litgrpo, self.handed)]
-            litgrpo, theirs = (flat(torch.load(file)) for file in saved)
+            files = [folder / f"weights {step}.pt" for folder in (self.litgrpo, self.handed)]
+            litgrpo, theirs = (flat(torch.load(file)) for file in files)
             off = (litgrpo - theirs).norm()
-            found.append((float(off / litgrpo.norm()), float(off / (litgrpo - start).norm())))
-        return found
+            distances.append((float(off / litgrpo.norm()), float(off / (litgrpo - start).norm())))
+        return distances
 
-    def held_out(self, name: str = "avg_at_k") -> dict[str, tuple[list[int], list[float]]]:
-        """{side: iterations and held-out accuracies}."""
-        steps = [number_of(each) for each in self.checkpoints()]
+    def held_out(self, name: str) -> tuple[list[int], list[float], list[float]]:
+        """Iterations, and held-out accuracies of litgrpo and TRL."""
+        litgrpo = self.logged("val/greedy" if name == "greedy" else r"val/avg@\d+")
         theirs = [
-            json.loads((each / "evaluated" / "validate.json").read_text())[name]
-            for each in self.checkpoints()
+            json.loads((checkpoint / "evaluated" / "validate.json").read_text())[name]
+            for checkpoint in self.checkpoints()
         ]
-        litgrpo = curve(
-            self.litgrpo, read_samples(self.litgrpo) if name == "avg_at_k" else f"val/{name}"
-        )
-        return {"litgrpo": litgrpo, "TRL": ([0, *steps], [litgrpo[1][0], *theirs])}
+        steps = [0, *map(number_of, self.checkpoints())]
+        return steps, litgrpo, [litgrpo[0], *theirs]
 
-    def rewards(self) -> dict[str, list[float]]:
-        """{side: mean reward of each iteration}."""
+    def rewards(self) -> tuple[list[float], list[float]]:
+        """Mean rewards of each iteration, of litgrpo and TRL."""
         theirs = json.loads((self.theirs / "steps.json").read_text())
-        return {
-            "litgrpo": curve(self.litgrpo, "reward/mean")[1],
-            "TRL": [row["reward"] for row in theirs],
-        }
+        return self.logged("reward/mean"), [row["reward"] for row in theirs]
 
-    def seconds(self) -> dict[str, tuple[float, float]]:
-        """{side: medians of wall and processor seconds of a step}."""
-        found = {"litgrpo": self.litgrpo, "TRL": self.theirs}
-        rows = {name: json.loads((at / "steps.json").read_text()) for name, at in found.items()}
-        return {
-            name: (
-                statistics.median(row["step_s"] for row in each),
-                statistics.median(row["cpu_s"] for row in each),
-            )
-            for name, each in rows.items()
-        }
+    def logged(self, pattern: str) -> list[float]:
+        """Values of the first number of litgrpo's log whose name matches."""
+        with (self.litgrpo / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        name = next(name for name in rows[0] if re.fullmatch(pattern, name))
+        return [float(row[name]) for row in rows if row[name]]
+
+    def seconds(self, folder: Path) -> tuple[float, float]:
+        """Medians of wall and processor seconds of a step of one side."""
+        rows = json.loads((folder / "steps.json").read_text())
+        wall, cpu = (statistics.median(row[name] for row in rows) for name in ("step_s", "cpu_s"))
+        return wall, cpu
 
 
 def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -248,13 +233,11 @@ def load_initial_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def number_of(checkpoint: Path) -> int:
     """The iteration in a checkpoint's name."""
-    found = re.search(r"(\d+)$", checkpoint.name)
-    assert found is not None
-    return int(found[1])
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def call_program(*words: str) -> None:
-    """Run a command at the root, its own output to a file beside nothing else."""
+    """Run a command at the root."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     done = subprocess.run(
         words,
@@ -270,92 +253,71 @@ def call_program(*words: str) -> None:
 
 def interval(litgrpo: list[float], theirs: list[float]) -> tuple[float, float, float]:
     """Mean difference of two samples and its 95 % interval (Welch's t, freedom rounded down)."""
-    parts = [statistics.variance(each) / len(each) for each in (litgrpo, theirs)]
+    parts = [statistics.variance(side) / len(side) for side in (litgrpo, theirs)]
     middle = statistics.mean(litgrpo) - statistics.mean(theirs)
     if not any(parts):
         return middle, middle, middle
     freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(each) - 1) for part, each in zip(parts, (litgrpo, theirs), strict=True)
+        part**2 / (len(side) - 1) for part, side in zip(parts, (litgrpo, theirs), strict=True)
     )
     reach = student_t_quantile(0.975, int(freedom)) * math.sqrt(sum(parts))
     return middle, middle - reach, middle + reach
 
 
-def tables(pairs: list[Pair]) -> dict[str, list[str]]:
-    """Lines of the page's tables, in Markdown."""
+def tables(pairs: list[Pair]) -> list[list[str]]:
+    """Lines of each table, in Markdown: distances of weights, what was learned, seconds."""
     steps = ["| seed | after step 1 | 2 | 3 |", "|---|---|---|---|"]
     for pair in pairs:
         cells = " | ".join(f"{off:.1e} ({way:.1e})" for off, way in pair.differences())
         steps.append(f"| {pair.seed} | {cells} |")
     if pairs[0].only_handed:
-        return {"steps": steps}
+        return [steps]
     learned = [
         "| | litgrpo, by seed | TRL, by seed | difference of the means |",
         "|---|---|---|---|",
     ]
-    for title, of in measures(pairs).items():
-        litgrpo, theirs = (list(each) for each in zip(*of, strict=True))
+    for title, values in measures(pairs).items():
+        litgrpo, theirs = (list(side) for side in zip(*values, strict=True))
         middle, low, high = interval(litgrpo, theirs)
-        shown = (", ".join(f"{value:.3f}" for value in each) for each in (litgrpo, theirs))
-        cells = [title, *shown, f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"]
+        sides = (", ".join(f"{value:.3f}" for value in side) for side in (litgrpo, theirs))
+        cells = [title, *sides, f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"]
         learned.append(f"| {' | '.join(cells)} |")
-    spent = [
+    seconds = [
         "| seed | litgrpo, s | TRL, s | ratio | of processor seconds |",
         "|---|---|---|---|---|",
     ]
     for pair in pairs:
-        litgrpo, theirs = pair.seconds().values()
-        ratio, of_cpu = (b / a for a, b in zip(litgrpo, theirs, strict=True))
-        spent.append(
-            f"| {pair.seed} | {litgrpo[0]:.2f} | {theirs[0]:.2f} | {ratio:.1f} | {of_cpu:.1f} |"
+        litgrpo, theirs = pair.seconds(pair.litgrpo), pair.seconds(pair.theirs)
+        wall, cpu = (b / a for a, b in zip(litgrpo, theirs, strict=True))
+        seconds.append(
+            f"| {pair.seed} | {litgrpo[0]:.2f} | {theirs[0]:.2f} | {wall:.1f} | {cpu:.1f} |"
         )
-    return {"steps": steps, "learned": learned, "seconds": spent}
+    return [steps, learned, seconds]
 
 
 def measures(pairs: list[Pair]) -> dict[str, list[tuple[float, float]]]:
     """Return {metric: litgrpo's and TRL's value for each seed}."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_title: dict[str, list[tuple[float, float]]] = {}
     for pair in pairs:
-        litgrpo, theirs = pair.rewards().values()
+        litgrpo, theirs = pair.rewards()
         mean, last = statistics.mean, len(litgrpo) // LAST
         values = {
             "mean reward of all iterations": (mean(litgrpo), mean(theirs)),
             f"mean reward of the last {last}": (mean(litgrpo[-last:]), mean(theirs[-last:])),
         }
         for title, name in (("sampled", "avg_at_k"), ("greedy", "greedy")):
-            (at, one), (_, two) = pair.held_out(name).values()
-            middle = len(at) // 2
-            values[f"held-out accuracy, {title}, iteration {at[middle]}"] = one[middle], two[middle]
-            values[f"held-out accuracy, {title}, at the end"] = one[-1], two[-1]
+            steps, one, two = pair.held_out(name)
+            middle = len(steps) // 2
+            at = f"held-out accuracy, {title}"
+            values[f"{at}, iteration {steps[middle]}"] = one[middle], two[middle]
+            values[f"{at}, at the end"] = one[-1], two[-1]
         for title, both in values.items():
-            found.setdefault(title, []).append(both)
-    return found
-
-
-def plot(pairs: list[Pair], path: Path) -> None:
-    """Plot reward and held-out accuracy of litgrpo and TRL, a line per seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    looks = {"litgrpo": dict(color="C0", linestyle="-"), "TRL": dict(color="C1", linestyle="--")}
-    for pair in pairs:
-        for side, rewards in pair.rewards().items():
-            smooth = [statistics.mean(rewards[max(0, n - 9) : n + 1]) for n in range(len(rewards))]
-            label = side if pair is pairs[0] else None
-            axes[0].plot(range(1, len(smooth) + 1), smooth, linewidth=1, label=label, **looks[side])
-        for side, (steps, values) in pair.held_out().items():
-            axes[1].plot(steps, values, marker="o", markersize=3, linewidth=1, **looks[side])
-    axes[0].set(xlabel="iteration", ylabel="mean reward, over the last ten iterations")
-    axes[1].set(xlabel="iteration", ylabel="held-out accuracy, sampled")
-    axes[0].legend()
-    figure.savefig(path, dpi=110)
+            by_title.setdefault(title, []).append(both)
+    return by_title
 
 
 def main() -> None:
-    """Run what is missing, print, draw."""
+    """Run what is missing, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-c", dest="recipe", default="configs/quickstart.yaml")
     parser.add_argument("--baseline-python", required=True, help="of an environment with trl")
@@ -365,9 +327,6 @@ def main() -> None:
     parser.add_argument(
         "--handed", action="store_true", help="only the steps on litgrpo's completions"
     )
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--mark", default="", help="before the names of the page's tables")
     options, further = parser.parse_known_args()
     pairs = [
         Pair(
@@ -383,15 +342,8 @@ def main() -> None:
     ]
     for pair in pairs:
         pair.run()
-    found = tables(pairs)
-    for name, lines in found.items():
+    for lines in tables(pairs):
         print(*lines, "", sep="\n")
-        if options.page:
-            page = options.page.read_text()
-            if f"<!-- {options.mark}{name} -->" in page:
-                write(options.page, f"{options.mark}{name}", lines)
-    if options.plot:
-        plot(pairs, options.plot)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@
 
 Each side runs in separate processes, alternating; a step is generation, rewards, loss, backward and
 optimizer. Printed: medians over the turns of each turn's median step, their ratios, tokens per
-second by phase, peak memory, and the share of the least time that the arithmetic needs on this
-machine (see roofline.py), measured between the turns.
+second by phase and peak memory.
 
 The baseline is `tests.benchmarks.trl_steps` in its own environment, or a clone of this project, of
 another version. Ends are drawn, so that the two sides do not say equally much: ratios are divided
@@ -30,7 +29,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.benchmarks.roofline import Machine, floor
 from tests.benchmarks.workload import SIZES, Size, Work, even_words
 
 if TYPE_CHECKING:
@@ -87,17 +85,14 @@ def steps_of_litgrpo(
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             wall, cpu = clocks()
-            lengths = args[1]["rollout"].lengths.double()
-            seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.steps.append(
                 {
                     "step_s": wall - self.wall,
                     "cpu_s": cpu - self.cpu,
-                    "rollout_s": seen["time/rollout_s"],
-                    "reward_s": seen["time/reward_s"],
-                    "learn_s": seen["time/learn_s"],
-                    "mean_completion_len": float(lengths.mean()),
-                    "square_completion_len": float(lengths.square().mean()),
+                    "rollout_s": metrics["time/rollout_s"],
+                    "learn_s": metrics["time/learn_s"],
+                    "mean_completion_len": float(args[1]["rollout"].lengths.double().mean()),
                 }
             )
             self.wall, self.cpu = clocks()
@@ -126,17 +121,14 @@ def steps_of_litgrpo(
         enable_model_summary=False,
     )
     trainer.fit(grpo, work.loader(total))
-    kept = watch.steps[warmup : warmup + steps]
-    measures: Measures = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
+    measured = watch.steps[warmup : warmup + steps]
+    measures: Measures = {
+        name: statistics.median(step[name] for step in measured) for name in measured[0]
+    }
     measures["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     measures["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
     measures["kernels"] = asdict(grpo.policy.linear_kernels)
     return measures
-
-
-def _turn(module: str, arguments: list[str]) -> Measures:
-    """Return the output of a litgrpo module in a separate process."""
-    return last_line([sys.executable, "-m", f"tests.benchmarks.{module}", *arguments], ROOT)
 
 
 def turn_of_baseline(args: argparse.Namespace) -> Measures:
@@ -144,15 +136,13 @@ def turn_of_baseline(args: argparse.Namespace) -> Measures:
     if args.baseline_checkout:
         return turn_of_checkout(args)
     size = work_of(args).size
+    options = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
+    options |= {"max-new": args.max_new, "threads": args.threads}
+    options |= {"warmup": args.baseline_warmup, "accumulate": args.baseline_accumulate}
+    options |= {"steps": args.baseline_steps + args.baseline_warmup}
     command = [str(args.baseline_python), "-m", "tests.benchmarks.trl_steps"]
     command += ["--sizes", *map(str, size.numbers)]
-    shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
-    shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.baseline_warmup}
-    shape |= {
-        "steps": args.baseline_steps + args.baseline_warmup,
-        "accumulate": args.baseline_accumulate,
-    }
-    for name, value in shape.items():
+    for name, value in options.items():
         command += [f"--{name}", str(value)]
     if args.stop_prob is not None:
         command += ["--stop-prob", str(args.stop_prob)]
@@ -169,8 +159,8 @@ def turn_of_checkout(args: argparse.Namespace) -> Measures:
     if args.stop_prob is not None:
         command += ["--stop-prob", str(args.stop_prob)]
     command += ["--bf16"] * args.bf16
-    found = last_line(command, folder, sources=folder / "src")
-    return found | {"gen_s": found["rollout_s"], "train_s": found["learn_s"]}
+    measures = last_line(command, folder, sources=folder / "src")
+    return measures | {"gen_s": measures["rollout_s"], "train_s": measures["learn_s"]}
 
 
 def last_line(
@@ -188,7 +178,7 @@ def last_line(
         SystemExit: it fails, or takes longer.
     """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    if sources is not None:  # before the version that the environment has installed
+    if sources is not None:
         environment["PYTHONPATH"] = str(sources)
     try:
         run = subprocess.run(
@@ -211,14 +201,9 @@ def last_line(
 
 def medians(turns: list[Measures]) -> Measures:
     """The median of every number over the turns; anything else as in the first turn."""
-    first = turns[0]
     return {
-        name: statistics.median(turn[name] for turn in turns if turn.get(name) is not None)
-        if isinstance(value, float)
-        else medians([turn[name] for turn in turns if name in turn])
-        if isinstance(value, dict)
-        else value
-        for name, value in first.items()
+        name: statistics.median(turn[name] for turn in turns) if isinstance(value, float) else value
+        for name, value in turns[0].items()
     }
 
 
@@ -230,54 +215,37 @@ def work_of(args: argparse.Namespace) -> Work:
 
 def compare_sides(args: argparse.Namespace) -> Measures:
     """Turns of both sides, one after the other, and what they come to."""
-    sides: dict[str, list[Measures]] = {"litgrpo": [], "baseline": [], "machine": []}
-    failed = ""
+    turn = [sys.executable, "-m", "tests.benchmarks.step", *sys.argv[1:], "--turn"]
+    sides: dict[str, list[Measures]] = {"litgrpo": [], "baseline": []}
     for _ in range(args.turns):
-        sides["machine"].append(_turn("roofline", ["--threads", str(args.threads)]))
-        sides["litgrpo"].append(_turn("step", [*sys.argv[1:], "--turn"]))
-        if args.against and not failed:
-            try:
-                sides["baseline"].append(turn_of_baseline(args))
-            except SystemExit as failure:
-                if not args.baseline_optional:
-                    raise
-                failed = str(failure).strip().splitlines()[-1]
-    litgrpo, machine = medians(sides["litgrpo"]), Machine(**medians(sides["machine"]))
-    lengths = [litgrpo["mean_completion_len"], litgrpo["square_completion_len"]]
-    litgrpo |= {"machine": asdict(machine), "floor": floor(work_of(args), lengths, machine)}
+        sides["litgrpo"].append(last_line(turn, ROOT))
+        if args.against:
+            sides["baseline"].append(turn_of_baseline(args))
+    litgrpo = medians(sides["litgrpo"])
     tokens = litgrpo["mean_completion_len"] * work_of(args).size.prompts * args.group
     litgrpo["rollout_tok_per_s"] = tokens / litgrpo["rollout_s"]
     litgrpo["learn_tok_per_s"] = tokens / litgrpo["learn_s"]
-    litgrpo["roofline_frac"] = sum(litgrpo["floor"].values()) / litgrpo["step_s"]
-    losses = {name: litgrpo[name] - least for name, least in litgrpo["floor"].items()}
-    litgrpo["largest_loss"] = max(losses, key=lambda name: losses[name])
-    result: Measures = {
-        name: getattr(args, name) for name in ("size", "stop_prob", "bf16", "threads", "turns")
-    }
-    if failed:
-        result["baseline_failed"] = failed
-    elif args.against:
+    names = ("size", "stop_prob", "bf16", "threads", "turns")
+    result: Measures = {name: getattr(args, name) for name in names} | {"litgrpo": litgrpo}
+    if args.against:
         baseline = medians(sides["baseline"])
         result |= {"against": args.against, "baseline": baseline, **ratios(litgrpo, baseline)}
-    result["litgrpo"] = litgrpo
-    result["spread"] = {
-        name: [turn["step_s"] for turn in sides[name]] for name in ("litgrpo", "baseline")
-    }
+    result["spread"] = {name: [turn["step_s"] for turn in turns] for name, turns in sides.items()}
     return result
 
 
 def ratios(litgrpo: Measures, baseline: Measures) -> Measures:
     """Return the baseline's time over litgrpo's at equal lengths, and the memory ratio."""
-    fair = baseline["mean_completion_len"] / litgrpo["mean_completion_len"]
+    lengths = baseline["mean_completion_len"] / litgrpo["mean_completion_len"]
     pairs = {
         "wall": ("step_s", "step_s"),
         "cpu": ("cpu_s", "cpu_s"),
         "rollout": ("gen_s", "rollout_s"),
         "learn": ("train_s", "learn_s"),
     }
-    times = {f"ratio_{name}": baseline[b] / litgrpo[a] / fair for name, (b, a) in pairs.items()}
+    times = {f"ratio_{name}": baseline[b] / litgrpo[a] / lengths for name, (b, a) in pairs.items()}
     memory = litgrpo["peak_rss_mib"] / baseline["peak_rss_mib"]
-    return {"length_ratio": fair, **times, "memory_frac": memory}
+    return {"length_ratio": lengths, **times, "memory_frac": memory}
 
 
 def shown(result: Measures) -> str:
@@ -288,32 +256,25 @@ def shown(result: Measures) -> str:
         columns.append((result["against"], result["baseline"], "gen_s", "train_s"))
     for name, side, rollout, learn in columns:
         lines.append(
-            f"{name:>6}: step {side['step_s']:.2f} s ({side['cpu_s']:.2f} s of CPU): rollout "
+            f"{name:>7}: step {side['step_s']:.2f} s ({side['cpu_s']:.2f} s of CPU): rollout "
             f"{side[rollout]:.2f} s, learning {side[learn]:.2f} s; mean completion "
             f"{side['mean_completion_len']:.1f} tokens; peak memory {side['peak_rss_mib']:.0f} MiB"
         )
     if "baseline" in result:
         lines.append(
-            f" ratio: {result['ratio_wall']:.2f} of wall time, {result['ratio_cpu']:.2f} of CPU "
+            f"  ratio: {result['ratio_wall']:.2f} of wall time, {result['ratio_cpu']:.2f} of CPU "
             f"time (rollout {result['ratio_rollout']:.2f}, learning {result['ratio_learn']:.2f}); "
             f"memory {result['memory_frac']:.2f}"
         )
-    machine, least = litgrpo["machine"], litgrpo["floor"]
     lines.append(
-        f"  each phase: {litgrpo['rollout_tok_per_s']:.0f} and "
+        f" phases: {litgrpo['rollout_tok_per_s']:.0f} and "
         f"{litgrpo['learn_tok_per_s']:.0f} tokens/s of completions; kernels {litgrpo['kernels']}"
-    )
-    lines.append(
-        f"  roofline: {litgrpo['roofline_frac']:.0%} (least: rollout {least['rollout_s']:.2f} s, "
-        f"learning {least['learn_s']:.2f} s at {machine['float32_gflops']:.0f} float32 and "
-        f"{machine['bfloat16_gflops']:.0f} bfloat16 GFLOP/s, {machine['read_gb_s']:.0f} GB/s); "
-        f"most is lost in {litgrpo['largest_loss'].removesuffix('_s')}"
     )
     return "\n".join(lines)
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Those of a command line; None: of this process's."""
+def arguments() -> argparse.Namespace:
+    """Those of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -324,25 +285,15 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--baseline-python", type=Path)
     parser.add_argument("--baseline-checkout", type=Path, help="another clone of this project")
-    parser.add_argument(
-        "--baseline-optional",
-        action="store_true",
-        help="keep litgrpo's result if the baseline fails",
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="measured steps per repetition")
-    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps")
-    parser.add_argument("--baseline-steps", type=int, default=5)
-    parser.add_argument("--baseline-warmup", type=int, default=1)
-    parser.add_argument(
-        "--baseline-accumulate", type=int, default=1, help="micro-batches of a step"
-    )
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-new", type=int, default=128)
-    parser.add_argument("--change", default="{}", help="JSON of sizes to change")
+    for name, default in (
+        *(("threads", os.cpu_count()), ("turns", 3), ("group", 8), ("max-new", 128)),
+        *(("steps", 6), ("warmup", 2), ("baseline-steps", 5), ("baseline-warmup", 1)),
+        ("baseline-accumulate", 1),  # micro-batches of a step
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--change", default="{}", help="JSON of fields of `Size` to change")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     if args.against and not (args.baseline_checkout or args.baseline_python):
         parser.error("--against needs --baseline-python, or --baseline-checkout")
     return args

@@ -132,12 +132,12 @@ def measure(args: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         processing_class=made.tokenizer(),
         callbacks=[Watch()],
     ).train()
-    kept = rows[args.warmup :]
+    measured = rows[args.warmup :]
     measures: dict[str, Any] = {
-        name: statistics.median(row[name] for row in kept) for name in kept[0]
+        name: statistics.median(row[name] for row in measured) for name in measured[0]
     }
     measures |= {
-        "mean_completion_len": statistics.mean(row["generated"] for row in kept)
+        "mean_completion_len": statistics.mean(row["generated"] for row in measured)
         / (args.prompts * args.group),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "peak_device_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0,

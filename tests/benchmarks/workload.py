@@ -9,8 +9,7 @@ from torch.utils.data import Dataset
 
 from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.kernels.linear import KernelChoice
-from litgrpo.models.loading import Precision, build_policy
+from litgrpo.models.loading import build_policy
 from litgrpo.types import PromptBatch
 from tests.benchmarks import random_model
 
@@ -33,13 +32,6 @@ class Size:
         """Size by name, see `random_model.SIZES`."""
         return (self.hidden, self.layers, self.heads, self.kv_heads, self.inner, self.vocab)
 
-    @property
-    def linear_weights(self) -> int:
-        """Weights of all linear layers of the body."""
-        size = self.hidden // self.heads
-        attention = self.hidden * size * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.inner)
-
 
 PROMPTS = {"tiny": {"prompts": 8, "prompt_len": 64}, "135m": {"prompts": 16, "prompt_len": 64}}
 SIZES = {name: Size(*sizes, **PROMPTS.get(name, {})) for name, sizes in random_model.SIZES.items()}
@@ -57,8 +49,6 @@ class Work:
         bf16: compute in bfloat16 where autocast does.
         threads: of the processor.
         seed: of weights and prompts.
-        recompute: `precision.selective_recompute`.
-        kernels: `precision.linear_kernels`.
     """
 
     size: Size = field(default_factory=lambda: SIZES["tiny"])
@@ -68,8 +58,6 @@ class Work:
     bf16: bool = False
     threads: int = 1
     seed: int = 0
-    recompute: bool = True
-    kernels: KernelChoice = "auto"
 
     def random(self) -> random_model.RandomModel:
         """The model's weights and words."""
@@ -81,8 +69,7 @@ class Work:
     def policy(self) -> CausalPolicy:
         """The model, random."""
         made = self.random()
-        settings = Precision(selective_recompute=self.recompute, linear_kernels=self.kernels)
-        policy = build_policy(made.model(), made.tokenizer(), precision=settings)
+        policy = build_policy(made.model(), made.tokenizer())
         policy.eos_ids = tuple(made.end_ids)
         return policy
 
@@ -92,10 +79,10 @@ class Work:
         texts, read = made.prompts(steps * rows, length), made.tokenizer()
         batches = []
         for first in range(0, len(texts), rows):
-            own = texts[first : first + rows]
-            ids = torch.tensor(read(own)["input_ids"])
+            prompts = texts[first : first + rows]
+            ids = torch.tensor(read(prompts)["input_ids"])
             index = torch.arange(first, first + rows)
-            batches.append(PromptBatch(ids, torch.ones_like(ids).bool(), own, {}, index))
+            batches.append(PromptBatch(ids, torch.ones_like(ids).bool(), prompts, {}, index))
         return batches
 
     def loader(self, steps: int) -> BatchLoader[PromptBatch]:

@@ -1,9 +1,10 @@
 """Tries every language model type of transformers, small and random.
 
-Writes docs/dev/models.md, and the lists of types in docs/reference/models.md.
+Prints a line with the errors of the start-up checks of each type, and the lists of types in
+docs/reference/models.md.
 
 python -m tests.models.table                 # all, some minutes of one core
-python -m tests.models.table qwen3 mamba     # only these, printed
+python -m tests.models.table qwen3 mamba     # only these
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +34,9 @@ from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import find_model_class, select_text_config
 from litgrpo.training.steppers import PlainStepper
-from tests.benchmarks.plan import write
 from tests.support.models import byte_tokenizer, prompt_batch
 from tests.training.parts import build_training_batch, learner_of, rollouter_of
 
-DOCS = Path(__file__).parents[2] / "docs"
 WIDE = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "dim_model", "emb_dim")
 INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim")
 EXPERT = ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size")
@@ -269,13 +267,14 @@ def cells(row: Row) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Try all types, or those given, and write the page, or print their lines."""
+    """Try all types, or those given, and print their lines."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, too_slow)
+    print(f"| {' | '.join(['model type', 'verdict', 'path', *NAMES.values()])} |")
     rows = []
     for name in names or types():
         began = time.monotonic()
@@ -283,9 +282,7 @@ def main(names: list[str]) -> None:
         rows.append(try_type(name))
         signal.alarm(0)
         print(cells(rows[-1]), f"{time.monotonic() - began:.1f} s", flush=True)
-    if not names:
-        (DOCS / "dev" / "models.md").write_text(page(rows), encoding="utf-8")
-        write(DOCS / "reference" / "models.md", "types", summary(rows))
+    print(*summary(rows), sep="\n")
 
 
 def too_slow(*_: Any) -> None:
@@ -297,14 +294,6 @@ def types() -> list[str]:
     """Every type that generates text after a text."""
     t5_like = [name for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if "t5" in name]
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *t5_like, "switch_transformers"})
-
-
-def page(rows: list[Row]) -> str:
-    """The page with the errors of each type."""
-    lines = "\n".join(cells(row) for row in sorted(rows, key=lambda row: row.verdict != "trains"))
-    titles = ["model type", "verdict", "path", *NAMES.values()]
-    head = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
-    return HEAD.format(version=transformers.__version__) + f"{head}\n{lines}\n"
 
 
 def summary(rows: list[Row]) -> list[str]:
@@ -339,15 +328,6 @@ PATHS = (
     "transformers, with cache",
     "transformers, no cache",
 )
-HEAD = """# Errors of the start-up checks by model type
-
-Made by `python -m tests.models.table`: every causal language model and every T5-like one of
-transformers {version} is built in a small size with random weights, saved, loaded, checked by the
-start-up checks and trained for one iteration. Columns 1 to 7 are errors of
-[the checks](../project/design.md#invariants): nats, or the relative norm of a difference; 5 and 6
-count rows. What users need: [models](../reference/models.md).
-
-"""
 
 
 if __name__ == "__main__":

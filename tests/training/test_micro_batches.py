@@ -18,7 +18,6 @@ from litgrpo.training.micro_batches import (
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.update_config import KEPT_BYTES, UpdateConfig
 from litgrpo.types import TokenLogprobs, TrainingBatch
-from tests.benchmarks.kept import kept_of
 from tests.support.models import tiny_policy
 
 
@@ -132,15 +131,19 @@ def test_auto_tokens_keep_at_most_512_mib_of_activations(linear_outputs):
     assert 0.99 < tokens * 8.5 * linear_outputs / (512 * 2**20) <= 1
 
 
-def kept_of_token(model) -> float:
-    """Bytes that autograd keeps of a token for the backward pass of the body."""
+def saved_bytes_per_token(model) -> float:
+    """Bytes that autograd saves of a token for the backward pass of the body, without weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    ids = torch.zeros(1, 256, dtype=torch.long)
-    storages = (
-        tensor.untyped_storage()
-        for tensor in kept_of(lambda: model.base_model(input_ids=ids, use_cache=False))
-    )
-    return sum(each.nbytes() for each in storages if each.data_ptr() not in weights) / 256
+    saved = {}  # tensors are held, or a storage's address would be given to another
+
+    def save(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros(1, 256, dtype=torch.long), use_cache=False)
+    activations = [tensor for address, tensor in saved.items() if address not in weights]
+    return sum(tensor.untyped_storage().nbytes() for tensor in activations) / 256
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
@@ -149,7 +152,7 @@ def test_a_small_model_takes_more_tokens_at_once_within_the_same_memory(architec
     learning = UpdateConfig().resolve_auto(linears.count_linear_outputs(policy.model))
     assert learning.max_tokens > 50_000
     # The most for GPT-2, whose activation function is made of many operations.
-    assert 0.7 < learning.max_tokens * kept_of_token(policy.model) / KEPT_BYTES < 1.6
+    assert 0.7 < learning.max_tokens * saved_bytes_per_token(policy.model) / KEPT_BYTES < 1.6
 
 
 def test_a_large_model_takes_the_least_and_a_given_number_stays():
