@@ -4,7 +4,7 @@ from tests.cuda_device.device import count_work
 
 with count_work() as work:
     policy(prompts)
-work.num_launches, work.num_waits, work.gigabytes
+work.num_launches, work.num_waits
 """
 
 from __future__ import annotations
@@ -13,82 +13,40 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tests.cuda_device import flash, nccl, storages, streams
 from tests.cuda_device.library import index_of, native
 
-GIB = 2**30
-
-
-class Cost(NamedTuple):
-    """Totals of one operator.
-
-    Args:
-        kernels: times that it ran, those of replayed graphs included.
-        num_bytes: read and written.
-        flops: of matrix products and attention.
-        seconds: least time on an H100 by its roofline.
-    """
-
-    kernels: int
-    num_bytes: float
-    flops: float
-    seconds: float
-
 
 @dataclass
 class Work:
-    """Work that a block of code submitted to the device, by operator.
+    """What a block of code asked of the device, by operator.
 
     Args:
-        launches: kernels and graphs that the host launched.
+        launches: kernels and graphs that the host launched; a replayed graph is one.
         waits: times that the host waited for the device.
-        cpu_scalars: arguments that were CPU tensors of no dimension; check that CUDA takes them.
-        costs: of the kernels that ran, in graphs and outside.
     """
 
     launches: dict[str, int] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
-    cpu_scalars: dict[str, int] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
 
     @property
     def num_launches(self) -> int:
-        """Launches by the host; a replayed graph is one."""
+        """Launches of all operators."""
         return sum(self.launches.values())
 
     @property
     def num_waits(self) -> int:
-        """Waits of the host for the device."""
+        """Waits for all operators."""
         return sum(self.waits.values())
-
-    @property
-    def num_kernels(self) -> int:
-        """Kernels that the device ran."""
-        return sum(cost.kernels for cost in self.costs.values())
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes read and written by all kernels."""
-        return sum(cost.num_bytes for cost in self.costs.values())
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of all kernels."""
-        return sum(cost.flops for cost in self.costs.values())
-
-    @property
-    def seconds(self) -> float:
-        """Least time of all kernels on an H100, one after another."""
-        return sum(cost.seconds for cost in self.costs.values())
 
 
 @contextlib.contextmanager
 def count_work() -> Iterator[Work]:
-    """Count launches, waits and costs of the block; they are complete when it ends."""
+    """Count launches and waits of the block; they are complete when it ends."""
     work = Work()
     native.reset_counters()
     native.count(True)
@@ -96,34 +54,7 @@ def count_work() -> Iterator[Work]:
         yield work
     finally:
         native.count(False)
-        work.launches, work.waits, work.cpu_scalars, costs = native.counters()
-        work.costs = {name: Cost(*cost) for name, cost in costs.items()}
-
-
-@contextlib.contextmanager
-def dry_run() -> Iterator[None]:
-    """Compute large floating-point tensors by shape only, to count the work of large models.
-
-    Their memory is reserved but not touched, so that a host can hold more than it has. Values are
-    zeros or arbitrary: comparisons and checks of them mean nothing.
-    """
-    native.set_dry(True)
-    try:
-        yield
-    finally:
-        native.set_dry(False)
-
-
-def add_kernel(name: str, num_bytes: float, flops: float = 0.0, *, half: bool = False) -> None:
-    """Count one launch of a kernel that the caller imitates by other means.
-
-    Args:
-        name: of the kernel in the counts.
-        num_bytes: read and written.
-        flops: floating-point operations.
-        half: they are in bfloat16 or float16.
-    """
-    native.add_kernel(name, num_bytes, flops, half)
+        work.launches, work.waits = native.counters()
 
 
 def set_memory_limit(num_bytes: int) -> None:

@@ -11,32 +11,6 @@
 #include "graph.h"
 #include "memory.h"
 
-namespace simulated {
-namespace {
-
-using CostTuple = std::tuple<int64_t, double, double, double>;
-
-std::map<std::string, CostTuple> cost_tuples(const std::map<std::string, Cost>& costs) {
-  std::map<std::string, CostTuple> found;
-  for (const auto& [name, cost] : costs) {
-    found[name] = {cost.kernels, cost.bytes, cost.flops, cost.seconds};
-  }
-  return found;
-}
-
-// A kernel that Python imitates: launched and priced, but not run by this library.
-void add_kernel(const std::string& name, double bytes, double flops, bool half) {
-  count_launch(name);
-  if (Graph* graph = captured_graph()) {
-    graph->add(PriceStep{name, bytes, flops, half});
-  } else {
-    count_cost(name, bytes, flops, half);
-  }
-}
-
-}  // namespace
-}  // namespace simulated
-
 PYBIND11_MODULE(_simulated_cuda, m) {
   using namespace simulated;
   m.def("device_count", &num_devices);
@@ -54,14 +28,11 @@ PYBIND11_MODULE(_simulated_cuda, m) {
   m.def("count", [](bool on) { counting = on; });
   m.def("reset_counters", &reset_counters);
   m.def("counters", [] {
-    const Counters found = counters();
-    return std::make_tuple(found.launches, found.waits, found.cpu_scalars,
-                           cost_tuples(found.costs));
+    const Counters counts = counters();
+    return std::make_tuple(counts.launches, counts.waits);
   });
   m.def("wait", &wait_for_device);
   m.def("finish_copies", &finish_copies);
-  m.def("add_kernel", &add_kernel);
-  m.def("set_dry", [](bool on) { dry = on; });
 
   m.def("begin_capture", &begin_capture);
   m.def("end_capture", &end_capture);

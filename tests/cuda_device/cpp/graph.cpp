@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "alias.h"
-#include "costs.h"
 #include "counters.h"
 #include "memory.h"
 #include "operators.h"
@@ -40,24 +39,14 @@ void run(const OperatorStep& step) {
   }
 }
 
-void run(const CopyStep& step) {
-  count_cost("copy_ (on device)", touched_bytes(step.to) + touched_bytes(step.from), 0, false);
-  if (!dry || !at::isFloatingType(step.to.scalar_type())) {
-    cpu_alias(step.to).copy_(cpu_alias(step.from));
-  }
-}
-
-void run(const PriceStep& step) { count_cost(step.name, step.bytes, step.flops, step.half); }
+void run(const CopyStep& step) { cpu_alias(step.to).copy_(cpu_alias(step.from)); }
 
 }  // namespace
 
-void Graph::add(std::variant<OperatorStep, CopyStep, PriceStep> step) {
-  steps_.push_back(std::move(step));
-}
+void Graph::add(std::variant<OperatorStep, CopyStep> step) { steps_.push_back(std::move(step)); }
 
 void Graph::before_write(const Tensor& tensor) {
   if (!is_on_device(tensor) || tensor.numel() == 0) return;
-  if (dry && at::isFloatingType(tensor.scalar_type())) return;
   void* data = content_of(tensor);
   if (before_.count(data)) return;
   const char* begin = static_cast<const char*>(data);
@@ -74,7 +63,7 @@ void Graph::replay() const {
 
 void Graph::finish() {
   const auto leave_uninitialized = [&](const Tensor& tensor) {
-    if (!is_on_device(tensor) || tensor.numel() == 0 || dry) return;
+    if (!is_on_device(tensor) || tensor.numel() == 0) return;
     void* data = content_of(tensor);
     if (!before_.count(data)) memset(data, UNINITIALIZED, tensor.storage().nbytes());
   };

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <unordered_map>
 #include <variant>
 #include <vector>
@@ -19,26 +18,20 @@ struct OperatorStep {
 struct CopyStep {
   at::Tensor to, from;
 };
-// A kernel that exists for its price alone; see `count_cost`.
-struct PriceStep {
-  std::string name;
-  double bytes, flops;
-  bool half;
-};
 
 class Graph {
  public:
-  void add(std::variant<OperatorStep, CopyStep, PriceStep> step);
+  void add(std::variant<OperatorStep, CopyStep> step);
   // Keeps the content of a tensor that a step is about to write.
   void before_write(const at::Tensor& tensor);
-  // Runs every step again. One launch; the steps count as costs.
+  // Runs every step again, as one launch.
   void replay() const;
   // Undoes the writes of the capture: CUDA runs nothing while it records.
   void finish();
   size_t size() const { return steps_.size(); }
 
  private:
-  std::vector<std::variant<OperatorStep, CopyStep, PriceStep>> steps_;
+  std::vector<std::variant<OperatorStep, CopyStep>> steps_;
   std::unordered_map<const void*, std::pair<at::Tensor, std::vector<char>>> before_;
 };
 

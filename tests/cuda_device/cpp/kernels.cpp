@@ -18,7 +18,6 @@
 
 #include "alias.h"
 #include "copies.h"
-#include "costs.h"
 #include "counters.h"
 #include "device.h"
 #include "graph.h"
@@ -73,17 +72,12 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   // it cannot be captured either.
   if (to != from && !non_blocking) wait_for_device(name);
   if (to && !from && capturing() && !source.is_pinned()) wait_for_device(name);
-  if (counting && !capturing()) {
-    count_cost(name, touched_bytes(self) + touched_bytes(source), 0, false);
-  }
   Graph* graph = captured_graph();
   if (graph) graph->before_write(self);
-  const bool floats =
-      at::isFloatingType(self.scalar_type()) && at::isFloatingType(source.scalar_type());
   const bool late = non_blocking && to != from && !capturing();
   if (late && from && self.is_pinned()) {
     copy_later(self, source);
-  } else if (!(dry && to && from && floats)) {
+  } else {
     cpu_alias(self).copy_(cpu_alias(source));
     if (late && to && source.is_pinned()) read_later(source);
   }

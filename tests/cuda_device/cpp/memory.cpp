@@ -6,21 +6,15 @@
 #include <mutex>
 #include <unordered_set>
 
-#include <sys/mman.h>
-
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include "device.h"
 
 namespace simulated {
-
-bool dry = false;
-
 namespace {
 
 constexpr size_t ALIGNMENT = 64;
-constexpr size_t MAPPED_IF_DRY = 1 << 16;
 
 std::mutex mutex;
 int64_t used[MAX_DEVICES] = {}, peak[MAX_DEVICES] = {};
@@ -31,7 +25,6 @@ struct Block {
   void* data;
   int64_t bytes;
   int device;
-  bool mapped;
   // Set if the memory belongs to a CPU storage, which then frees it.
   c10::Storage owner;
 };
@@ -52,11 +45,7 @@ void free_block(void* context) {
     std::lock_guard<std::mutex> lock(mutex);
     used[block->device] -= block->bytes;
   }
-  if (block->mapped) {
-    munmap(block->data, block->bytes);
-  } else if (!block->owner) {
-    free(block->data);
-  }
+  if (!block->owner) free(block->data);
   delete block;
 }
 
@@ -67,25 +56,15 @@ void* aligned(size_t bytes) {
   return data;
 }
 
-// Zeros without pages, so that dry runs can hold more than the host has. calloc would write zeros
-// into memory of freed tensors.
-void* untouched(size_t bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(data != MAP_FAILED, "The host could not reserve ", bytes, " bytes.");
-  return data;
-}
-
 struct DeviceAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t bytes) override {
     const int device = current_device();
     const at::Device place(at::kCUDA, device);
     if (bytes == 0) return {nullptr, nullptr, &free_block, place};
     reserve(device, bytes);
-    const bool mapped = dry && bytes >= MAPPED_IF_DRY;
-    void* data = mapped ? untouched(bytes) : aligned(bytes);
-    if (!mapped) memset(data, dry ? 0 : UNINITIALIZED, bytes);
-    return {data, new Block{data, int64_t(bytes), device, mapped, {}}, &free_block, place};
+    void* data = aligned(bytes);
+    memset(data, UNINITIALIZED, bytes);
+    return {data, new Block{data, int64_t(bytes), device, {}}, &free_block, place};
   }
   at::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -157,7 +136,7 @@ c10::Storage adopt_storage(const c10::Storage& cpu, c10::Device device) {
   const int64_t bytes = cpu.nbytes();
   reserve(device.index(), bytes);
   void* data = cpu.mutable_data();
-  auto* block = new Block{data, bytes, device.index(), false, cpu};
+  auto* block = new Block{data, bytes, device.index(), cpu};
   return c10::Storage(c10::Storage::use_byte_size_t(), bytes,
                       at::DataPtr(data, block, &free_block, device), &of_devices, true);
 }

@@ -16,9 +16,6 @@ constexpr int64_t DEFAULT_MEMORY = int64_t(80) << 30;
 // tensor has.
 constexpr int UNINITIALIZED = 0xAB;
 
-// Do not compute large kernels of floating-point tensors; see `run_dry`. Memory is reserved only.
-extern bool dry;
-
 int64_t memory_used(int device);
 int64_t memory_peak(int device);
 void reset_memory_peak(int device);

@@ -13,7 +13,6 @@
 #include <torch/library.h>
 
 #include "alias.h"
-#include "costs.h"
 #include "counters.h"
 #include "device.h"
 #include "graph.h"
@@ -42,7 +41,6 @@ const Names INDEXING = {
 // Where the arguments of a call are.
 struct Places {
   std::optional<at::Device> device;  // of the tensors that are on one
-  std::vector<Tensor> on_device;
   std::string on_cpu;  // name of an argument that is a CPU tensor of one or more dimensions
   bool bool_index = false, cpu_index = false;
 };
@@ -62,18 +60,12 @@ void look_at(Places& places, const c10::FunctionSchema& schema, size_t argument,
                 *places.device, " and ", tensor.device(), "! (", name, ", argument ",
                 argument_name, ")");
     places.device = tensor.device();
-    places.on_device.push_back(tensor);
     return;
   }
   TORCH_CHECK(tensor.device().type() != at::kMeta, name, " got a meta tensor and one of CUDA");
   if (is_index) {
     places.cpu_index = true;
-  } else if (tensor.dim() == 0) {
-    // Kernels of elementwise operators take it as a number. Others do not all: they are counted.
-    if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-      count_cpu_scalar(name + "(" + argument_name + ")");
-    }
-  } else {
+  } else if (tensor.dim() != 0) {  // kernels of elementwise operators take it as a number
     places.on_cpu = argument_name;
   }
 }
@@ -204,19 +196,13 @@ class Lowered {
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // of the device, and what the kernel sees
 };
 
-void count(const c10::OperatorHandle& op, const std::vector<IValue>& inputs, const Places& places,
-           bool in_replay) {
-  const std::string& name = op.schema().operator_name().name;
-  if (!in_replay) {
-    count_launch(name);
-    if (WAITING.count(name)) wait_for_device(name);
-    if (places.bool_index && name.find("put") != std::string::npos) {
-      wait_for_device(name + " (bool index)");
-    }
-    if (places.cpu_index) wait_for_device(name + " (index on the CPU)");
+void count(const std::string& name, const Places& places) {
+  count_launch(name);
+  if (WAITING.count(name)) wait_for_device(name);
+  if (places.bool_index && name.find("put") != std::string::npos) {
+    wait_for_device(name + " (bool index)");
   }
-  // While a graph is captured, the device computes nothing.
-  if (counting && !capturing()) count_operator_cost(op, inputs, places.on_device);
+  if (places.cpu_index) wait_for_device(name + " (index on the CPU)");
 }
 
 void keep_written(Graph& graph, const c10::FunctionSchema& schema,
@@ -335,13 +321,11 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack, bool 
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const std::vector<IValue> inputs(arguments.begin(), arguments.end());
   const Places places = places_of(schema, inputs);
-  count(op, inputs, places, in_replay);
+  if (!in_replay) count(schema.operator_name().name, places);
 
   Graph* graph = captured_graph();
   if (graph) keep_written(*graph, schema, inputs);
-  if (!dry || !run_dry(op, inputs, *places.device, stack)) {
-    compute(op, inputs, *places.device, stack);
-  }
+  compute(op, inputs, *places.device, stack);
   if (!graph) return;
   const auto results = torch::jit::last(*stack, schema.returns().size());
   graph->add(OperatorStep{op, inputs, results.vec()});

@@ -7,7 +7,7 @@ namespace simulated {
 
 // Replaces the arguments on the stack by the results.
 //
-// in_replay: called by a graph. The kernel costs what it costs, but the host launches nothing.
+// in_replay: called by a graph, so that the host launches nothing.
 void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack, bool in_replay);
 
 }  // namespace simulated
