@@ -1,9 +1,11 @@
 """Train and pack the corpus, and print the tables of docs/reference/doctor.md.
 
-python -m tests.tools.doctor [FOLDER]
+python -m tests.tools.doctor                          # trains what is missing below runs/doctor
+python -m tests.tools.doctor --only slow_rewards      # trains the runs of one kind, no more
+python -m tests.tools.doctor --measure                # the tables of the packed runs, no training
 """
 
-import sys
+import argparse
 import warnings
 from pathlib import Path
 
@@ -12,12 +14,26 @@ import torch
 from tests.tools.doctor.corpus import HALVES, make, pack
 from tests.tools.doctor.measure import report
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/doctor"), help="of the runs")
+    parser.add_argument("--only", default="", help="part of the names of the runs to train")
+    parser.add_argument("--measure", action="store_true", help="train nothing")
+    options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    folder = Path(*sys.argv[1:2] or ["runs/doctor"])
     for half in HALVES:
-        make(half, folder, seconds=float("inf"), only="")
-        pack(half, folder)
-    for half in HALVES:
-        report(half)
+        if not options.measure:
+            make(half, options.folder, options.only)
+        if not options.only:
+            if not options.measure:
+                pack(half, options.folder)
+            report(half)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,9 @@
-"""Make the corpus: planted faults and healthy runs, labelled by measured outcomes.
+"""Make the corpus: planted faults and healthy runs, labelled by measured outcomes."""
 
-python -m tests.tools.doctor.corpus make --half dev        train the missing runs of a half
-python -m tests.tools.doctor.corpus pack --half dev        write tests/tools/doctor/labelled/
-"""
-
-import argparse
 import csv
 import gzip
-import io
 import json
 import shutil
-import time
-import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +51,7 @@ class Probe(Callback):
         model.train(training)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.before = [each.detach().clone() for each in pl_module.parameters()]
+        self.before = [weight.detach().clone() for weight in pl_module.parameters()]
         self.measure(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
@@ -82,7 +74,7 @@ class TwoBeginTokens(PromptData):
                 ids.insert(0, 1)
 
 
-def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
+def arguments_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
     """Return the arguments of GRPO."""
     defaults = {
         "pretrained": model_of(task, kind.demonstrator),
@@ -101,23 +93,20 @@ def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
     return defaults | kind.settings()
 
 
-def config_of(given: dict[str, Any], kind: Kind) -> dict[str, Any]:
+def config_of(arguments: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Return the config as `config.yaml` has it, without the planted fault."""
-    model = {
-        name: given[name] for name in ("group_size", "max_completion_length", "max_iterations")
-    }
-    objective = given["objective"]
-    model["objective"] = {
-        name: getattr(objective, name)
-        for name in ("importance_sampling_level", "kl_coef", "entropy_coef")
-    }
-    model["update"] = asdict(given["update"]) if "update" in given else {}
+    sizes = ("group_size", "max_completion_length", "max_iterations")
+    coefficients = ("importance_sampling_level", "kl_coef", "entropy_coef")
+    model = {name: arguments[name] for name in sizes}
+    model["objective"] = {name: getattr(arguments["objective"], name) for name in coefficients}
+    model["update"] = asdict(arguments["update"]) if "update" in arguments else {}
     model["optimizer"] = {"init_args": {"lr": kind.lr}}
-    model["rewards"] = {name: {"weight": each.weight} for name, each in given["rewards"].items()}
-    if "sampling" in given:
-        model["sampling"] = {"temperature": given["sampling"].temperature}
-    if "lora" in given:
-        model["lora"] = {"rank": given["lora"].rank}
+    rewards = arguments["rewards"]
+    model["rewards"] = {name: {"weight": reward.weight} for name, reward in rewards.items()}
+    if "sampling" in arguments:
+        model["sampling"] = {"temperature": arguments["sampling"].temperature}
+    if "lora" in arguments:
+        model["lora"] = {"rank": arguments["lora"].rank}
     return {"model": {"init_args": model}, "data": {"init_args": {"batch_size": kind.batch}}}
 
 
@@ -125,8 +114,8 @@ def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train one run; return its label."""
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(seed)
-    given, probe_callback, non_finite = settings_of(kind, task, seed), Probe(task), NonFinite(None)
-    module = GRPO(**given)
+    arguments, measured, non_finite = arguments_of(kind, task, seed), Probe(task), NonFinite(None)
+    module = GRPO(**arguments)
     source = TwoBeginTokens if kind.two_begin_tokens else PromptData
     train_rows = rows(task, kind.words)[: kind.rows]
     data = source(train_rows, val=held_out(task)[:40], batch_size=kind.batch, seed=seed)
@@ -134,7 +123,7 @@ def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
     trainer = Trainer(
         default_root_dir=folder,
         logger=MetricsCSV(folder),
-        callbacks=[probe_callback, non_finite, Completions(20), *kind.callbacks()],
+        callbacks=[measured, non_finite, Completions(20), *kind.callbacks()],
         accelerator="cpu",
         max_epochs=-1,
         val_check_interval=20,
@@ -145,27 +134,24 @@ def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    started, error = time.perf_counter(), ""
+    error = ""
     try:
         trainer.fit(module, data)
     except Exception as exception:  # a planted fault may stop its run
         error = f"{type(exception).__name__}: {exception}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_of(given, kind)))
-    moved = probe_callback.relative_change(module)
-    measurements = Measurements(
-        probe_callback.iterations, probe_callback.truths, moved, non_finite.skipped
-    )
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_of(arguments, kind)))
+    moved = measured.relative_change(module)
+    measurements = Measurements(measured.iterations, measured.truths, moved, non_finite.skipped)
     label = {
         "kind": kind.name,
         "task": task,
         "seed": seed,
         "error": error,
-        "seconds": round(time.perf_counter() - started, 1),
         "moved": measurements.moved,
         "skipped": measurements.skipped,
-        "accuracy": [round(each.accuracy, 3) for each in measurements.truths],
-        "ended": [round(each.ended, 3) for each in measurements.truths],
+        "accuracy": [round(truth.accuracy, 3) for truth in measurements.truths],
+        "ended": [round(truth.ended, 3) for truth in measurements.truths],
     }
     (folder / "label.json").write_text(json.dumps(label))
     return label | label_run(kind, measurements)
@@ -214,32 +200,18 @@ def list_runs(half: str) -> list[tuple[Kind, str, int, str]]:
     ]
 
 
-def make(half: str, folder: Path, seconds: float, only: str) -> None:
-    """Train the missing runs, until the time is used up."""
-    began, missing = time.perf_counter(), 0
+def make(half: str, folder: Path, only: str = "") -> None:
+    """Train the missing runs whose names contain `only`."""
     for kind, task, seed, name in list_runs(half):
         if (folder / half / name / "label.json").exists() or only not in name:
             continue
-        if time.perf_counter() - began > seconds:
-            missing += 1
-            continue
         label = train(kind, task, seed, folder / half / name)
-        accuracy = label["accuracy"]
-        print(
-            name,
-            label["label"],
-            accuracy[0],
-            accuracy[-1],
-            label["seconds"],
-            label["error"][:90],
-            flush=True,
-        )
-    print(f"{half}: {missing} runs are missing", flush=True)
+        accuracy, error = label["accuracy"], label["error"][:90]
+        print(name, label["label"], accuracy[0], accuracy[-1], error, flush=True)
 
 
 def pack(half: str, folder: Path) -> None:
     """Write the labelled metrics of all runs into one file."""
-    PACKED.mkdir(exist_ok=True)
     lines = []
     for kind, _, _, name in list_runs(half):
         run = folder / half / name
@@ -248,12 +220,17 @@ def pack(half: str, folder: Path) -> None:
             continue
         label = json.loads((run / "label.json").read_text())
         label |= label_run(kind, measurements_of(label))
-        rows = list(csv.DictReader(io.StringIO((run / "metrics.csv").read_text())))
+        with (run / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
         files = sorted((run / "samples").glob("*.jsonl"))
-        chosen = [*files[:1], *files[1:][-1:]]
-        samples = [json.loads(x) for f in chosen for x in f.read_text().splitlines()[:SAMPLES]]
-        kept = [each for each in rows[0] if not each.startswith(DROPPED)]
-        table = {name: [round_cell(row[name]) for row in rows] for name in kept}
+        first_and_last = [*files[:1], *files[1:][-1:]]
+        samples = [
+            json.loads(line)
+            for path in first_and_last
+            for line in path.read_text().splitlines()[:SAMPLES]
+        ]
+        metrics = [name for name in rows[0] if not name.startswith(DROPPED)]
+        table = {name: [round_cell(row[name]) for row in rows] for name in metrics}
         config = yaml.safe_load((run / "config.yaml").read_text())
         lines.append(
             {"name": name, "label": label, "config": config, "samples": samples, "table": table}
@@ -265,24 +242,3 @@ def pack(half: str, folder: Path) -> None:
 def round_cell(cell: str) -> float | None:
     """Return the number in a cell with four digits, None if it is empty."""
     return float(f"{float(cell):.{DIGITS}g}") if cell else None
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("make", "pack"))
-    parser.add_argument("--half", choices=HALVES, required=True)
-    parser.add_argument("--folder", type=Path, default=Path("runs/doctor"))
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--only", default="")
-    given = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    if given.command == "make":
-        make(given.half, given.folder, given.seconds, given.only)
-    else:
-        pack(given.half, given.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,6 @@ from tests.support.algorithms import PUBLISHED
 from tests.tools.doctor.tasks import Truth, strip_parentheses
 
 ITERATIONS, LATE = 60, 30
-LR = 1e-3
 
 
 # --- rewards ---
@@ -220,29 +219,24 @@ class Measurements:
     @property
     def end_lost_at(self) -> int:
         """Iteration of the first such measurement."""
-        low = [n for n, each in enumerate(self.truths) if each.ended < 0.9]
+        low = [n for n, truth in enumerate(self.truths) if truth.ended < 0.9]
         return max(1, self.iterations[low[0]]) if low else 1
 
-    @property
-    def fell(self) -> bool:
-        """True if the accuracy fell."""
-        return self.end.accuracy < self.start.accuracy - 0.08
+
+def stuck(run: Measurements) -> bool:
+    return not run.learned
 
 
-def stuck(measured: Measurements) -> bool:
-    return not measured.learned
+def fell(run: Measurements) -> bool:
+    return run.end.accuracy < run.start.accuracy - 0.08
 
 
-def fell(measured: Measurements) -> bool:
-    return measured.fell
+def fell_from_best(run: Measurements) -> bool:
+    return run.end.accuracy < max(truth.accuracy for truth in run.truths) - 0.15
 
 
-def always(measured: Measurements) -> bool:
+def always(run: Measurements) -> bool:
     return True
-
-
-def fell_from_best(measured: Measurements) -> bool:
-    return measured.end.accuracy < max(t.accuracy for t in measured.truths) - 0.15
 
 
 @dataclass(frozen=True)
@@ -253,258 +247,214 @@ class Kind:
         name: of the kind.
         expected: rules of which one must find the fault; empty: healthy.
         failed: decides whether the fault did harm; if not, the run counts as healthy.
-        since: iteration of the fault; None: of the first measurement that shows it.
         settings: returns arguments of GRPO; a function, as some objects must be new in each run.
+        since: iteration of the fault; None: of the first measurement that shows it.
         demonstrator: writes the demonstrations that the initial policy imitates.
         words: letters of a word.
-        data: settings of PromptData.
         batch: prompts.
         rows: prompts to train on; None: all.
         callbacks: returns the callbacks it needs.
         two_begin_tokens: of every prompt.
+        lr: learning rate.
+        schedule: of it.
     """
 
     name: str
     expected: tuple[str, ...] = ()
     failed: Callable[[Measurements], bool] = stuck
-    since: int | None = 1
     settings: Callable[[], dict[str, Any]] = dict
+    since: int | None = 1
     demonstrator: str = "noisy"
     words: int = 3
     batch: int = 8
     rows: int | None = None
     callbacks: Callable[[], list[Callback]] = list
     two_begin_tokens: bool = False
-    lr: float = LR
+    lr: float = 1e-3
     schedule: Any = None
 
 
-def with_rewards(**components: tuple[Any, float]) -> Callable[[], dict[str, Any]]:
-    """Return settings with these reward components, built again for each run."""
+def paid(**components: tuple[Any, float]) -> Callable[[], dict[str, Any]]:
+    """Return settings with these reward functions and weights, built again for each run."""
     return lambda: {
         "rewards": {
-            name: Reward(made() if isinstance(made, type) else made, weight)
-            for name, (made, weight) in components.items()
+            name: Reward(reward() if isinstance(reward, type) else reward, weight)
+            for name, (reward, weight) in components.items()
         }
     }
 
 
-def with_settings(**settings: Any) -> Callable[[], dict[str, Any]]:
+def given(**settings: Any) -> Callable[[], dict[str, Any]]:
     return lambda: settings
 
 
-HEAVY = UpdateConfig(epochs_per_rollout=8, num_mini_batches=4, max_grad_norm=None)
+def at(action: Callable, iteration: int = LATE) -> Callable[[], list[Callback]]:
+    return lambda: [AtIteration(action, iteration)]
+
+
 OFTEN = UpdateConfig(epochs_per_rollout=6)
+HEAVY = UpdateConfig(epochs_per_rollout=8, num_mini_batches=4, max_grad_norm=None)
+WIDE = Objective(surrogate=Clipped(0.9, 100.0))
+CONSTANT = paid(correct=(correct, 0.5), format=(never, 0.5))
+LOOPS = paid(correct=(correct, 0.1), repeats=(repeats, 2.0))
+TWO_REWARDS = paid(correct=(correct, 0.8), format=(parentheses, 0.2))
 COLLAPSE = ("collapsed", "diverged")
-MISMATCH = ("sampler_mismatch",)
-CONTRADICTS = ("reward_contradicts",)
 CUT = ("truncated", "no_end_token")
+HACKING, STILL, MISMATCH = ("reward_hacking",), ("nothing_moves",), ("sampler_mismatch",)
+CONTRADICTS = ("reward_contradicts",)
 
 FAULTS = (
-    Kind(
-        "truncated", ("truncated",), lambda h: True, settings=with_settings(max_completion_length=4)
-    ),
-    Kind("truncated_hard", ("truncated",), always, settings=with_settings(max_completion_length=3)),
-    Kind(
-        "too_hard", ("too_hard",), stuck, words=7, settings=with_settings(max_completion_length=16)
-    ),
+    Kind("truncated", ("truncated",), always, given(max_completion_length=4)),
+    Kind("truncated_hard", ("truncated",), always, given(max_completion_length=3)),
+    Kind("too_hard", ("too_hard",), stuck, given(max_completion_length=16), words=7),
     Kind("too_easy", ("too_easy",), always, demonstrator="perfect"),
     Kind(
         "duplicate_completions",
         ("duplicate_completions",),
         stuck,
-        settings=with_settings(sampling=Sampling(temperature=0.05)),
+        given(sampling=Sampling(temperature=0.05)),
     ),
-    Kind(
-        "paid_length",
-        ("reward_hacking",),
-        fell,
-        settings=with_rewards(correct=(correct, 0.0), long=(long, 1.0)),
-    ),
-    Kind(
-        "paid_letter",
-        ("reward_hacking",),
-        fell,
-        settings=with_rewards(correct=(correct, 0.0), letter=(first_letter, 1.0)),
-    ),
+    Kind("paid_length", HACKING, fell, paid(correct=(correct, 0.0), long=(long, 1.0))),
+    Kind("paid_letter", HACKING, fell, paid(correct=(correct, 0.0), letter=(first_letter, 1.0))),
     Kind(
         "paid_length_more",
-        ("reward_hacking", "length_growth"),
+        (*HACKING, "length_growth"),
         fell,
-        settings=with_rewards(correct=(correct, 0.2), long=(long, 2.0)),
+        paid(correct=(correct, 0.2), long=(long, 2.0)),
     ),
     Kind(
         "paid_short",
-        ("reward_hacking", "length_collapse"),
+        (*HACKING, "length_collapse"),
         fell,
-        settings=with_rewards(correct=(correct, 0.2), short=(short, 2.0)),
+        paid(correct=(correct, 0.2), short=(short, 2.0)),
     ),
-    Kind(
-        "loops",
-        ("loops", "reward_hacking"),
-        fell,
-        settings=lambda: (
-            with_rewards(correct=(correct, 0.1), repeats=(repeats, 2.0))()
-            | {"max_completion_length": 24}
-        ),
-    ),
+    Kind("loops", ("loops", *HACKING), fell, lambda: LOOPS() | {"max_completion_length": 24}),
     Kind(
         "format_only",
         ("format_only", "dominating_reward"),
         stuck,
-        settings=with_rewards(correct=(correct, 0.0), format=(parentheses, 1.0)),
+        paid(correct=(correct, 0.0), format=(parentheses, 1.0)),
     ),
     Kind("lr_high", COLLAPSE, fell_from_best, since=None, lr=3e-2),
     Kind("lr_very_high", COLLAPSE, fell_from_best, since=None, lr=2e-1),
-    Kind(
-        "lr_late", COLLAPSE, fell_from_best, since=LATE, callbacks=lambda: [AtIteration(raise_lr)]
-    ),
-    Kind("lr_low", ("nothing_moves",), stuck, lr=1e-8),
-    Kind("frozen", ("nothing_moves",), stuck, lr=1e-5, callbacks=lambda: [AtIteration(freeze, 0)]),
-    Kind(
-        "lora_lr_low", ("nothing_moves",), stuck, lr=1e-6, settings=lambda: {"lora": LoRA(rank=4)}
-    ),
+    Kind("lr_late", COLLAPSE, fell_from_best, since=LATE, callbacks=at(raise_lr)),
+    Kind("lr_low", STILL, stuck, lr=1e-8),
+    Kind("frozen", STILL, stuck, lr=1e-5, callbacks=at(freeze, 0)),
+    Kind("lora_lr_low", STILL, stuck, lambda: {"lora": LoRA(rank=4)}, lr=1e-6),
     Kind(
         "entropy_up",
         ("entropy_explosion", *COLLAPSE),
         fell,
+        given(objective=Objective(entropy_coef=1.0)),
         since=None,
-        settings=with_settings(objective=Objective(entropy_coef=1.0)),
     ),
     Kind(
         "kl_blowup",
         (*COLLAPSE, "kl_blowup"),
         fell_from_best,
+        given(objective=Objective(kl_coef=1e-4)),
         since=None,
         lr=2e-2,
-        settings=with_settings(objective=Objective(kl_coef=1e-4)),
     ),
     Kind(
         "clip_saturated",
         ("clip_saturated", *COLLAPSE),
-        lambda h: stuck(h) or fell_from_best(h),
+        lambda run: stuck(run) or fell_from_best(run),
+        given(update=HEAVY),
         since=None,
         lr=2e-2,
-        settings=with_settings(update=HEAVY),
     ),
     Kind(
         "no_clip",
         COLLAPSE,
         fell_from_best,
+        given(update=OFTEN, objective=WIDE),
         since=None,
         lr=2e-2,
-        settings=with_settings(
-            update=OFTEN,
-            objective=Objective(surrogate=Clipped(0.9, 100.0)),
-        ),
     ),
-    Kind("noisy_sampler", MISMATCH, always, settings=with_settings(engine=Noisy())),
-    Kind("hot_sampler", MISMATCH, always, settings=with_settings(engine=Hot())),
+    Kind("noisy_sampler", MISMATCH, always, given(engine=Noisy())),
+    Kind("hot_sampler", MISMATCH, always, given(engine=Hot())),
     Kind(
         "stale_sampler",
         MISMATCH,
-        lambda h: h.moved > 1e-3,
+        lambda run: run.moved > 1e-3,
+        lambda: {"engine": Stale()},
         since=5,
-        settings=lambda: {"engine": Stale()},
     ),
     Kind(
         "nan_loss",
         ("not_finite",),
-        lambda h: h.skipped >= 3,
-        settings=lambda: {"objective": Objective(surrogate=Breaking())},
+        lambda run: run.skipped >= 3,
+        lambda: {"objective": Objective(surrogate=Breaking())},
     ),
     Kind(
         "broken_weight",
         ("not_finite",),
-        lambda h: h.skipped >= 3,
+        lambda run: run.skipped >= 3,
         since=LATE,
-        callbacks=lambda: [AtIteration(break_a_weight)],
+        callbacks=at(break_a_weight),
     ),
-    Kind("no_end_token", ("no_end_token",), lambda h: h.end.ended < 0.05, demonstrator="endless"),
     Kind(
-        "constant_reward",
-        ("constant_reward",),
-        always,
-        settings=with_rewards(correct=(correct, 0.5), format=(never, 0.5)),
+        "no_end_token", ("no_end_token",), lambda run: run.end.ended < 0.05, demonstrator="endless"
     ),
+    Kind("constant_reward", ("constant_reward",), always, CONSTANT),
     Kind(
         "noise_reward",
         ("dominating_reward",),
         stuck,
-        settings=with_rewards(correct=(correct, 0.1), judge=(Noise, 30.0)),
+        paid(correct=(correct, 0.1), judge=(Noise, 30.0)),
     ),
     Kind(
         "conflicting_rewards",
         ("conflicting_rewards",),
         stuck,
-        settings=with_rewards(correct=(correct, 0.6), other=(reward_incorrect, 0.6)),
+        paid(correct=(correct, 0.6), other=(reward_incorrect, 0.6)),
     ),
-    Kind("sign_flipped", CONTRADICTS, fell, settings=with_rewards(correct=(reward_incorrect, 1.0))),
-    Kind(
-        "shifted_rewards",
-        CONTRADICTS,
-        stuck,
-        settings=with_rewards(correct=(rewards_of_neighbor, 1.0)),
-    ),
-    Kind(
-        "false_negatives", CONTRADICTS, always, settings=with_rewards(correct=(FalseNegatives, 1.0))
-    ),
-    Kind("absent", ("rewards_fail",), always, settings=with_rewards(correct=(Absent, 1.0))),
-    Kind(
-        "late_zero", ("too_hard",), always, since=LATE, settings=with_rewards(correct=(Late, 1.0))
-    ),
+    Kind("sign_flipped", CONTRADICTS, fell, paid(correct=(reward_incorrect, 1.0))),
+    Kind("shifted_rewards", CONTRADICTS, stuck, paid(correct=(rewards_of_neighbor, 1.0))),
+    Kind("false_negatives", CONTRADICTS, always, paid(correct=(FalseNegatives, 1.0))),
+    Kind("absent", ("rewards_fail",), always, paid(correct=(Absent, 1.0))),
+    Kind("late_zero", ("too_hard",), always, paid(correct=(Late, 1.0)), since=LATE),
     Kind("double_begin", ("double_begin",), always, two_begin_tokens=True),
     Kind("two_prompts", ("overfitting", *COLLAPSE), stuck, rows=2, batch=2, lr=1e-2),
     Kind(
         "truncated_and_constant",
         ("truncated", "constant_reward"),
         always,
-        settings=lambda: (
-            with_rewards(correct=(correct, 0.5), format=(never, 0.5))()
-            | {"max_completion_length": 4}
-        ),
+        lambda: CONSTANT() | {"max_completion_length": 4},
     ),
 )
 
-TWO_REWARDS = with_rewards(correct=(correct, 0.8), format=(parentheses, 0.2))
+
+def healthy(name: str, settings: Callable[[], dict[str, Any]] = dict, **options: Any) -> Kind:
+    return Kind(name, settings=settings, **options)
 
 
-def with_objective(objective: Objective, **settings: Any) -> Callable[[], dict[str, Any]]:
-    return with_settings(objective=objective, **settings)
+def published(name: str, **settings: Any) -> Callable[[], dict[str, Any]]:
+    return given(objective=PUBLISHED[name], **settings)
 
 
+PLAIN = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "rloo", "reinforce_pp", "sapo")
 HEALTHY = (
-    Kind("plain"),
-    Kind("two_parts", settings=TWO_REWARDS),
-    *(
-        Kind(name, settings=with_objective(PUBLISHED[name]))
-        for name in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "rloo", "reinforce_pp", "sapo")
-    ),
-    Kind(
-        "gspo_steps",
-        settings=with_objective(PUBLISHED["gspo"], update=UpdateConfig(num_mini_batches=2)),
-    ),
-    Kind(
-        "dr_grpo_steps",
-        settings=with_objective(PUBLISHED["dr_grpo"], update=UpdateConfig(epochs_per_rollout=2)),
-    ),
-    Kind("lora", lr=1e-2, settings=lambda: {"lora": LoRA(rank=8)}),
-    Kind("kl", settings=with_objective(Objective(kl_coef=0.05))),
-    Kind("epochs_per_rollout", settings=with_settings(update=UpdateConfig(epochs_per_rollout=2))),
-    Kind("mini_batches", settings=with_settings(update=UpdateConfig(num_mini_batches=4))),
-    Kind("small_batch", batch=3),
-    Kind("group_of_four", settings=with_settings(group_size=4)),
-    Kind("group_of_sixteen", settings=with_settings(group_size=16), batch=4),
-    Kind("warmup", schedule=lambda optimizer: WarmupCosine(optimizer, warmup=0.3)),
-    Kind("slow", lr=5e-4),
-    Kind("hard_start", demonstrator="weak"),
-    Kind("warm", settings=with_settings(sampling=Sampling(temperature=0.8))),
-    Kind(
-        "entropy_bonus",
-        settings=with_objective(Objective(entropy_coef=1e-3)),
-    ),
-    Kind("resampled", settings=with_settings(dynamic_sampling_attempts=2)),
-    Kind("long_limit", settings=with_settings(max_completion_length=24)),
-    Kind("hard_and_mixed", settings=TWO_REWARDS, demonstrator="weak", batch=12),
-    Kind("clipped_gradient", settings=with_settings(update=UpdateConfig(max_grad_norm=0.05))),
+    healthy("plain"),
+    healthy("two_parts", TWO_REWARDS),
+    *(healthy(name, published(name)) for name in PLAIN),
+    healthy("gspo_steps", published("gspo", update=UpdateConfig(num_mini_batches=2))),
+    healthy("dr_grpo_steps", published("dr_grpo", update=UpdateConfig(epochs_per_rollout=2))),
+    healthy("lora", lambda: {"lora": LoRA(rank=8)}, lr=1e-2),
+    healthy("kl", given(objective=Objective(kl_coef=0.05))),
+    healthy("epochs_per_rollout", given(update=UpdateConfig(epochs_per_rollout=2))),
+    healthy("mini_batches", given(update=UpdateConfig(num_mini_batches=4))),
+    healthy("small_batch", batch=3),
+    healthy("group_of_four", given(group_size=4)),
+    healthy("group_of_sixteen", given(group_size=16), batch=4),
+    healthy("warmup", schedule=lambda optimizer: WarmupCosine(optimizer, warmup=0.3)),
+    healthy("slow", lr=5e-4),
+    healthy("hard_start", demonstrator="weak"),
+    healthy("warm", given(sampling=Sampling(temperature=0.8))),
+    healthy("entropy_bonus", given(objective=Objective(entropy_coef=1e-3))),
+    healthy("resampled", given(dynamic_sampling_attempts=2)),
+    healthy("long_limit", given(max_completion_length=24)),
+    healthy("hard_and_mixed", TWO_REWARDS, demonstrator="weak", batch=12),
+    healthy("clipped_gradient", given(update=UpdateConfig(max_grad_norm=0.05))),
 )
