@@ -26,29 +26,27 @@ RENDEZVOUS_PORT, SERVER_PORT = 29500, 8000
 VARIABLES = {"GLOO_SOCKET_IFNAME": LINK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Long enough for two busy cores; a hang is a failure.
 LIMIT_S = 1200.0
-FOUR = {"model": {"init_args": {"max_iterations": 4}}, "data": {"init_args": {"num_workers": 0}}}
+FOUR_ITERATIONS = {
+    "model": {"init_args": {"max_iterations": 4}},
+    "data": {"init_args": {"num_workers": 0}},
+}
 # An ignored signal: a test waits for the marker, then acts while training continues.
 MARK = {"signum": int(signal.SIGURG)}
 HANG = {"signum": 0}
 
 
 def recipe_of(
-    strategy: Any, hosts: int = 2, servers: Sequence[str] = (), wait_s: float = LIMIT_S
+    strategy: Any, servers: Sequence[str] = (), wait_s: float = LIMIT_S
 ) -> dict[str, Any]:
     """Four iterations with a validation and two checkpoints, one process on each host.
 
     Args:
         strategy: of the trainer.
-        hosts: that train.
         servers: URLs of vLLM servers that sample.
         wait_s: how long the run retries if none of them responds.
     """
     trainer = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
-    recipe = merge_runs(RECIPE, FOUR, {"trainer": trainer})
-    if hosts == 3:  # divides the batch
-        recipe = merge_runs(
-            recipe, {"data": {"init_args": {"batch_size": 6, "eval_batch_size": 6}}}
-        )
+    recipe = merge_runs(RECIPE, FOUR_ITERATIONS, {"trainer": trainer})
     if servers:
         given = {"urls": [*servers], "send_uniforms": True, "wait_s": wait_s}
         engine = {"engine": {"class_path": ENGINE, "init_args": given}}
@@ -56,10 +54,10 @@ def recipe_of(
     return recipe
 
 
-def run_on_one_host(folder: Path, recipe: dict[str, Any], processes: int) -> Run:
-    """The undisturbed run, as many processes on this machine."""
-    here = merge_runs(recipe, {"trainer": {"devices": processes}})
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+def run_on_one_host(folder: Path, recipe: dict[str, Any]) -> Run:
+    """The undisturbed run, as two processes on this machine."""
+    here = merge_runs(recipe, {"trainer": {"devices": 2}})
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run = Run(folder, here, program=(*torchrun, "cli.py"))
     code = run.go(timeout_s=LIMIT_S)
     assert code == 0, run.said[-3000:]
@@ -117,22 +115,22 @@ class Launch:
                 env=os.environ | ENVIRONMENT | VARIABLES,
             )
 
-    def wait(self, limit_s: float = LIMIT_S) -> list[int]:
+    def wait(self) -> list[int]:
         """Exit codes of all launchers; they must end within the limit."""
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + LIMIT_S
         try:
             return [each.wait(max(0.0, until - time.monotonic())) for each in self.launchers]
         except subprocess.TimeoutExpired as error:
             raise AssertionError(
-                f"not ended within {limit_s:.0f} s: {self.said[-6000:]}"
+                f"not ended within {LIMIT_S:.0f} s: {self.said[-6000:]}"
             ) from error
 
-    def wait_for(self, there: Callable[[], bool], may_end: bool = False) -> None:
-        """Wait until a condition holds while all launchers run, or some if `may_end`."""
+    def wait_for(self, there: Callable[[], bool]) -> None:
+        """Wait until a condition holds while all launchers run."""
         until = time.monotonic() + LIMIT_S
         while not there():
             ended = [each.poll() for each in self.launchers if each.poll() is not None]
-            assert may_end or not ended, (ended, self.said[-6000:])
+            assert not ended, (ended, self.said[-6000:])
             assert time.monotonic() < until, self.said[-6000:]
             time.sleep(0.05)
 

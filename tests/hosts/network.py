@@ -1,18 +1,15 @@
 """Hosts of a private network on this machine: network namespaces and a switch in plain Python.
 
 Each host is a separate network namespace, with a TUN device as its only link. A thread of the
-test passes IP packets between them, with the latency, loss and rate that the test chooses. It needs
-neither `tc netem` nor a name in /run/netns: a namespace ends with its last process.
+test passes IP packets between them, unless the test has cut a link. It needs no name in /run/netns:
+a namespace ends with its last process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
-import heapq
-import itertools
 import os
-import random
 import select
 import signal
 import socket
@@ -20,7 +17,6 @@ import struct
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -35,8 +31,6 @@ LINK = "link0"
 # <sched.h>; <linux/if_tun.h>: TUNSETIFF, and IFF_TUN | IFF_NO_PI (IP packets, no header before it).
 CLONE_NEWNET, TUNSETIFF, IP_ONLY = 0x40000000, 0x400454CA, 0x1001
 MTU = 1500
-# At most 1 MiB waits for a link with a rate; further packets are dropped, as by a router.
-QUEUE_BYTES = 1 << 20
 
 
 class Host:
@@ -146,33 +140,17 @@ class Network:
 
     Args:
         hosts: the hosts.
-        delay_ms: latency of a packet, one way.
-        loss: share of packets that are dropped, at random.
-        bytes_per_s: what each host may send; 0: no limit.
-        seed: of the loss.
 
     Attributes:
         cut: addresses of hosts whose links pass nothing.
-        packets: number of packets by what became of them: passed, lost, queue, cut.
+        packets: number of packets that were passed on.
     """
 
-    def __init__(
-        self,
-        hosts: list[Host],
-        delay_ms: float = 0.0,
-        loss: float = 0.0,
-        bytes_per_s: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        self.hosts, self.loss, self.bytes_per_s = hosts, loss, bytes_per_s
-        self.delay_s = delay_ms / 1000
-        self.cut: set[str] = set()
-        self.packets: Counter[str] = Counter()
+    def __init__(self, hosts: list[Host]) -> None:
+        self.hosts, self.cut, self.packets = hosts, set[str](), 0
         self._lost: list[Host] = []
-        self._random, self._ended = random.Random(seed), threading.Event()
+        self._ended = threading.Event()
         self._links = {socket.inet_aton(host.address): host.link for host in hosts}
-        # When the link of a host has sent what waits for it.
-        self._free_at = dict.fromkeys(self._links, 0.0)
         self._thread = threading.Thread(target=self._forward, name="switch", daemon=True)
 
     def __enter__(self) -> Network:
@@ -186,10 +164,11 @@ class Network:
             host.close()
 
     def power_off(self, host: Host) -> Host:
-        """End a host without a last packet; return the one that starts in its place.
+        """End a host and its link without a last packet; return the one that can replace it.
 
         The kernel closes the connections of killed processes; here its packets are never read.
         """
+        self.cut = {host.address}
         new = Host(host.number)
         self._lost.append(host)
         self.hosts[self.hosts.index(host)] = new
@@ -198,55 +177,29 @@ class Network:
         return new
 
     def _forward(self) -> None:
-        """Pass packets on when they are due, until the network ends."""
-        order, waiting = itertools.count(), list[tuple[float, int, bytes]]()
+        """Pass packets on until the network ends."""
         while not self._ended.is_set():
-            pause = waiting[0][0] - time.monotonic() if waiting else 0.05
-            ready, _, _ = select.select([*self._links.values()], [], [], min(max(pause, 0.0), 0.05))
+            ready, _, _ = select.select([*self._links.values()], [], [], 0.05)
             for link in ready:
                 with suppress(BlockingIOError):
                     while True:
-                        packet = os.read(link, MTU)
-                        due = self._due(packet)
-                        if due is not None:
-                            heapq.heappush(waiting, (due, next(order), packet))
-            while waiting and waiting[0][0] <= time.monotonic():
-                self._deliver(heapq.heappop(waiting)[2])
-
-    def _due(self, packet: bytes) -> float | None:
-        """Return when a packet arrives; None if it does not."""
-        source, target = packet[12:16], packet[16:20]
-        if packet[0] >> 4 != 4 or source not in self._links or target not in self._links:
-            return None  # IPv6 and multicast
-        if self.loss and self._random.random() < self.loss:
-            self.packets["lost"] += 1
-            return None
-        now = time.monotonic()
-        if self.bytes_per_s:
-            begins = max(now, self._free_at[source])
-            if (begins - now) * self.bytes_per_s > QUEUE_BYTES:
-                self.packets["queue"] += 1
-                return None
-            now = self._free_at[source] = begins + len(packet) / self.bytes_per_s
-        return now + self.delay_s
+                        self._deliver(os.read(link, MTU))
 
     def _deliver(self, packet: bytes) -> None:
         """Write a packet to the link of its target, unless a link on its way is cut."""
-        ends = {socket.inet_ntoa(packet[12:16]), socket.inet_ntoa(packet[16:20])}
-        self.packets["cut" if ends & self.cut else "passed"] += 1
-        if not ends & self.cut:
-            os.write(self._links[packet[16:20]], packet)
+        source, target = packet[12:16], packet[16:20]
+        if packet[0] >> 4 != 4 or source not in self._links or target not in self._links:
+            return  # IPv6 and multicast
+        if not self.cut & {socket.inet_ntoa(source), socket.inet_ntoa(target)}:
+            self.packets += 1
+            os.write(self._links[target], packet)
 
 
 @contextmanager
-def connect_hosts(count: int, **link: Any) -> Iterator[Network]:
+def connect_hosts(count: int) -> Iterator[Network]:
     """Hosts in one network; nothing of them is left afterwards.
 
     Skips the test, with the reason, where this is not allowed.
-
-    Args:
-        count: number of hosts.
-        link: see `Network`.
     """
     hosts = list[Host]()
     try:
@@ -256,5 +209,5 @@ def connect_hosts(count: int, **link: Any) -> Iterator[Network]:
         for host in hosts:
             host.close()
         pytest.skip(f"network namespaces with TUN devices (root, Linux): {error}")
-    with Network(hosts, **link) as network:
+    with Network(hosts) as network:
         yield network

@@ -1,7 +1,5 @@
 """Training over several hosts ends as on one, also after faults of hosts and of their network."""
 
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ from tests.faults.processes import STRATEGIES
 from tests.faults.running import Run, calls, differences, merge_runs
 from tests.faults.servers import server
 from tests.hosts.launching import HANG, MARK, Launch, recipe_of, run_on_one_host, start_server
-from tests.hosts.network import Host, Network, connect_hosts
+from tests.hosts.network import Host, connect_hosts
 from tests.vllm.serving import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-SLOW_LINK = {"delay_ms": 50.0, "loss": 0.01, "bytes_per_s": 10e6}
 
 
 class Wholes:
@@ -26,16 +23,16 @@ class Wholes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, dict[str, Run]()
 
-    def __call__(self, strategy: str, processes: int = 2, served: bool = False) -> Run:
-        name = f"{strategy}-{processes}-{served}"
+    def __call__(self, strategy: str, served: bool = False) -> Run:
+        name = f"{strategy}-{served}"
         if name not in self.runs and served:
             port = free_port()
             with server(port):
-                recipe = recipe_of(STRATEGIES[strategy], processes, [f"http://127.0.0.1:{port}"])
-                self.runs[name] = run_on_one_host(self.folder / name, recipe, processes)
+                recipe = recipe_of(STRATEGIES[strategy], [f"http://127.0.0.1:{port}"])
+                self.runs[name] = run_on_one_host(self.folder / name, recipe)
         elif name not in self.runs:
-            recipe = recipe_of(STRATEGIES[strategy], processes)
-            self.runs[name] = run_on_one_host(self.folder / name, recipe, processes)
+            recipe = recipe_of(STRATEGIES[strategy])
+            self.runs[name] = run_on_one_host(self.folder / name, recipe)
         return self.runs[name]
 
 
@@ -55,12 +52,6 @@ def start_until_stalled(launch: Launch, servers: Path) -> None:
     launch.wait_for(lambda: "stalls" in (servers / "server.log").read_text())
 
 
-def lose(network: Network, host: Host) -> Host:
-    """End a host and its link without a last packet; return the one that can replace it."""
-    network.cut = {host.address}
-    return network.power_off(host)
-
-
 def start_until_marked(launch: Launch, rank: int, **kind: Any) -> None:
     """Start with a callback that leaves a marker in the third iteration, and wait for it.
 
@@ -74,33 +65,14 @@ def start_until_marked(launch: Launch, rank: int, **kind: Any) -> None:
     run.recipe = original
 
 
-@pytest.mark.parametrize(("strategy", "count"), [("DDP", 2), ("FSDP2", 2), ("FSDP2", 3)])
-def test_hosts_train_as_processes_of_one_host(strategy, count, wholes, tmp_path):
-    with connect_hosts(count) as network:
-        launch = launch_of(tmp_path, recipe_of(STRATEGIES[strategy], count), network.hosts)
+@pytest.mark.parametrize("strategy", ["DDP", "FSDP2"])
+def test_hosts_train_as_processes_of_one_host(strategy, wholes, tmp_path):
+    with connect_hosts(2) as network:
+        launch = launch_of(tmp_path, recipe_of(STRATEGIES[strategy]), network.hosts)
         launch.start()
-        assert launch.wait() == [0] * count, launch.said[-6000:]
-    assert network.packets["passed"] > 1000  # it did use the network
-    assert differences(launch.run, wholes(strategy, count)) == []
-
-
-def test_latency_loss_and_a_rate_change_no_bit(wholes, tmp_path):
-    with connect_hosts(2, **SLOW_LINK) as network:
-        launch = launch_of(tmp_path, recipe_of(STRATEGIES["DDP"]), network.hosts)
-        launch.start()
-        assert launch.wait(1500) == [0, 0], launch.said[-6000:]
-    assert network.packets["lost"] > 10
-    assert differences(launch.run, wholes("DDP")) == []
-
-
-def test_a_server_on_a_third_host_over_a_slow_link(wholes, tmp_path):
-    with connect_hosts(3, **SLOW_LINK) as network:
-        *trainers, third = network.hosts
-        recipe = recipe_of(STRATEGIES["FSDP2"], servers=[start_server(third, tmp_path)])
-        launch = launch_of(tmp_path, recipe, trainers)
-        launch.start()
-        assert launch.wait(1500) == [0, 0], launch.said[-6000:]
-    assert differences(launch.run, wholes("FSDP2", served=True)) == []
+        assert launch.wait() == [0, 0], launch.said[-6000:]
+    assert network.packets > 1000  # it did use the network
+    assert differences(launch.run, wholes(strategy)) == []
 
 
 def test_a_killed_host_that_comes_back_joins_the_restart(wholes, tmp_path):
@@ -112,46 +84,6 @@ def test_a_killed_host_that_comes_back_joins_the_restart(wholes, tmp_path):
         launch.start(1)
         assert launch.wait() == [0, 0], launch.said[-6000:]
     assert launch.list_resumes() == [2]
-    assert differences(launch.run, wholes("DDP")) == []
-
-
-def test_without_the_first_host_all_end_and_both_launchers_resume(wholes, tmp_path):
-    with connect_hosts(2) as network:
-        recipe = recipe_of(STRATEGIES["DDP"])
-        launch = launch_of(tmp_path, recipe, network.hosts, max_restarts=2)
-        start_until_marked(launch, 0, **HANG)
-        network.hosts[0].kill()
-        assert launch.wait()[0] == -signal.SIGKILL
-        assert launch.launchers[1].returncode > 0, launch.said[-6000:]
-        assert network.hosts[1].pids() == []
-        launch.start()
-        assert launch.wait() == [0, 0], launch.said[-6000:]
-    assert launch.list_resumes() == [2]
-    assert differences(launch.run, wholes("DDP")) == []
-
-
-def test_a_host_that_loses_power_and_comes_back(wholes, tmp_path):
-    with connect_hosts(2) as network:
-        recipe = recipe_of(STRATEGIES["DDP"])
-        launch = launch_of(tmp_path, recipe, network.hosts, max_restarts=2)
-        start_until_marked(launch, 1, **HANG)
-        network.power_off(network.hosts[1])
-        launch.start(1)
-        assert launch.wait() == [0, 0], launch.said[-6000:]
-    assert launch.list_resumes() == [2]
-    assert differences(launch.run, wholes("DDP")) == []
-
-
-def test_a_partition_of_20_s_heals(wholes, tmp_path):
-    with connect_hosts(2) as network:
-        launch = launch_of(tmp_path, recipe_of(STRATEGIES["DDP"]), network.hosts)
-        start_until_marked(launch, 1, **MARK)
-        network.cut = {network.hosts[1].address}
-        time.sleep(20)
-        network.cut = set()
-        assert launch.wait() == [0, 0], launch.said[-6000:]
-    assert network.packets["cut"] > 0
-    assert launch.list_resumes() == []
     assert differences(launch.run, wholes("DDP")) == []
 
 
@@ -175,38 +107,18 @@ def test_a_network_that_stays_cut_ends_all_and_both_launchers_resume(wholes, tmp
     assert differences(launch.run, wholes("DDP")) == []
 
 
-def test_a_network_that_is_cut_for_longer_than_the_watchdog_waits(wholes, tmp_path):
-    recipe = recipe_of(STRATEGIES["FSDP2"])
-    with connect_hosts(2) as network:
-        launch = launch_of(tmp_path, recipe, network.hosts)
-        launch.run.recipe = merge_runs(recipe, {"watchdog": {"timeout_s": 100.0}})
-        start_until_marked(launch, 1, **MARK)
-        network.cut = {network.hosts[1].address}
-        for rank in (0, 1):
-            said = f"error: rank {rank} made no progress for 100 s (watchdog.timeout_s)"
-            launch.wait_for(lambda said=said: said in launch.said, may_end=True)
-        # The launcher of the second host waits for the first, up to 15 minutes in the kernel.
-        network.cut = set()
-        assert launch.wait() == [1, 1], launch.said[-6000:]
-        launch.run.recipe = recipe
-        launch.start()
-        assert launch.wait() == [0, 0], launch.said[-6000:]
-    assert launch.list_resumes() == [2]
-    assert differences(launch.run, wholes("FSDP2")) == []
-
-
 def test_rows_of_a_lost_server_go_to_the_other(wholes, tmp_path):
     with connect_hosts(4) as network:
         *trainers, third, fourth = network.hosts
-        lost, kept = tmp_path / "lost", tmp_path / "kept"
+        lost, other = tmp_path / "lost", tmp_path / "other"
         # In the third iteration, which has requests of both processes.
         servers = [
             start_server(third, lost, "--stalls_at", "/inference/v1/generate:77"),
-            start_server(fourth, kept),
+            start_server(fourth, other),
         ]
         launch = launch_of(tmp_path, recipe_of(STRATEGIES["DDP"], servers=servers), trainers)
         start_until_stalled(launch, lost)
-        lose(network, third)
+        network.power_off(third)
         assert launch.wait() == [0, 0], launch.said[-6000:]
     assert f"vLLM server is unavailable: {servers[0]}" in launch.said
     assert launch.list_resumes() == []
@@ -228,7 +140,7 @@ def test_without_its_server_a_run_ends_and_resumes_once_it_is_back(
         recipe = recipe_of(STRATEGIES[strategy], servers=[url], wait_s=20.0)
         launch = launch_of(tmp_path, recipe, trainers)
         start_until_stalled(launch, tmp_path)
-        new = lose(network, third)
+        new = network.power_off(third)
         assert all(code > 0 for code in launch.wait()), launch.said[-6000:]
         # One line of each process.
         assert launch.said.count(f"error: No vLLM server responds: {url} unavailable") == 2

@@ -124,7 +124,7 @@ def test_a_run_on_another_host_ends_in_the_weights_of_the_local_engine_bit_for_b
         launch = Launch(Run(tmp_path / "run", recipe_of("auto", servers=[url])), [first])
         launch.start()
         assert launch.wait() == [0], launch.said[-3000:]
-    assert network.packets["passed"] > 1000
+    assert network.packets > 1000
     assert weights_of(launch.run) == weights_of(local)
 
 
