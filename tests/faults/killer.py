@@ -109,21 +109,6 @@ class Kill(Callback):
         self._hit("end", trainer, pl_module)
 
 
-class FullLoggers(Callback):
-    """After the first iteration the files of the loggers take no byte more."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        if pl_module.iteration != 1:
-            return
-        folder = Path(trainer.default_root_dir)
-        full = os.open("/dev/full", os.O_WRONLY)
-        for handle in Path("/proc/self/fd").iterdir():
-            if handle.exists() and handle.resolve().name.startswith("events.out"):
-                os.dup2(full, int(handle.name))
-        (folder / "metrics.csv").unlink()
-        (folder / "metrics.csv").mkdir()
-
-
 class Armed(Callback):
     """Writes down which process trains, for a reward function that may run in another.
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from tests.faults.launching import ENVIRONMENT, ROOT
-from tests.faults.running import EVERY, ITERATIONS, RECIPE, Run, calls, differences, merge_runs
+from tests.faults.running import RECIPE, Run, calls, differences, merge_runs
 
 if TYPE_CHECKING:
     from tests.faults.cases import Bench, Found
@@ -102,46 +100,4 @@ def f22(bench: Bench) -> Found:
         codes = job(run, recipe)
         wrong = f"exit codes {codes}: {run.said[-800:]}" if any(codes) else ""
         found[name] = wrong or ", ".join(differences(run, whole))
-    return found
-
-
-def flip_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-DAMAGE = {
-    "damaged": (lambda newest: flip_bit(newest / "__1_0.distcp"), "__1_0.distcp is damaged"),
-    "missing": (lambda newest: (newest / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
-    "foreign": (
-        lambda newest: shutil.copy(
-            newest.parent / f"iteration={ITERATIONS - EVERY:06d}.ckpt/__0_0.distcp", newest
-        ),
-        "__0_0.distcp is damaged",
-    ),
-}
-
-
-def f23(bench: Bench) -> Found:
-    """a damaged, missing or foreign shard: named before the first step; the one before is taken"""
-    found = {}
-    recipe = of_two(FSDP2)
-    whole = bench.whole("two-FSDP2", recipe, program=TORCHRUN)
-    for name, (change, said) in DAMAGE.items():
-        run = bench.copy_run(f"f23-{name}", whole)
-        run.new_process = True
-        change(run.checkpoints / f"iteration={ITERATIONS:06d}.ckpt")
-        code = run.go("--ckpt_path", "last")
-        if code == 0 or said not in run.said:
-            found[name] = f"exit code {code}, not {said!r}: {run.said[-500:]}"
-            continue
-        shutil.rmtree(run.run / "final_model")
-        code = run.resume()
-        if code or run.iteration_of_resume() != ITERATIONS - EVERY:
-            found[name] = (
-                f"fell back to {run.iteration_of_resume()}, code {code}: {run.said[-500:]}"
-            )
-            continue
-        found[name] = ", ".join(differences(run, whole))
     return found

@@ -76,16 +76,6 @@ def f24(bench: Any) -> dict[str, str]:
     return {"killed": wrong or ", ".join(differences(run, expected))}
 
 
-def f25(bench: Any) -> dict[str, str]:
-    """the server says that it took the weights, and did not: rejected, nothing is learned"""
-    port, run = free_port(), None
-    with server(port, "--keeps"):
-        run = Run(bench.folder / "F25", recipe(port))
-        code = run.go()
-    good = code == 2 and "samples with weights of version default, although" in run.said
-    return {"stale": "" if good else f"exit code {code}: {run.said[-500:]}"}
-
-
 def f26(bench: Any) -> dict[str, str]:
     """killed with rollouts that were sampled ahead, then the same command again: the same"""
     from tests.faults.cases import stop_and_resume
