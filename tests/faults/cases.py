@@ -207,7 +207,8 @@ def f16(bench: Bench) -> Found:
     code = run.go(timeout_s=200)
     # The first to end closes the connection; where the other stood is then its error's traceback.
     stacks = run.said.count("made no progress for 10 s") + ("Connection closed by" in run.said)
-    good = code not in (0, 128 + signal.SIGKILL) and stacks >= 2 and "in __call__" in run.said
+    # Both write at once, so that a line can be torn; three of the stack are of this file.
+    good = code not in (0, 128 + signal.SIGKILL) and stacks >= 2 and "killer.py" in run.said
     return {"rank 1": "" if good else f"exit code {code}, {stacks} stacks: {run.said[-800:]}"}
 
 
