@@ -3,7 +3,7 @@ import torch
 from lightning import Trainer
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.callbacks.metric_table import definition
+from litgrpo.callbacks.metrics import definition
 from litgrpo.environments import examples
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.episode import InProcessEpisodes

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.files import write_text
-from litgrpo.callbacks.metric_table import definition
+from litgrpo.callbacks.metrics import definition
 from litgrpo.distributed.messages import warn_once_on_failure
 
 Kind = TypeVar("Kind", bound=Logger)

@@ -1,6 +1,6 @@
 import pytest
 
-from litgrpo.callbacks.metric_table import definition
+from litgrpo.callbacks.metrics import definition
 from litgrpo.tools.report.charts import (
     MAX_POINTS,
     Curve,

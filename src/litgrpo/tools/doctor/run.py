@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.files import read_text
-from litgrpo.callbacks.metric_table import TRL, VERL
+from litgrpo.callbacks.metrics import TRL, VERL
 from litgrpo.callbacks.run_folder import CONFIG
 from litgrpo.evaluation.evaluator import format_success_rule
 from litgrpo.rewards.reward import find_success_rewards

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from litgrpo.callbacks.formatting import BOUNDS
-from litgrpo.callbacks.metric_table import definition
+from litgrpo.callbacks.metrics import definition
 from litgrpo.tools.report.run_files import Points
 
 Point = tuple[float, float]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from litgrpo.callbacks.metric_table import definition
+from litgrpo.callbacks.metrics import definition
 from litgrpo.text.program import program_name
 from litgrpo.text.visible import visible
 from litgrpo.tools.doctor.finding import Diagnosis, Finding
