@@ -26,8 +26,26 @@ def metrics() -> list[list[str]]:
     return rows
 
 
+def options(table: str) -> list[list[str]]:
+    """Options of TRL or verl, and those of litgrpo."""
+    rows = [[table, "litgrpo", "remark"]]
+    for row in read("foreign_names.csv"):
+        if row["table"] == table:
+            name = ".".join(filter(None, (row["prefix"], row["name"])))
+            rows.append([code(name), code(row["option"]), row["remark"]])
+    return rows
+
+
 # {page: its tables}
-TABLES = {"reference/metrics.md": [metrics()]}
+TABLES = {
+    "reference/metrics.md": [metrics()],
+    "howto/coming_from_trl.md": [
+        options("GRPOTrainer"),
+        options("GRPOConfig"),
+        options("TrainingArguments"),
+    ],
+    "howto/coming_from_verl.md": [options("verl")],
+}
 
 
 def with_tables(page: str) -> str:

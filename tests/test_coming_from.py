@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import fields
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from transformers import TrainingArguments
 
 from litgrpo import PairData, PromptData
 from litgrpo.data import Source
@@ -39,29 +37,7 @@ NAMES = {
         reference_model_path gold_score_mode f1rougebleudist name checkpoint_dir train_data
         eval_data per_gpu_batch_size""",
 }
-# Every field of TRL 1.16's GRPOConfig that is not one of TrainingArguments.
 TRL_PAGE = ROOT / "docs" / "howto" / "coming_from_trl.md"
-TRL_NAMES = """
-    model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
-    cast_lm_head_to_fp32 num_generations num_generations_eval max_completion_length
-    ds3_gather_for_generation shuffle_dataset pad_to_multiple_of generation_batch_size
-    steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs
-    repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl
-    vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host
-    vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
-    vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon epsilon_high
-    delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg
-    vespo_lambda_neg importance_sampling_level reward_weights multi_objective_aggregation
-    scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
-    ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy entropy_target
-    entropy_coef_delta entropy_coef_max entropy_coef_min max_tool_calling_iterations
-    vllm_importance_sampling_correction vllm_importance_sampling_mode
-    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl
-    log_completions num_completions_to_print log_unique_prompts log_multimodal
-    log_completions_hub_repo use_transformers_continuous_batching
-    transformers_continuous_batching_config use_transformers_paged
-"""
 FEATURES = {
     "A": """JSON configuration; Python API; custom data set; reward functions alone; composite;
         reshape; detached advantages; KL as; clip the gradients; optimizer step; N > 1; tokenizer;
@@ -109,18 +85,6 @@ def spans(text: str) -> set[str]:
 def test_every_old_name_has_a_row_of_its_own(system):
     named = {name for row in rows(PAGES[system]) for name in spans(row[0])}
     assert not set(NAMES[system].split()) - named
-
-
-def test_every_option_of_trl_has_a_row():
-    named = {name for row in rows(TRL_PAGE) for name in spans(row[0].replace(",", " "))}
-    assert not set(TRL_NAMES.split()) - named
-    assert all(all(row[:2]) for row in rows(TRL_PAGE) if row[0])
-
-
-def test_the_options_are_those_of_trl():
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
-    arguments = {field.name for field in fields(TrainingArguments)}
-    assert set(TRL_NAMES.split()) == {field.name for field in fields(trl.GRPOConfig)} - arguments
 
 
 @pytest.mark.parametrize("system", systems)

@@ -33,8 +33,6 @@ from litgrpo.tools.audit.command import audit
 from litgrpo.tools.compare import compare
 from litgrpo.tools.plan.command import plan
 
-PAGES = Path(__file__).parents[2] / "docs" / "howto"
-OPTION = re.compile(r"`((?:model|data|trainer|checkpoint|completions)\.[\w.]+|run_dir|ckpt_path)")
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
 TOP = {name: Option(name, kind, UNSET, "") for name, kind in ROOTS.items()}
 TOP |= {name: Option(name, kind, None, "") for name, (kind, *_) in RUN_OPTIONS.items()}
@@ -168,27 +166,6 @@ def test_options_of_other_commands_exist():
 def test_names_of_trl_and_verl_lead_to_options_that_exist(target):
     if target not in (*RUN_OPTIONS, "ckpt_path", "seed_everything"):
         assert find_option(target, ROOTS).key == target
-
-
-@pytest.mark.parametrize("trainer", ["trl", "verl"])
-def test_hints_agree_with_the_tables_of_options(trainer):
-    page = (PAGES / f"coming_from_{trainer}.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.*?) \| (.+) \|$", page, re.MULTILINE)
-    pairs = [
-        (name, keys)
-        for names, text in rows
-        if (keys := OPTION.findall(text))
-        for name in re.findall(r"`([\w.]+)`", names)
-    ]
-    assert len(pairs) > 40
-    same = ("name", "trainer.logger")  # too general, and the option's own name
-    hints = {name: (other_name(name), keys) for name, keys in pairs if name not in same}
-    assert {name: hint for name, hint in hints.items() if not leads(*hint)} == {}
-
-
-def leads(key: str, keys: list[str]) -> bool:
-    """Return whether an option, or one above or below it, is among others."""
-    return any(key and f"{a}.".startswith(f"{b}.") for k in keys for a, b in ((key, k), (k, key)))
 
 
 def test_the_longest_end_of_a_foreign_name_counts():
