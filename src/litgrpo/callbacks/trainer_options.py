@@ -1,14 +1,14 @@
-"""Lightning's trainer options and callbacks: which ones work, which are rejected, and why.
+"""Reject Lightning's trainer options and callbacks that do not work, with what to set instead.
 
-docs/reference/lightning.md shows `OPTIONS`; `tests/training/test_lightning_options.py` tests
-every row.
+docs/reference/lightning.md has them and those that work; `tests/training/test_lightning_options.py`
+tests every row.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -27,184 +27,97 @@ from litgrpo.arguments import did_you_mean, require
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.training.lightning_compat import is_compiled
 
-
-class TrainerOption(NamedTuple):
-    """One row of the table in docs/reference/lightning.md.
-
-    Example:
-        >>> OPTIONS["overfit_batches"].works
-        False
-    """
-
-    works: bool
-    note: str
-
-
-_AVERAGES = "averaged weights differ from the weights that generate rollouts; let "
-_AVERAGES += "`model.lr_scheduler` lower the learning rate"
-_TRIALS = "its trial steps would be iterations of the run; set "
-_STEP = "an optimizer step uses all rows of its batch: set `data.batch_size`, and "
-_STEP += "`model.update.micro_batch_tokens` for memory"
-
-# {name: row}. Without a note an option does what Lightning documents. One iteration is one batch.
-OPTIONS: dict[str, TrainerOption] = {
-    "max_epochs": TrainerOption(
-        True, "passes over the prompts; `model.max_iterations` is the usual limit"
+AVERAGES = (
+    "averaged weights differ from the weights that generate rollouts; let `model.lr_scheduler` "
+    "lower the learning rate"
+)
+TRIALS = "its trial steps would be iterations of the run; set "
+STEP = (
+    "an optimizer step uses all rows of its batch: set `data.batch_size`, and "
+    "`model.update.micro_batch_tokens` for memory"
+)
+CLIP = "set `model.update.max_grad_norm` (SFT: `model.max_grad_norm`)"
+SHARD = "to shard weights use `litgrpo.distributed.fsdp.strategy.FSDP2Strategy`"
+# {option: (its default, why another value does not work)}, in the words of the page.
+REJECTED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "overfit_batches": (
+        0,
+        "to train on few prompts set `data.train.limit`, and `data.val: null`",
     ),
-    "max_steps": TrainerOption(True, "counts optimizer steps; a started iteration is finished"),
-    "min_epochs, min_steps": TrainerOption(True, "also postpone the end by `model.max_iterations`"),
-    "max_time": TrainerOption(
-        True, "`litgrpo` stops early enough for the last validation and checkpoint (`TimeBudget`)"
-    ),
-    "fast_dev_run": TrainerOption(True, "one iteration, one validation batch, no files"),
-    "limit_train_batches": TrainerOption(True, "iterations of a pass over the prompts"),
-    "limit_val_batches, limit_test_batches, limit_predict_batches": TrainerOption(True, ""),
-    "overfit_batches": TrainerOption(
-        False, "to train on few prompts set `data.train.limit`, and `data.val: null`"
-    ),
-    "val_check_interval, check_val_every_n_epoch": TrainerOption(
-        True, "with `check_val_every_n_epoch: null` the interval counts iterations"
-    ),
-    "num_sanity_val_steps": TrainerOption(
-        True, "-1 evaluates all held-out prompts before training, for the summary's `before`"
-    ),
-    "log_every_n_steps": TrainerOption(
-        True, "counts iterations; `litgrpo` sets it to 1, and Lightning's default of 50 becomes 1"
-    ),
-    "accumulate_grad_batches": TrainerOption(
-        False,
-        f"{_STEP}; it works for SFT, whose step is then that of the large batch (a mean over all "
+    "accumulate_grad_batches": (
+        1,
+        f"{STEP}; it works for SFT, whose step is then that of the large batch (a mean over all "
         "target tokens)",
     ),
-    "gradient_clip_val, gradient_clip_algorithm": TrainerOption(
-        False, "set `model.update.max_grad_norm` (SFT: `model.max_grad_norm`)"
-    ),
-    "precision": TrainerOption(True, "32-true, bf16-mixed, 16-mixed; see also `model.precision`"),
-    "strategy: auto, ddp": TrainerOption(True, ""),
-    "strategy: fsdp, deepspeed, ModelParallelStrategy": TrainerOption(
-        False, "to shard weights use `litgrpo.distributed.fsdp.strategy.FSDP2Strategy`"
-    ),
-    "strategy: ddp_spawn": TrainerOption(
-        False, "its processes get copies of the module and return no results; use `ddp`"
-    ),
-    "profiler": TrainerOption(True, ""),
-    "detect_anomaly": TrainerOption(True, ""),
-    "deterministic": TrainerOption(True, ""),
-    "inference_mode": TrainerOption(True, ""),
-    "logger": TrainerOption(
-        True, "any Lightning logger; with `litgrpo` a failing logger does not stop training"
-    ),
-    "enable_progress_bar": TrainerOption(
-        True, "Lightning's own bars are replaced by one that counts iterations; subclasses stay"
-    ),
-    "enable_checkpointing": TrainerOption(True, ""),
-    "enable_model_summary": TrainerOption(True, ""),
-    "barebones": TrainerOption(
+    "gradient_clip_val": (None, CLIP),
+    "gradient_clip_algorithm": (None, CLIP),
+    "barebones": (
         False,
         "it disables logging, which training needs; for less output use `--tensorboard false`, "
         "`--csv false`, `trainer.enable_progress_bar: false`",
     ),
-    "ModelCheckpoint": TrainerOption(
-        True,
-        "`every_n_train_steps` counts optimizer steps; `IterationCheckpoint` counts iterations, "
-        "verifies files, and resumes exactly. By default it saves after a validation, so without "
-        "one set `every_n_train_steps` or `save_on_train_epoch_end: true`; otherwise the run is "
-        "rejected (warned without `monitor`)",
-    ),
-    "OnExceptionCheckpoint": TrainerOption(True, ""),
-    "EarlyStopping": TrainerOption(
-        True,
-        "`monitor` any metric that is logged, such as `val/reward` or `reward/mean`; checked after "
-        "a validation, so a run without one is rejected unless `check_on_train_epoch_end: true`",
-    ),
-    "LearningRateMonitor": TrainerOption(True, "`optim/lr` is logged in any case"),
-    "DeviceStatsMonitor": TrainerOption(True, ""),
-    "Timer": TrainerOption(True, "a started iteration is finished"),
-    "ModelSummary, RichModelSummary": TrainerOption(True, ""),
-    "LambdaCallback": TrainerOption(True, ""),
-    "TQDMProgressBar, RichProgressBar": TrainerOption(True, "replaced, see `enable_progress_bar`"),
-    "StochasticWeightAveraging, WeightAveraging": TrainerOption(False, _AVERAGES),
-    "GradientAccumulationScheduler": TrainerOption(False, _STEP),
-    "LearningRateFinder": TrainerOption(False, f"{_TRIALS}`model.optimizer.lr`"),
-    "BatchSizeFinder": TrainerOption(False, f"{_TRIALS}`data.batch_size`"),
-    "torch.compile(module)": TrainerOption(
-        False, "shapes change in every iteration; pass the module itself"
-    ),
 }
 REJECTED_CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "StochasticWeightAveraging, WeightAveraging",
-    WeightAveraging: "StochasticWeightAveraging, WeightAveraging",
-    GradientAccumulationScheduler: "GradientAccumulationScheduler",
-    LearningRateFinder: "LearningRateFinder",
-    BatchSizeFinder: "BatchSizeFinder",
+    StochasticWeightAveraging: AVERAGES,
+    WeightAveraging: AVERAGES,
+    GradientAccumulationScheduler: STEP,
+    LearningRateFinder: f"{TRIALS}`model.optimizer.lr`",
+    BatchSizeFinder: f"{TRIALS}`data.batch_size`",
 }
+SPAWN = "its processes get copies of the module and return no results; use `ddp`"
+COMPILED = "shapes change in every iteration; pass the module itself"
 DEVICES = re.compile(r"-1|[1-9]\d*|\[?\d+(?:, ?\d+)*,?\]?")
 # Lower-case parts of the names of strategies that shard weights.
 SHARDING = ("fsdp", "modelparallel", "deepspeed")
 
 
-def page() -> str:
-    """The table as the Markdown of docs/reference/lightning.md."""
-    lines = ["| option or callback | | note |", "| --- | --- | --- |"]
-    for name, option in OPTIONS.items():
-        names = ", ".join(f"`{each}`" for each in name.split(", "))
-        lines.append(f"| {names} | {'works' if option.works else 'rejected'} | {option.note} |")
-    return "\n".join(lines)
-
-
-def check_trainer_options(given: Mapping[str, Any], module: Any) -> None:
-    """Reject options of the trainer that do not work; see `OPTIONS`.
+def check_trainer_options(options: Mapping[str, Any], module: Any) -> None:
+    """Reject options of the trainer that do not work.
 
     Args:
-        given: arguments of the trainer.
+        options: arguments of the trainer.
         module: the module that it will train.
 
     Raises:
         ValueError: with the option and what to set instead.
     """
-    check_strategy(given.get("strategy", "auto"))
-    accumulates = given.get("accumulate_grad_batches", 1) != 1
-    if accumulates and not module.automatic_optimization:
-        _reject("accumulate_grad_batches", given["accumulate_grad_batches"])
-    clipping = "gradient_clip_val, gradient_clip_algorithm"
-    for name in clipping.split(", "):
-        if given.get(name) is not None:
-            _reject(name, given[name], row=clipping)
-    for name in ("overfit_batches", "barebones"):
-        if given.get(name):
-            _reject(name, given[name])
-    accelerator = given.get("accelerator", "auto")
+    check_strategy(options.get("strategy", "auto"))
+    for name, (default, note) in REJECTED_OPTIONS.items():
+        value = options.get(name, default)
+        is_allowed = name == "accumulate_grad_batches" and module.automatic_optimization
+        require(value == default or is_allowed, describe_rejection(name, value, note))
+    accelerator = options.get("accelerator", "auto")
     is_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-    devices = str(given.get("devices", "auto"))
+    devices = str(options.get("devices", "auto"))
     require(
         devices == "auto" or DEVICES.fullmatch(devices) is not None,
         f"trainer.devices is {devices!r}; it must be auto, a number, or a list of numbers.",
     )
-    if devices == "-1" and is_cpu:
-        raise ValueError(
-            "trainer.devices is -1, which is not supported on CPU: set the number of processes."
-        )
-    callbacks = given.get("callbacks") or []
+    require(
+        devices != "-1" or not is_cpu,
+        "trainer.devices is -1, which is not supported on CPU: set the number of processes.",
+    )
+    callbacks = options.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        for kind, row in REJECTED_CALLBACKS.items():
-            if isinstance(callback, kind):
-                _reject("callbacks", type(callback).__name__, row=row)
+        for kind, note in REJECTED_CALLBACKS.items():
+            message = describe_rejection("callbacks", type(callback).__name__, note)
+            require(not isinstance(callback, kind), message)
 
 
-def describe_rejected_callback(given: Any) -> str:
+def describe_rejected_callback(callbacks: Any) -> str:
     """Return why the first rejected callback of a recipe does not work; "" if none is rejected.
 
     Its missing arguments would be the parser's error, although no argument makes it work.
 
     Args:
-        given: trainer.callbacks: names, `{class_path: ...}` or a list of them.
+        callbacks: trainer.callbacks: names, `{class_path: ...}` or a list of them.
     """
-    each_of = given if isinstance(given, list) else [given]
-    paths = [str(each.get("class_path") if isinstance(each, Mapping) else each) for each in each_of]
+    listed = callbacks if isinstance(callbacks, list) else [callbacks]
+    paths = [str(item.get("class_path") if isinstance(item, Mapping) else item) for item in listed]
     names = {path.rpartition(".")[2] for path in paths}
-    for kind, row in REJECTED_CALLBACKS.items():
+    for kind, note in REJECTED_CALLBACKS.items():
         if kind.__name__ in names:
-            return describe_rejection("callbacks", kind.__name__, row)
+            return describe_rejection("callbacks", kind.__name__, note)
     return ""
 
 
@@ -214,13 +127,11 @@ def check_trainer(module: Any) -> None:
     Raises:
         ValueError: with the option and what to set instead.
     """
-    if is_compiled(module):
-        _reject("fit", "torch.compile(module)", row="torch.compile(module)")
+    require(not is_compiled(module), describe_rejection("fit", "torch.compile(module)", COMPILED))
     trainer = module.trainer
     require(trainer.strategy.root_device.type != "mps", NO_FLOAT64)
-    names = "strategy accumulate_grad_batches gradient_clip_val gradient_clip_algorithm "
-    names += "overfit_batches barebones callbacks"
-    check_trainer_options({name: getattr(trainer, name) for name in names.split()}, module)
+    names = (*REJECTED_OPTIONS, "strategy", "callbacks")
+    check_trainer_options({name: getattr(trainer, name) for name in names}, module)
 
 
 NO_FLOAT64 = (
@@ -283,9 +194,8 @@ def check_strategy(strategy: Any) -> None:
     """
     name = strategy_name(strategy)
     shards = any(part in name.lower().replace("_", "") for part in SHARDING)
-    if shards and name != "FSDP2Strategy":
-        row = "strategy: fsdp, deepspeed, ModelParallelStrategy"
-        _reject("strategy", f"{name} (FSDP1, tensor parallelism and DeepSpeed)", row=row)
+    value = f"{name} (FSDP1, tensor parallelism and DeepSpeed)"
+    require(not shards or name == "FSDP2Strategy", describe_rejection("strategy", value, SHARD))
     if not isinstance(strategy, str):
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
@@ -294,8 +204,7 @@ def check_strategy(strategy: Any) -> None:
         f"trainer.strategy is {strategy!r}{did_you_mean(strategy, known)}: expected a name such "
         "as auto or ddp, or a class: {class_path: package.module.Class}.",
     )
-    if "spawn" in strategy:
-        _reject("strategy", strategy, row="strategy: ddp_spawn")
+    require("spawn" not in strategy, describe_rejection("strategy", strategy, SPAWN))
 
 
 def strategy_name(strategy: Any) -> str:
@@ -312,14 +221,10 @@ def strategy_name(strategy: Any) -> str:
     return type(strategy).__name__
 
 
-def describe_rejection(option: str, value: Any, row: str = "") -> str:
-    """Return why an option does not work, in one line; `row` is its name in `OPTIONS`."""
-    note = OPTIONS[row or option].note.replace("`", "")
+def describe_rejection(option: str, value: Any, note: str) -> str:
+    """Return why a value of an option does not work, in one line."""
+    note = note.replace("`", "")
     return f"trainer.{option} is {value}, which does not work with litgrpo: {note}."
-
-
-def _reject(option: str, value: Any, row: str = "") -> None:
-    raise ValueError(describe_rejection(option, value, row))
 
 
 def cluster_plugins(given: Any) -> list[Any]:
