@@ -96,7 +96,7 @@ def test_repeated_prompts_are_counted_with_the_first_pair(tmp_path, caplog):
 
 
 def test_the_first_listing_of_the_page_on_tasks_reads_its_files(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "tasks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "tasks_and_rollouts.md").read_text()
     settings = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])["data"]
     monkeypatch.chdir(tmp_path)
     for name in ("sums", "sums_val"):

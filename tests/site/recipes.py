@@ -31,7 +31,8 @@ FOLDERS = {
     ),
     "data": (
         "Data",
-        "Config overrides: which prompts are sampled, see [tasks and curriculum](/howto/tasks.md).",
+        "Config overrides: which prompts are sampled, see "
+        "[tasks and curriculum](/howto/tasks_and_rollouts.md#curriculum).",
     ),
     "loggers": ("Loggers", "Config overrides. TensorBoard and `metrics.csv` are written anyway."),
 }

@@ -349,7 +349,7 @@ class PromptData(SourceData[PromptBatch]):
 
     Args:
         train: source of the training prompts; or several tasks with names, `{math: a.jsonl, chat:
-            b.jsonl}`, whose rows get the name as column `task` (docs/howto/tasks.md).
+            b.jsonl}`, whose rows get the name as column `task` (docs/howto/tasks_and_rollouts.md).
         val: source of the validation prompts; or several with names, `{easy: a.jsonl, hard:
             b.jsonl}`, whose metrics are `val/easy/...`; or hold out some of `train` with
             `val_fraction`.

@@ -24,8 +24,8 @@ from litgrpo.types import TASK
 class TaskEnvironments:
     """Plays each row in the environment of its task; rows of other tasks are a single turn.
 
-    The column `task` of a row names its task (docs/howto/tasks.md). The chat template shows the
-    tools of that task only.
+    The column `task` of a row names its task (docs/howto/tasks_and_rollouts.md). The chat template
+    shows the tools of that task only.
 
     Args:
         environments: {task: its environment}, an object, the import path of a class without

@@ -133,8 +133,8 @@ class Reward:
             mean of the prompt's completions in standard deviations, `batch` from that of all
             completions of this process.
         schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
-        tasks: score only rows of these tasks, by their column `task` (docs/howto/tasks.md); other
-            rows have no such reward. Empty: all rows.
+        tasks: score only rows of these tasks, by their column `task`
+            (docs/howto/tasks_and_rollouts.md); other rows have no such reward. Empty: all rows.
 
     Example:
         >>> correct = Reward("litgrpo.rewards.correctness", weight=0.8)

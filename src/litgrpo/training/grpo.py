@@ -156,7 +156,7 @@ class GRPO(LightningModule):
         episode: limits and format of multi-turn episodes.
         save_rollouts: write every training rollout to `rollouts/` in the run folder.
         stored_rollouts: run folder whose `rollouts/` are trained on, iteration by iteration, in
-            place of newly sampled ones (docs/howto/stored_rollouts.md). Evaluation samples as
+            place of newly sampled ones (docs/howto/tasks_and_rollouts.md). Evaluation samples as
             always. An importance correction is added; training ends after the last stored rollout.
         data_completions: train on completions of the data in a part of the iterations, for
             distillation (docs/howto/distillation.md); null: all completions are sampled.
