@@ -18,11 +18,10 @@ from tests.support.models import byte_tokenizer
 from tests.support.recipes import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = {
-    "A": ROOT / "docs" / "dev" / "coming_from_gemma2_tpu_trainer.md",
-    "B": ROOT / "docs" / "dev" / "coming_from_grpo_trainer.md",
-    "C": ROOT / "docs" / "dev" / "coming_from_lapdog.md",
-}
+PAGE = ROOT / "docs" / "howto" / "coming_from_earlier_trainers.md"
+# The three sections of the page, in its order.
+A, B, C = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+SECTIONS = {"A": A, "B": B, "C": C}
 # Every name that users of the three look for.
 NAMES = {
     "A": """use_grpo num_completions_per_prompt generation_max_length generation_temperature
@@ -45,7 +44,8 @@ FEATURES = {
         policy loss; mean reward; mean and std of advantages; supervised; carry the configuration;
         correctness; reasoning coherence; explanation quality; older composite: quality;
         older composite: safety; older composite: diversity; older composite: coherence;
-        prompts only; input-output pairs; TPU launch script; inference; guide; troubleshooting;
+        prompts only; input-output pairs; TPU launch script; inference; guide; flow diagram;
+        troubleshooting;
         Python 3.8; torch-xla; Gemma 2""",
     "B": """policy; frozen reference; reward model; tokenizer; prompt list; Hub data set; config;
         training state; progress bar; smaller batches; fewer generations; gradient checkpointing;
@@ -55,7 +55,7 @@ FEATURES = {
         rewards for all k responses at once; T5 reader; JSONL; evaluation on held-out dialogues;
         experiment: conservative; experiment: exploration; experiment: pre-trained reference""",
 }
-# What stands before the keys of a page, so that they have something to change.
+# What stands before the keys of a section, so that they have something to change.
 # GRPO, and supervised training where there is some.
 RECIPES = {
     "A": ("reasoning_gemma2_2b.yaml", "reasoning_gemma2_2b_sft.yaml"),
@@ -66,12 +66,12 @@ RECIPES = {
 KEY = re.compile(r"`(--[^`]+)`")
 YAML_KEY = re.compile(r"`((?:model|data|trainer)\.[\w.]+): ([^`]+)`")
 PATH = re.compile(r"\blitgrpo(?:\.\w+)+")
-systems = [pytest.param(key, id=path.stem) for key, path in PAGES.items()]
+systems = pytest.mark.parametrize("system", SECTIONS)
 
 
-def rows(page: Path) -> list[list[str]]:
-    """The cells of every row of every table of a page."""
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
@@ -81,27 +81,27 @@ def spans(text: str) -> set[str]:
     return {" ".join(span.split()) for span in found} | {w for span in found for w in span.split()}
 
 
-@pytest.mark.parametrize("system", systems)
+@systems
 def test_every_old_name_has_a_row_of_its_own(system):
-    named = {name for row in rows(PAGES[system]) for name in spans(row[0])}
+    named = {name for row in rows(SECTIONS[system]) for name in spans(row[0])}
     assert not set(NAMES[system].split()) - named
 
 
-@pytest.mark.parametrize("system", systems)
+@systems
 def test_every_old_feature_has_a_row(system):
-    told = [row[0].replace("`", "") for row in rows(PAGES[system])]
+    told = [row[0].replace("`", "") for row in rows(SECTIONS[system])]
     wanted = [" ".join(feature.split()) for feature in FEATURES[system].split(";")]
     assert not [feature for feature in wanted if not any(feature in row for row in told)]
 
 
-@pytest.mark.parametrize("system", systems)
+@systems
 def test_every_row_says_what_to_do(system):
-    assert all(all(row[:2]) for row in rows(PAGES[system]))
+    assert all(all(row[:2]) for row in rows(SECTIONS[system]))
 
 
-@pytest.mark.parametrize("system", systems)
-def test_every_key_of_a_page_is_a_key_of_the_program(system, program, capsys):
-    text = PAGES[system].read_text()
+@systems
+def test_every_key_of_a_section_is_a_key_of_the_program(system, program, capsys):
+    text = SECTIONS[system]
     given = [shlex.split(span) for span in KEY.findall(text)]
     given += [[f"--{key}", value] for key, value in YAML_KEY.findall(text)]
     given = [words for words in given if words[0] not in ("--ckpt_path", "--model.class_path")]
@@ -134,9 +134,9 @@ ONLY_PAIRS = signature(PairData).parameters.keys() - signature(PromptData).param
 CLASSES = ("GRPO", "SFT", "PromptData", "PairData")
 
 
-@pytest.mark.parametrize("system", systems)
-def test_everything_that_a_page_imports_is_there(system):
-    for path in set(PATH.findall(PAGES[system].read_text())):
+@systems
+def test_everything_that_a_section_imports_is_there(system):
+    for path in set(PATH.findall(SECTIONS[system])):
         module, _, name = path.rpartition(".")
         assert getattr(import_module(module), name) is not None
 
