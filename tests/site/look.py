@@ -18,8 +18,8 @@ PAGES = [
     *("index", "tutorials/quickstart", "explanation/iteration", "explanation/algorithm"),
     *("howto/index", "howto/watch_a_run", "howto/coming_from_trl", "reference/metrics"),
     *("reference/doctor", "tutorials/from_scratch", "project/contributing", "project/changelog"),
-    *("genindex", "search", "evidence/real", "evidence/parity", "evidence/benchmarks"),
-    *("evidence/gpu", "reference/models"),
+    *("genindex", "search", "evidence/results", "evidence/parity_and_speed"),
+    "reference/models",
     *("_made/reference/model_keys", "_made/reference/litgrpo.rewards", "_made/recipes/index"),
     *("_made/recipes/quickstart", "_made/notebooks/03_turns"),
 ]

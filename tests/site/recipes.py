@@ -72,7 +72,7 @@ def index() -> Iterator[str]:
     yield from title(
         "Recipes",
         "`litgrpo fit -c NAME` runs one; a second `-c` changes it. What was measured with them: "
-        "[results](/evidence/results.md), [pretrained models](/evidence/real.md).",
+        "[results](/evidence/results.md).",
     )
     for folder, (heading, words) in FOLDERS.items():
         yield f"- [{heading}](/_made/{group_of(folder)}.md): {words}"

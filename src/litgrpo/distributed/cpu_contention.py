@@ -84,7 +84,8 @@ class CpuContention:
             if not self._was_told:
                 rank_zero_info(
                     f"Other processes use {others:.1f} CPU cores: while they do, OpenMP threads "
-                    "sleep instead of spin (see docs/evidence/benchmarks.md, 'A busy machine')."
+                    "sleep instead of spin (see docs/evidence/parity_and_speed.md, 'A busy "
+                    "machine')."
                 )
                 self._was_told = True
         elif not is_busy and self._teams is not None:
