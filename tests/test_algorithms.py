@@ -124,7 +124,7 @@ def test_an_overlay_states_all_that_makes_an_algorithm(name):
 
 @pytest.mark.parametrize(
     ("name", "objective"),
-    [("on_policy", "on_policy"), ("server", "on_policy"), ("gkd", "gkd"), ("self", "gkd")],
+    [("on_policy", "on_policy"), ("gkd", "gkd")],
 )
 def test_a_config_of_distillation_turns_the_quickstart_into_it(name, objective, shown):
     config = ROOT / "configs" / "distillation" / f"{name}.yaml"
