@@ -34,7 +34,6 @@ FOLDERS = {
         "Config overrides: which prompts are sampled, see "
         "[tasks and curriculum](/howto/tasks_and_rollouts.md#curriculum).",
     ),
-    "loggers": ("Loggers", "Config overrides. TensorBoard and `metrics.csv` are written anyway."),
 }
 
 
