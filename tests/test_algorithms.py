@@ -5,8 +5,7 @@ of the recipe, even if it names another class that has an argument of the same n
 """
 
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from litgrpo.algorithms import advantages, losses, turn_credit
 from litgrpo.algorithms.losses import Objective, PolicyGradient
-from litgrpo.cli.main import main
 from litgrpo.types import TokenLogprobs, TrainingBatch
 from tests.support.algorithms import DISTILLING, PUBLISHED
+from tests.support.recipes import parse
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
@@ -46,22 +45,12 @@ model:
 """
 
 
-@pytest.fixture
-def shown(monkeypatch, capsys) -> Callable[..., Objective]:
-    """Return the objective that `cli.py fit` builds from several configs."""
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored after the test; the program sets it
+def objective_of(*recipes: Path) -> Objective:
+    """The objective that `litgrpo fit` builds from several configs."""
     parser = ArgumentParser()
     parser.add_argument("--objective", type=Objective)
-
-    def run(*recipes: Path) -> Objective:
-        words = [word for path in recipes for word in ("-c", str(path))]
-        monkeypatch.setattr(sys, "argv", ["cli.py", "fit", *words, "--print_config"])
-        with pytest.raises(SystemExit):
-            main()
-        chosen = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["objective"]
-        return parser.instantiate(parser.parse_object({"objective": chosen})).objective
-
-    return run
+    objective = parse(*recipes).model.init_args.objective
+    return parser.instantiate(Namespace(objective=objective)).objective
 
 
 # Settings outside of the objective.
@@ -81,18 +70,13 @@ def test_there_is_one_overlay_for_every_algorithm():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_overlay_turns_the_quickstart_into_the_algorithm(name, shown):
-    assert shown(QUICKSTART, OVERLAYS / f"{name}.yaml") == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_nothing_that_a_recipe_chose_before_is_left(name, shown, tmp_path):
+def test_an_overlay_turns_any_recipe_into_the_algorithm(name, tmp_path):
     contrary = tmp_path / "contrary.yaml"
     contrary.write_text(CONTRARY)
-    found = shown(QUICKSTART, contrary, OVERLAYS / f"{name}.yaml")
-    if not found.needs_reference:  # the estimator is unused then
-        found = replace(found, kl_estimator="k3", kl_bias_correction=True)
-    assert found == PUBLISHED[name]
+    objective = objective_of(QUICKSTART, contrary, OVERLAYS / f"{name}.yaml")
+    if not objective.needs_reference:  # the estimator is unused then
+        objective = replace(objective, kl_estimator="k3", kl_bias_correction=True)
+    assert objective == PUBLISHED[name]
 
 
 def parts(node: Any) -> Iterator[dict[str, Any]]:
@@ -122,13 +106,10 @@ def test_an_overlay_states_all_that_makes_an_algorithm(name):
         assert part.get("init_args", {}).keys() == arguments
 
 
-@pytest.mark.parametrize(
-    ("name", "objective"),
-    [("on_policy", "on_policy"), ("gkd", "gkd")],
-)
-def test_a_config_of_distillation_turns_the_quickstart_into_it(name, objective, shown):
+@pytest.mark.parametrize("name", ["on_policy", "gkd"])
+def test_a_config_of_distillation_turns_the_quickstart_into_it(name):
     config = ROOT / "configs" / "distillation" / f"{name}.yaml"
-    assert shown(QUICKSTART, config) == DISTILLING[objective]
+    assert objective_of(QUICKSTART, config) == DISTILLING[name]
 
 
 # --- the table of docs/explanation/algorithm.md ---

@@ -19,6 +19,7 @@ from litgrpo.callbacks.completions import (
     log_tables,
 )
 from litgrpo.callbacks.formatting import escape_cell
+from litgrpo.types import RewardTable
 from tests.support.episodes import SAID, rows_of_episodes
 from tests.support.fitting import fit
 from tests.support.standin import StandIn, prompts, rewards_of, rollout_of
@@ -120,6 +121,21 @@ def test_the_first_iteration_prints_the_first_groups(tmp_path, capsys):
     fit(tmp_path, Completions(num_logged_groups=1), module=StandIn(3))
     lines = [line for line in capsys.readouterr().out.splitlines() if "rewards" in line]
     assert lines == ["group 0: rewards      1.00   0.00"]
+
+
+def test_three_groups_are_printed_with_rewards_and_advantages():
+    total = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    rewards = RewardTable({"a": total}, {"a": 1.0}, total, torch.ones_like(total, dtype=torch.bool))
+    advantages = total - total.mean(1, keepdim=True)
+    text = format_first_groups(rewards, advantages, Completions().num_logged_groups)
+    assert text.splitlines() == [
+        "group 0: rewards      1.00   0.00",
+        "         advantages   0.50  -0.50",
+        "group 1: rewards      0.50   0.50",
+        "         advantages   0.00   0.00",
+        "group 2: rewards      0.00   1.00",
+        "         advantages  -0.50   0.50",
+    ]
 
 
 def test_an_interval_of_zero_disables_it(tmp_path, capsys):

@@ -113,6 +113,11 @@ def test_predictions_replace_a_file_that_the_recipe_names(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
+def test_an_answer_is_shown_with_its_reasoning():
+    row = dict(prompt="q", completion="", reasoning="1+1=2", answer="2")
+    assert format_prediction(row) == "prompt:    q\nreasoning: 1+1=2\nanswer:    2\n"
+
+
 def test_without_an_answer_the_whole_completion_is_shown():
     row = dict(prompt="q", completion="hm", reasoning="hm", answer=None)
     assert format_prediction(row) == "prompt:    q\ncompletion: hm\n"

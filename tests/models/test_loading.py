@@ -109,6 +109,13 @@ def test_a_tokenizer_without_end_or_pad_token_raises(tmp_path, token):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer_raises(architecture, tmp_path):
+    # For some architectures transformers makes one of special tokens only, and says nothing.
+    tiny_model(architecture).save_pretrained(tmp_path)
+    with raises_for("tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_reference_of_a_smaller_vocabulary_raises(tmp_path):
     export(build_policy(tiny_model("llama"), byte_tokenizer()), tmp_path)
     with raises_for("reference", "259", "300"):

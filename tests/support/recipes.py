@@ -4,12 +4,16 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 
 from litgrpo.cli.main import main
+from litgrpo.cli.parser import RecipeCLI
+from litgrpo.cli.recipes import CommandLine
 from litgrpo.models.export import export as write
 from tests.rewards.classifiers import write_classifier
 from tests.support.models import tiny_policy
@@ -167,6 +171,19 @@ def program(monkeypatch, tmp_path) -> Callable[..., int]:
         return main()
 
     return run
+
+
+@cache
+def recipe_reader() -> RecipeCLI:
+    """The parser of `litgrpo fit`, which takes most of the time of a parse to build."""
+    return RecipeCLI(["-c", str(CONFIGS / "quickstart.yaml")])
+
+
+def parse(*recipes: Path) -> Namespace:
+    """The settings of several configs, as `litgrpo fit` reads them."""
+    reader = recipe_reader()
+    reader.given = CommandLine.read([word for path in recipes for word in ("-c", str(path))])
+    return reader.parser.parse_args(reader.words())
 
 
 def read(name: str) -> dict:
