@@ -1,12 +1,11 @@
-"""The site: `sphinx-build -W docs OUT`. `tests.site` writes the pages that come from code."""
+"""The site: `sphinx-build -W docs OUT`; `_ext` writes the pages that come from code."""
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
-import litgrpo  # noqa: E402
+import litgrpo
 
 project = "litgrpo"
 author = copyright = "the litgrpo authors"
@@ -17,7 +16,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "tests.site.extension",
+    "litgrpo_site",
 ]
 exclude_patterns = ["_build"]
 
@@ -33,7 +32,7 @@ autodoc_member_order = "bysource"
 default_role = "code"
 
 html_theme = "furo"
-html_math_renderer = "mathml"  # of tests.site.extension; works without a network
+html_math_renderer = "mathml"  # of litgrpo_site; works without a network
 copybutton_prompt_text = ">>> "
 html_title = f"litgrpo {release}"
 html_static_path = ["_static"]

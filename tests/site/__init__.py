@@ -1,1 +1,0 @@
-"""Generate parts of the site from code: reference, recipes, pictures; `docs/conf.py` calls it."""
