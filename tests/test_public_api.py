@@ -8,16 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import litgrpo
-from tests.house.source import files_of
+from tests.support.pages import ROOT, blocks, name_of, pages
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 # What notebooks and pages may import from: of the others, only what `__all__` names.
 PUBLIC_PACKAGES = {"", ".rewards", ".environments", ".environments.examples", ".data"}
@@ -72,8 +70,8 @@ def test_the_public_names_are_these():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_is_documented(name):
-    assert inspect.getdoc(getattr(litgrpo, name))
+def test_a_public_name_is_documented_with_an_example(name):
+    assert re.search(r"^Examples?:$", inspect.getdoc(getattr(litgrpo, name)), re.MULTILINE)
     assert f"`{name}`" in PAGE.read_text(encoding="utf-8")
 
 
@@ -106,46 +104,23 @@ def test_type_checkers_read_its_annotations():
     assert (Path(litgrpo.__file__).parent / "py.typed").exists()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_has_an_example(name):
-    documented = inspect.getdoc(getattr(litgrpo, name))
-    assert re.search(r"^Examples?:$", documented, re.MULTILINE)
-
-
-def test_no_class_name_is_defined_twice():
-    places = defaultdict(list)
-    for file in files_of(Path(litgrpo.__file__).parent):
-        for node in file.nodes:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(file.name)
-    twice = {name: files for name, files in places.items() if len(files) > 1}
-    assert not twice
-
-
-def python_of_notebooks() -> dict[str, str]:
-    """Return {name: code} of the notebooks."""
-    found = {}
+def public_code() -> dict[str, str]:
+    """Return {name: code} of the notebooks, README and the pages."""
+    code = {}
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-        found[path.name] = "\n".join(sources)
-    return found
-
-
-def python_of_pages() -> dict[str, str]:
-    """Return {name: code} of the Python blocks of README and the pages."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = {}
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+        code[path.name] = "\n".join(sources)
+    for page in pages():
+        for number, block in enumerate(blocks(page, "python")):
             is_session = block.startswith(">>>")
-            code = doctest.script_from_examples(block) if is_session else block
-            blocks[f"{page.relative_to(ROOT)}-{number}"] = code
-    return blocks
+            code[f"{name_of(page)}-{number}"] = (
+                doctest.script_from_examples(block) if is_session else block
+            )
+    return code
 
 
-CODE = python_of_notebooks() | python_of_pages()
+CODE = public_code()
 
 
 @pytest.mark.parametrize("name", CODE)

@@ -67,7 +67,7 @@ class Event:
         native.finish_copies()
         return True
 
-    def elapsed_time(self, end: Event) -> float:  # glossary: ok
+    def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two events."""
         return (end.at_s - self.at_s) * 1e3
 

@@ -40,7 +40,7 @@ def pure(function: Function) -> Function:
     return function
 
 
-def isolated(function: Function) -> Function:  # glossary: ok (a decorator, as `pure`)
+def isolated(function: Function) -> Function:
     """Mark a function of this package that may hang: it runs in a worker like a user's."""
     function.isolated = True  # type: ignore[attr-defined]
     return function

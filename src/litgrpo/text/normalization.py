@@ -88,7 +88,7 @@ def _spell(character: str) -> str:
         return str(digit)
     kind = unicodedata.decomposition(character).partition(" ")[0]
     # A label, no digit of the number before it.
-    if kind == "<circle>":  # glossary: ok
+    if kind == "<circle>":
         return character
     spelling = "".join(SAME.get(each, each) for each in unicodedata.normalize("NFKC", character))
     return f" {spelling}" if kind == "<fraction>" else spelling

@@ -9,7 +9,7 @@ from litgrpo.tools.report.page import render_page
 from litgrpo.tools.report.run_files import read_run_files
 from tests.tools.report.run_folders import HOSTILE, make_diagnosis, make_finding, make_run
 
-VOID = {"meta", "path", "circle"}  # glossary: ok
+VOID = {"meta", "path", "circle"}
 LIMIT, GOAL = 2_000_000, 500_000
 
 

@@ -57,7 +57,7 @@ TRAIN = Vocabulary(
         "At {age}, {name} is {a_job} in {city}.",
         "The {job} {name} ({age}) lives in {city}.",
         "{name}, {age}, {a_job}, lives in {city}.",
-        "Our {job} in {city} is {name}, who is {age}.",  # glossary: ok
+        "Our {job} in {city} is {name}, who is {age}.",
         "{name} from {city} turned {age} last week and is still {a_job}.",
         "Meet {name}, {a_job} of {age} years from {city}.",
     ),

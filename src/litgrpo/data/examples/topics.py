@@ -19,7 +19,7 @@ mouse; snow; a farmer; the office; a wall; a ship; the road
 """
 VALIDATION = (
     "a burnt toast; the last bus; a muddy field; my uncle; a grey sky; "
-    "the waiting room; a heavy bag; "  # glossary: ok
+    "the waiting room; a heavy bag; "
     "a quiet house; the football match; a wooden spoon; a crowded beach; the printer; "
     "a lonely tree; a Sunday evening; the old cinema; a flat tyre; the mountain; a new job; "
     "the cellar; a paper boat"

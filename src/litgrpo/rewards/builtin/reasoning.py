@@ -42,7 +42,7 @@ FREQUENT = {
     *("a", "an", "the", "of", "to", "in", "on", "at", "for", "and", "or", "is", "are", "was"),
     *("were", "be", "has", "have", "had", "he", "she", "it", "they", "his", "her", "their", "its"),
     *("with", "by", "from", "as", "this", "there", "do", "does", "did", "how", "many", "much"),
-    *("what", "i", "you", "we", "your", "my", "our", "not", "than", "each", "per"),  # glossary: ok
+    *("what", "i", "you", "we", "your", "my", "our", "not", "than", "each", "per"),
 } | CONNECTIVES
 
 FULL_COSINE = 0.3  # of question and reasoning; honest reasoning adds words

@@ -273,7 +273,7 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
         "messages": [each.messages for each in played],
         "turns": [each.turns for each in played],
         "turn_rewards": [each.rewards for each in played],
-        # The audit has no tokenizer here; characters stand for tokens.  # glossary: ok
+        # The audit has no tokenizer here; characters stand for tokens.
         "completion_ids": [[ord(one) for one in text[:1000]] for text in last],
         "completion_lengths": [min(len(text), 1000) for text in last],
         "truncated": [False] * len(played),

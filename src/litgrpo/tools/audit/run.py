@@ -191,7 +191,7 @@ def score_cases(
     flat = [case for row in cases for case in row]
     owners = [problem for row, problem in zip(cases, problems, strict=True) for _ in row]
     names = {name for problem in problems for name in problem.columns}
-    # Words and signs stand for tokens, so an audit needs no tokenizer.  # glossary: ok
+    # Words and signs stand for tokens, so an audit needs no tokenizer.
     tokens = [TOKEN.findall(case.completion) for case in flat]
     ids = [[zlib.crc32(token.encode()) % 65536 for token in row] for row in tokens]
     columns: dict[str, list[Any]] = {

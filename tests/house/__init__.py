@@ -1,1 +1,0 @@
-"""Measure the project's own code: `python -m tests.house`."""
