@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from litgrpo.callbacks.run_folder import COMMAND, HEADER
 from litgrpo.checkpointing.files import write_file
 from litgrpo.cli.export import _cannot_be_written
-from tests.misuse.probe import QUICK, RECIPE
+from tests.support.command_line import QUICK
 
 OWN_CLASS = ("--recipe", "runs/recipe/config.yaml")
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
@@ -70,7 +70,7 @@ def test_errors_advise_what_export_has(cli):
 
 def test_a_checkpoint_with_adapters_exports_the_adapter_of_the_run(cli):
     pytest.importorskip("peft")
-    words = QUICK.format(recipe=RECIPE, folder=".") + " --model.lora.rank 2"
+    words = QUICK + " --model.lora.rank 2"
     assert cli(*words.split())[0] == 0
     code, out, _ = cli("export", "run", "out", "--adapter", "true")
     assert (code, out.endswith("is now out, in PEFT format\n")) == (0, True)
@@ -97,7 +97,7 @@ HOSTILE = {
 
 
 def test_a_strangers_run_folder_runs_no_code(cli, monkeypatch):
-    words = QUICK.format(recipe=RECIPE, folder=".").split()
+    words = QUICK.split()
     assert cli(*words)[0] == 0
     run, last = Path("run"), Path("run/checkpoints/last.ckpt").resolve()
     checkpoint = torch.load(last, weights_only=True)

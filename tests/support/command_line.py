@@ -11,6 +11,12 @@ import pytest
 from litgrpo.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+# A training of seconds, in the working folder.
+QUICK = (
+    "fit -c quickstart --run_dir run --model.max_iterations 1 --data.batch_size 2"
+    " --model.group_size 2 --model.max_completion_length 8 --trainer.num_sanity_val_steps 0"
+    " --data.val null --trainer.enable_progress_bar false --trainer.accelerator cpu"
+)
 RECIPE = """
 model:
   class_path: tests.support.standin.StandIn

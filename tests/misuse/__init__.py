@@ -1,1 +1,0 @@
-"""Every misuse that users met, replayed: `python -m tests.misuse`."""
