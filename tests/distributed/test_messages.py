@@ -11,32 +11,23 @@ BOTH = "from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn\
 BOTH += "rank_zero_info('a line'); rank_zero_warn('a warning')\n"
 
 
-def stderr_of(program, **environment):
-    kept = {name: value for name, value in os.environ.items() if name not in messages.RANKS}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+CONFIGURE = "import logging; logging.basicConfig(format='mine: %(message)s')\n"
+
+
+def test_each_is_written_once_also_beside_lightning_and_the_line_by_the_programs_own_logging():
+    program = f"{BOTH}import lightning\n{BOTH}{CONFIGURE}{BOTH}"
+    environment = {name: value for name, value in os.environ.items() if name not in messages.RANKS}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == ""
-    return done.stderr.splitlines()
-
-
-def test_a_line_and_a_warning_are_written_once_and_plainly():
-    line, warning, *rest = stderr_of(BOTH)
-    assert line == "a line"
-    assert warning.endswith("UserWarning: a warning")
-    assert "a warning" not in "".join(rest[1:])
-
-
-def test_beside_lightning_too_until_a_program_configures_logging_and_writes_the_line_itself():
-    configured = "import logging; logging.basicConfig(format='mine: %(message)s')\n"
-    before, warning, *rest = stderr_of(f"import lightning\n{BOTH}{configured}{BOTH}")
-    assert before == "a line"
-    assert warning.endswith("UserWarning: a warning")
-    assert [line for line in rest if line.endswith("a line")] == ["mine: a line"]
+    written = done.stderr.splitlines()
+    assert written[0] == "a line"
+    assert written[1].endswith("UserWarning: a warning")
+    assert [line for line in written if line.endswith("a line")] == [
+        *["a line"] * 2,
+        "mine: a line",
+    ]
+    assert sum(line.endswith("UserWarning: a warning") for line in written) == 3
 
 
 @pytest.mark.parametrize("name", messages.RANKS)
