@@ -5,8 +5,6 @@ import enum
 import os
 import pickle
 import resource
-import subprocess
-import sys
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +24,6 @@ from litgrpo.checkpointing.files import (
 )
 from tests.support.checkpoints import state
 from tests.support.raises import raises_for
-
-ROOT = Path(__file__).parents[2]
 
 
 def rewrite(path, change):
@@ -123,7 +119,7 @@ def test_any_flipped_bit_is_found_or_changes_nothing(tmp_path):
     write_file(state(), path)
     content, known = path.read_bytes(), digest(state())
     found = 0
-    for position in range(0, len(content), 3):
+    for position in range(0, len(content), 7):
         path.write_bytes(
             content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :]
         )
@@ -131,7 +127,7 @@ def test_any_flipped_bit_is_found_or_changes_nothing(tmp_path):
             assert digest(read_file(path)) == known  # a name or a padding of the container
         except DamagedCheckpoint:
             found += 1
-    assert found > 100
+    assert found > 50
 
 
 def test_a_missing_file_is_not_reported_as_damaged(tmp_path):
@@ -139,19 +135,15 @@ def test_a_missing_file_is_not_reported_as_damaged(tmp_path):
         read_file(tmp_path / "a.ckpt")
 
 
-def full_disk(folder: str) -> None:
-    """Write a sound checkpoint, then one that is larger than the limit of a file."""
-    write_file(state(), Path(folder) / "good.ckpt")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    write_file(state(more=torch.zeros(100_000)), Path(folder) / "large.ckpt")
-
-
 def test_a_full_disk_leaves_no_incomplete_file(tmp_path):
-    code = "import sys; from tests.checkpointing.test_files import full_disk\n"
-    code += "full_disk(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert "OSError: [Errno 27] File too large" in done.stderr
+    write_file(state(), tmp_path / "good.ckpt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_file(state(more=torch.zeros(100_000)), tmp_path / "large.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["good.ckpt"]
     assert digest(read_file(tmp_path / "good.ckpt")) == digest(state())
 
