@@ -333,7 +333,7 @@ ZERO_IF_EQUAL = [chosen for chosen in EVERY if "baseline='none'" not in repr(cho
 def test_equal_rewards_with_floating_point_noise_give_exactly_zero(chosen, dtype):
     generator = torch.Generator().manual_seed(0)
     precision = torch.finfo(dtype).eps
-    for size, exponent in itertools.product((2, 3, 4, 8, 16, 33, 64), range(-8, 9)):
+    for size, exponent in itertools.product((2, 3, 8, 33, 64), range(-8, 9, 2)):
         offset = 10.0**exponent
         noise = (torch.rand(3, size, generator=generator) * 2 - 1) * precision
         for sign in (1.0, -1.0):

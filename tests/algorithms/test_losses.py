@@ -126,21 +126,18 @@ ALL = [torch.arange(6)]
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "bnpo"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_any_micro_batch_split_and_row_order_gives_the_same_gradient(name, dtype, tolerance):
+def test_any_micro_batch_split_and_row_order_gives_the_same_gradient(name):
     objective = ALGORITHMS[name]
-    data = batch(objective, dtype=dtype)
+    data = batch(objective, dtype=torch.float64)
     loss, grad, grad_entropy = gradients(objective, *data, ALL)
     order = torch.tensor([4, 2, 0, 5, 1, 3])
 
-    for size in (1, 2, 3, 5, 6):
+    for size in (1, 2, 5):
         for rows in (torch.arange(6), order):
             split = gradients(objective, *data, list(rows.split(size)))
-            assert split[0] == pytest.approx(loss, rel=tolerance, abs=tolerance)
-            torch.testing.assert_close(split[1], grad, rtol=tolerance, atol=tolerance * 1e-2)
-            torch.testing.assert_close(
-                split[2], grad_entropy, rtol=tolerance, atol=tolerance * 1e-2
-            )
+            assert split[0] == pytest.approx(loss, rel=1e-10, abs=1e-10)
+            torch.testing.assert_close(split[1], grad, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(split[2], grad_entropy, rtol=1e-10, atol=1e-12)
 
 
 def test_bnpo_is_defined_by_the_split():
