@@ -54,7 +54,7 @@ def test_a_saved_adapter_and_the_merged_model_give_equal_logits_elsewhere(base, 
     torch.testing.assert_close(logits(merged), plain, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "dora", "head", "embedding"])
 def test_every_kind_trains_and_the_invariants_hold(base, kind):
     policy = perturb(load_policy(base, lora=KINDS[kind]), 0.05)
     grpo = module(policy=policy, objective=KL, lora=KINDS[kind])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from litgrpo.models.loading import LoRA, Precision, build_policy
-from litgrpo.models.reference import BaseModelReference, FrozenReference
+from litgrpo.models.reference import FrozenReference
 from tests.support.causal import TEXTS, dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
@@ -133,37 +133,23 @@ def test_a_reference_moves_by_its_fraction_to_the_policy():
 
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
-@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
-def test_gradient_checkpointing_changes_no_gradient_and_no_decoder(lora):
+@pytest.mark.parametrize(
+    ("architecture", "lora"), [("qwen2", None), ("qwen2", LoRA(rank=4)), ("t5", None)]
+)
+def test_gradient_checkpointing_changes_no_gradient_and_no_decoder(architecture, lora):
     grads = []
     for checkpointing in (False, True):
         precision = Precision(gradient_checkpointing=checkpointing)
         torch.manual_seed(0)
-        policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=lora)
-        assert policy.eval().can_fuse
+        model = tiny_model(architecture)
+        policy = build_policy(model, byte_tokenizer(), precision=precision, lora=lora)
+        if architecture == "qwen2":
+            assert policy.eval().can_fuse
         policy.train().logprobs(tokens(policy)).logprobs.sum().backward()
         trained = [p for p in policy.parameters() if p.requires_grad]
         grads.append(torch.cat([p.grad.flatten() for p in trained]))
     assert grads[0].abs().max() > 0
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:.*target_modules.*")
-def test_lora_trains_adapters_only_and_its_base_is_the_reference():
-    base = tiny_policy("qwen2")
-    start = base.logprobs(tokens(base)).logprobs.detach()
-    policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
-    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
-    assert trained
-    assert all("lora_" in name for name in trained)
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
-    for _ in range(2):  # the first step moves only one of the two matrices
-        policy.logprobs(tokens(policy)).logprobs.sum().backward()
-        optimizer.step()
-    moved = policy.logprobs(tokens(policy)).logprobs
-    assert (moved - start).abs().max() > 1e-3
-    reference = BaseModelReference(policy).logprobs(tokens(policy), temperature=1.0).logprobs
-    torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
+    assert (grads[0] - grads[1]).norm() < 1e-5 * grads[0].norm()
 
 
 def test_a_frozen_reference_stays_as_it_is_while_the_policy_moves():

@@ -239,20 +239,23 @@ def test_a_forward_method_that_is_replaced_is_seen(name):
     assert_same(generate(policy, fused=True), generate(policy, fused=False), atol=0)
 
 
+ADAPTED = [
+    {"target_modules": ["embed_tokens"]},
+    {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+    {"target_modules": "all-linear", "use_rslora": True},
+]
+
+
+# Gemma scales embeddings and norms, Qwen adds biases.
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"target_modules": ["embed_tokens"]},
-        {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj", "lm_head"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
-        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
-        {"target_modules": "all-linear", "use_rslora": True},
-    ],
+    ("architecture", "settings"),
+    [*(("gemma2", settings) for settings in ADAPTED), ("llama", ADAPTED[6]), ("qwen2", ADAPTED[7])],
 )
 def test_trained_adapters_on_any_module_are_sampled_with(architecture, settings):
     model = tiny_model(architecture, tie_word_embeddings=False)
