@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -42,7 +42,6 @@ from litgrpo.callbacks.trainer_options import (
 )
 from litgrpo.data.modules import PromptData
 from litgrpo.training.update_config import UpdateConfig
-from tests.support.loggers import MemoryLogger
 from tests.support.raises import raises_for
 from tests.support.training import letters, module
 
@@ -75,6 +74,22 @@ def fit(folder, max_iterations=2, ckpt_path=None, *, update=None, **options):
     trainer = Trainer(accelerator="cpu", default_root_dir=folder, **options)
     trainer.fit(grpo, data, ckpt_path=ckpt_path)
     return grpo
+
+
+class MemoryLogger(Logger):
+    """Keeps each call of `log_metrics` as a dictionary, with its step."""
+
+    name = version = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def log_hyperparams(self, params, *_) -> None:
+        """Does nothing."""
 
 
 class Validations(Callback):

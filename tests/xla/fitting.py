@@ -1,6 +1,7 @@
 """`cli.py fit` in this process, on the CPU or through XLA, and what a run was seen to do."""
 
 import csv
+import math
 import shutil
 import sys
 import tempfile
@@ -156,3 +157,20 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     off = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
     size = sum(float(each.double().square().sum()) for each in one.values())
     return (off / size) ** 0.5
+
+
+LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the config override
+
+
+def assert_steady(rows, warm_up=2):
+    """Nothing is compiled after two iterations, and the host looks as rarely as it can.
+
+    Two epochs have ended meanwhile, checkpoints were written and held-out prompts were answered.
+    """
+    compiled = [row["perf/compilations"] for row in rows]
+    assert sum(compiled[warm_up:]) == 0, compiled
+    most = math.ceil(LONGEST / LOOK_EVERY) + 2
+    reads = [row["perf/host_reads"] for row in rows[warm_up:]]
+    # What is read to write a checkpoint, or to validate, counts in the iteration that follows it.
+    assert sorted(reads)[len(reads) // 2] <= most, reads
+    assert all(row["perf/cpu_fallbacks"] == 0 for row in rows[warm_up:])

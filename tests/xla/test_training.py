@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.training_support import assert_steady
-from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
+from tests.xla.fitting import SMALL, Watcher, assert_steady, distance, fit, same_tokens
 from tests.xla.own_process import own_process
 
 
