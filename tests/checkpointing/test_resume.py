@@ -3,11 +3,11 @@
 import random
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.optim import SGD, AdamW
@@ -30,8 +30,6 @@ from litgrpo.checkpointing.resume import (
     set_all_random_state,
 )
 from tests.support.fitting import fit
-from tests.support.gloo import run_by
-from tests.support.optimizer_options import STEPS, Learns
 from tests.support.raises import raises_for
 from tests.support.standin import StandIn
 
@@ -60,28 +58,6 @@ class Draws(StandIn):
         return super().training_step(batch, batch_idx)
 
 
-def save_states(number, folder):
-    """Save what the ranks put into a checkpoint."""
-    torch.distributed.init_process_group("gloo")
-    rank, checkpoint = torch.distributed.get_rank(), {}
-    torch.manual_seed(rank)
-    RngState().on_save_checkpoint(SimpleNamespace(world_size=number), None, checkpoint)
-    torch.save((torch.get_rng_state(), checkpoint["random_state"]), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_a_checkpoint_holds_the_random_state_of_every_rank(tmp_path):
-    run_by(2, save_states, str(tmp_path))
-    (first, states), (second, again) = (
-        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)
-    )
-    assert len(states) == len(again) == 2
-    assert not torch.equal(first, second)
-    for own, state in zip((first, second), states, strict=True):
-        set_all_random_state(state)
-        assert torch.equal(torch.get_rng_state(), own)
-
-
 def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path):
     def run(iterations, folder, resume=None):
         module = Draws(iterations)
@@ -95,6 +71,43 @@ def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path):
     drawn()
     second = run(5, tmp_path / "parts", tmp_path / "parts/checkpoints/last.ckpt")
     assert first + second == whole
+
+
+ADAMW = partial(AdamW, lr=0.1)
+STEPS = 3  # optimizer steps of an iteration of the stand-in
+
+
+class Learns(StandIn):
+    """Takes optimizer steps, and records the options of each."""
+
+    gradient = torch.ones(2)
+
+    def __init__(self, iterations, optimizer=ADAMW, schedule: LRSchedulerCallable = None):
+        super().__init__(iterations)
+        self.hparams.clear()  # a checkpoint holds no functions
+        self.optimizer, self.schedule, self.seen = optimizer, schedule, []
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def configure_model(self):
+        """Nothing to load."""
+
+    def configure_optimizers(self):
+        made = self.optimizer([self.weight])
+        return [made] if self.schedule is None else ([made], [self.schedule(made)])
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(STEPS):
+            self.weight.grad = self.gradient.clone()
+            self.seen.append({**self.optimizers().param_groups[0], "params": None})
+            self.optimizers().step()
+            if self.schedule is not None:
+                self.lr_schedulers().step()
+        return self._rest(batch)
+
+    def _rest(self, batch):
+        self.iteration += 1
+        self.log("step", float(self.iteration))
+        self.trainer.should_stop = self.iteration == self.max_iterations
 
 
 def run(folder, *settings, iterations=4, resume=None):
@@ -158,8 +171,10 @@ SCHEDULES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step|The epoch parameter")
-@pytest.mark.parametrize("before", [None, "linear"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [*((name, None) for name in SCHEDULES), ("cosine", "linear"), ("sequence", "linear")],
+)
 def test_the_recipes_schedule_continues_at_the_runs_position(tmp_path, name, before):
     recipe = (partial(AdamW, lr=0.05), SCHEDULES[name])
     whole = run(tmp_path / "whole", *recipe)

@@ -1,7 +1,7 @@
 """Ranks repeat a pass together if one of them runs out of memory."""
 
 import warnings
-from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from litgrpo.distributed.memory import (
 from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
-from tests.distributed.fsdp.training import TEXTS, grpo, save_models, trainer
+from tests.distributed.fsdp.training import grpo, save_models
 from tests.support.gloo import run_by
+from tests.support.processes import TEXTS, trainer
 
 LIMIT = RowLimit("model.update.micro_batch_size", "")
 
@@ -97,28 +98,28 @@ class LimitedBackward(LimitedOnOne):
     fails_backward = True
 
 
-def halve(processes, folder, fails_backward):
-    """Two iterations with whole weights on each process."""
-    kind = LimitedBackward if fails_backward else LimitedOnOne
+LIMITED = (LimitedOnOne, LimitedBackward)
+
+
+def learn(processes, folder):
+    """Two iterations with whole weights on each process; leaves those of each training."""
     warnings.simplefilter("ignore")
-    update = UpdateConfig(micro_batch_size=8, epochs_per_rollout=2)
-    module = grpo(folder, module=kind, update=update)
-    runner = trainer(processes, strategy="ddp" if processes > 1 else "auto")
-    runner.fit(module, PromptData(TEXTS[:4], batch_size=4))
-    assert module.learner.row_limit.max_rows == (2 if module.global_rank == 1 else None)
-    weights = {name: each.detach() for name, each in gather_weights(module.policy.model)}
-    torch.save(weights, folder / f"halved {processes} {module.global_rank}.pt")
+    for kind in LIMITED if processes > 1 else (GRPO,):
+        update = UpdateConfig(micro_batch_size=8, epochs_per_rollout=2)
+        module = grpo(folder, module=kind, update=update)
+        trainer(processes).fit(module, PromptData(TEXTS[:4], batch_size=4))
+        assert module.learner.row_limit.max_rows == (2 if module.global_rank == 1 else None)
+        weights = {name: each.detach() for name, each in gather_weights(module.policy.model)}
+        torch.save(weights, folder / f"{kind.__name__} {module.global_rank}.pt")
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fails_backward", [False, True])
-def test_ranks_retry_together_and_learn_the_same(tmp_path, fails_backward):
+def test_ranks_retry_together_and_learn_the_same(tmp_path):
     save_models(tmp_path)
     for processes in (1, 2):
-        run_by(processes, halve, tmp_path, fails_backward)
-    names = ("halved 1 0", "halved 2 0", "halved 2 1")
-    one, *two = (torch.load(tmp_path / f"{name}.pt") for name in names)
-    close = partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5)
-    for weights in two:
+        run_by(processes, learn, tmp_path)
+    one = torch.load(tmp_path / "GRPO 0.pt")
+    for kind, rank in product(LIMITED, (0, 1)):
+        weights = torch.load(tmp_path / f"{kind.__name__} {rank}.pt")
         for name, weight in one.items():
-            close(weights[name], weight)
+            torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-5)

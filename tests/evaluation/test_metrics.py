@@ -2,17 +2,12 @@
 
 import itertools
 import math
-import os
-import warnings
 from dataclasses import replace
 from math import nan
-from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning import Trainer
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu
@@ -187,35 +182,6 @@ def test_wrong_settings_and_shapes_are_refused() -> None:
         SampledAccuracy(4).update(INDEX[:4], CORRECT)
     with pytest.raises(ValueError, match="16777216"):
         GreedyAccuracy().update(torch.tensor([2**24]), torch.tensor([True]))
-
-
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    # uneven, one row on both processes, one idle process, one with an empty batch
-    for name, splits in {
-        "uneven": [[[0, 1], [2]], [[3, 4], [0]]],
-        "empty": [[[0, 1, 2, 3, 4]], [[]]],
-    }.items():
-        torch.save(report(splits[rank]), folder / f"{name}{rank}.pt")
-    metric = GreedyAccuracy()
-    if rank == 0:
-        metric.update(INDEX, CORRECT[:, 1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics warns that the idle process has no data
-        torch.save(metric.compute(), folder / f"idle{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_processes_report_what_one_does(tmp_path: Path) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    mp.spawn(run_rank, (tmp_path,), nprocs=2)
-    expected = report([[0, 1, 2, 3, 4]])
-    for name in ("uneven0", "uneven1", "empty0", "empty1"):
-        assert torch.load(tmp_path / f"{name}.pt") == expected
-    for rank in range(2):
-        assert torch.load(tmp_path / f"idle{rank}.pt")["greedy"].item() == expected["greedy"]
 
 
 # --- episodes ---

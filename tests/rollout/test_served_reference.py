@@ -13,22 +13,17 @@ from litgrpo.distributed.device import backend
 from litgrpo.models.export import export
 from litgrpo.models.loading import build_policy, load_policy
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.engines.vllm_client import Server, ServerFailure, ServersUnavailable
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.served_reference import ReferenceServers, ServedReference, probe_text
 from litgrpo.training.controllers import Controllers, ReferenceSync
-from litgrpo.training.grpo import GRPO
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.training.update_config import UpdateConfig
-from tests.support.gloo import run_by
 from tests.support.hostile_server import RESPONSES, HostileServer
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.support.processes import trainer
 from tests.support.raises import raises_for
-from tests.support.training import batches, letters, module, train
+from tests.support.training import batches, module, train
 from tests.support.vllm_stand_in import StandIn
 from tests.training.parts import build_training_batch, gradient_of, learner_of
 
@@ -102,40 +97,6 @@ def test_a_training_ends_in_the_weights_of_a_teacher_in_memory(server, folder):
     start = torch.cat([p.flatten() for p in tiny_policy("qwen2").parameters()])
     moved = (weights[0] - start).norm()
     assert all((each - weights[0]).norm() < 1e-4 * moved for each in weights[1:])
-
-
-def learn(processes, url, teacher, folder):
-    """Two iterations; the first process leaves the weights."""
-    grpo = GRPO(
-        "",
-        {"letters": Reward(letters)},
-        group_size=4,
-        max_completion_length=6,
-        max_iterations=2,
-        objective=distilling(),
-        reference=url if processes > 1 else teacher,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
-        reward_runner=InProcessRunner(),
-    )
-    grpo.policy = tiny_policy("qwen2")
-    runner = trainer(processes, strategy="ddp")
-    rows = [{"prompt": text} for text in (*BATCH, "what is 3+4?")]
-    runner.fit(grpo, PromptData(rows, batch_size=4))
-    if runner.is_global_zero:
-        torch.save(grpo.policy.state_dict(), f"{folder}/{processes}.pt")
-
-
-@pytest.mark.timeout(300)
-def test_two_processes_with_a_server_learn_what_one_does_without(server, folder, tmp_path):
-    for processes in (1, 2):
-        run_by(processes, learn, server.url, str(folder), str(tmp_path))
-    one, two = (torch.load(tmp_path / f"{processes}.pt") for processes in (1, 2))
-    start = tiny_policy("qwen2").state_dict()
-    off, moved = (
-        sum(float((one[name] - other[name]).square().sum()) for name in one) ** 0.5
-        for other in (two, start)
-    )
-    assert off < 1e-4 * moved
 
 
 # --- what does not fit ---

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 
-SECONDS = 100  # a child that takes longer shows where it stands, and ends
+SECONDS = 300  # a child that takes longer shows where it stands, and ends
 
 
 def run_by(number, function, *words):

@@ -1,40 +1,41 @@
-"""Shared by tests of training.processes."""
+"""Trainings of small models by one process or by several."""
 
-import multiprocessing
 from dataclasses import replace
 
 import torch
 from lightning import Trainer
 
+from litgrpo.tensors import full_tensor
 from litgrpo.training.grpo import GRPO
 from tests.support.algorithms import DISTILLING, PUBLISHED
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
+# The loss of BNPO is defined by the split into micro-batches.
+ALGORITHMS = {name: each for name, each in (PUBLISHED | DISTILLING).items() if name != "bnpo"}
 
 
 def letters(prompts, completions):
     return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
 
 
-def trainer(num_processes, folder=None, strategy="ddp_fork"):
-    """Return a trainer without output for this number of processes, and a run folder."""
+def trainer(processes, **settings):
+    """Return a trainer without output for this number of processes."""
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    defaults = dict.fromkeys(quiet, False) | {"strategy": "ddp" if processes > 1 else "auto"}
     return Trainer(
         accelerator="cpu",
-        devices=num_processes,
-        strategy=strategy if num_processes > 1 else "auto",
+        devices=processes,
         use_distributed_sampler=False,
         max_epochs=-1,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
+        **defaults | settings,
     )
 
 
 class Gradients(GRPO):
-    """Takes the gradient of every published algorithm on one rollout instead of learning."""
+    """Takes the gradient of every algorithm on one rollout instead of learning."""
+
+    algorithms = ALGORITHMS
 
     def training_step(self, prompts, batch_idx):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
@@ -48,9 +49,7 @@ class Gradients(GRPO):
         logprobs = replace(logprobs, ref_hidden=hidden, score_norms=norms)
         self.policy.train()
         self.found = {}
-        for name, objective in (PUBLISHED | DISTILLING).items():
-            if name == "bnpo":
-                continue  # defined by the split
+        for name, objective in self.algorithms.items():
             self.coefficients.objective = objective
             training_batch = self.learner.build_batch(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
@@ -67,24 +66,5 @@ class Gradients(GRPO):
 
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
-        gradients = [p.grad.double().flatten() for p in self.policy.parameters()]
+        gradients = [full_tensor(p.grad).double().flatten() for p in self.policy.parameters()]
         self.found[self.name] = torch.cat(gradients).clone()
-
-
-def in_a_process_of_one_thread(function, folder, *words):
-    """Run for 1 and 2 processes; a fork of several threads can wait for some it does not have.
-
-    The processes are forked from one that has imported everything, which takes seconds.
-    """
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
-    child = server.Process(target=once_alone_and_once_in_two, args=(function, folder, *words))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-
-
-def once_alone_and_once_in_two(function, folder, *words):
-    """Call `function` for 1 process and for 2."""
-    for number in (1, 2):
-        function(number, folder, *words)

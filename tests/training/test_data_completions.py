@@ -10,18 +10,14 @@ from litgrpo.algorithms.losses import KLInReward, Objective, PositiveNLL
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.controllers import Controllers, EntropyTarget
 from litgrpo.training.data_completions import DataCompletions
-from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
-from tests.support.gloo import run_by
 from tests.support.models import byte_tokenizer, tiny_policy
-from tests.support.processes import trainer
 from tests.support.raises import raises_for
-from tests.support.training import letters, module, train
+from tests.support.training import module, train
 
 ROWS = [
     {"prompt": "1+1?", "solution": "2"},
@@ -196,42 +192,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     expected = weights_of(whole)
     assert not all(torch.equal(value, expected[name]) for name, value in weights_of(first).items())
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(resumed).items())
-
-
-def learn(processes, folder):
-    """Four iterations, of which some sample; the first process leaves the weights."""
-    grpo = GRPO(
-        "",
-        {"letters": Reward(letters)},
-        group_size=1,
-        max_completion_length=LENGTH,
-        max_iterations=4,
-        objective=DISTILLING,
-        reference="the teacher",
-        data_completions=given(0.5),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
-        reward_runner=InProcessRunner(),
-        check_invariants=False,
-    )
-    grpo.policy = tiny_policy("qwen2")
-    grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
-    runner = trainer(processes, strategy="ddp")
-    runner.fit(grpo, data_of())
-    if runner.is_global_zero:
-        torch.save(grpo.policy.state_dict(), f"{folder}/{processes}.pt")
-
-
-@pytest.mark.timeout(300)
-def test_two_processes_learn_what_one_does(tmp_path):
-    for processes in (1, 2):
-        run_by(processes, learn, str(tmp_path))
-    one, two = (torch.load(tmp_path / f"{processes}.pt") for processes in (1, 2))
-    start = tiny_policy("qwen2").state_dict()
-    off, moved = (
-        sum(float((one[name] - other[name]).square().sum()) for name in one) ** 0.5
-        for other in (two, start)
-    )
-    assert off < 1e-4 * moved
 
 
 # --- what does not fit ---
