@@ -1,6 +1,7 @@
 """Shared by tests of training.grpo."""
 
 import re
+from functools import partial
 
 from lightning import Trainer
 from torch.utils.data import DataLoader
@@ -35,6 +36,10 @@ def module(architecture="qwen2", *, reward=letters, **settings):
     grpo = GRPO("", {"letters": Reward(reward)}, **settings)
     grpo.policy = tiny_policy(architecture)
     return grpo
+
+
+# Without the checks at the start, which have tests of their own.
+unchecked = partial(module, check_invariants=False)
 
 
 def sample_rollout(grpo, batch, purpose="train", **settings):

@@ -18,7 +18,8 @@ from litgrpo.training.controllers import (
 from litgrpo.types import Rollout
 from tests.support.comms import Twins
 from tests.support.models import prompt_batch, tiny_policy
-from tests.support.training import batches, module, train
+from tests.support.training import batches, train
+from tests.support.training import unchecked as module
 
 KL = Objective(kl_coef=0.1)
 

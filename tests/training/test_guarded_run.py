@@ -21,7 +21,7 @@ def sometimes_hangs(prompts, completions):
         re.match("(a+)+$", "a" * 60 + "b")
     return [float(len(set(text))) for text in completions]
 
-runner = ProcessRunner(timeout_s=3.0, num_workers=1)
+runner = ProcessRunner(timeout_s=1.0, num_workers=1)
 module = GRPO("", {"letters": Reward(sometimes_hangs)}, group_size=4, max_completion_length=8,
               max_iterations=4, check_invariants=False, reward_runner=runner)
 module.policy = tiny_policy("llama")

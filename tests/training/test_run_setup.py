@@ -17,7 +17,8 @@ from litgrpo.training.sft import SFT
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.raises import raises_for
-from tests.support.training import batches, letters, loader, module, train
+from tests.support.training import batches, letters, loader, train
+from tests.support.training import unchecked as module
 
 
 class Asked:

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import shutil
 import sys
 from functools import partial
 
@@ -300,11 +301,11 @@ def write_pairs(folder, rows):
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def scratch_run(tmp_path, monkeypatch):
-    """The folder of a short training from scratch, whose training pairs are gone."""
-    monkeypatch.chdir(tmp_path)
-    write_pairs(tmp_path, ROWS)
+@pytest.fixture(scope="module")
+def scratch_folder(tmp_path_factory):
+    """Recipe and run of a short training from scratch, whose training pairs are gone."""
+    folder = tmp_path_factory.mktemp("scratch")
+    write_pairs(folder, ROWS)
     scratch = {"architecture": SCRATCH.architecture, "vocab_size": SCRATCH.vocab_size}
     settings = {"scratch": scratch, "max_iterations": 2}
     recipe = {
@@ -312,10 +313,19 @@ def scratch_run(tmp_path, monkeypatch):
         "data": {"class_path": "litgrpo.PairData", "init_args": {"train": "pairs.jsonl"}},
         "trainer": {"accelerator": "cpu"},
     }
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    run(monkeypatch, "fit", "-c", "tiny.yaml", "--trainer.enable_progress_bar", "false")
-    (tmp_path / "pairs.jsonl").unlink()
-    return tmp_path / "runs" / "tiny"
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        run(monkeypatch, "fit", "-c", "tiny.yaml", "--trainer.enable_progress_bar", "false")
+    (folder / "pairs.jsonl").unlink()
+    return folder
+
+
+@pytest.fixture
+def scratch_run(scratch_folder, tmp_path, monkeypatch):
+    """The run folder in a copy, below the working directory."""
+    monkeypatch.chdir(shutil.copytree(scratch_folder, tmp_path / "copy", symlinks=True))
+    return tmp_path / "copy" / "runs" / "tiny"
 
 
 def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, monkeypatch):
