@@ -449,6 +449,15 @@ def count_tensors_of_graphs():
     return sum(each.grad_fn is not None for each in tensors)
 
 
+@pytest.fixture
+def few_objects():
+    """What other tests have left is neither collected nor counted, which would take seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*")
 @pytest.mark.parametrize("kind", ["all weights", "checkpointing", "adapters", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen2", "llama", "gpt2", "t5"])
