@@ -212,7 +212,7 @@ def test_two_processes_learn_and_report_what_one_does(name, teacher, tmp_path):
 
 # --- gradients ---
 
-OF_TURNS = ("gigpo", "mt_grpo", "gtpo", "rebn", "simpletir", "otb", "m2po", "gkd")
+OF_TURNS = "gigpo mt_grpo gtpo rebn simpletir otb m2po gkd dapo reinforce_pp clip_cov kl_cov"
 PRECISE = {  # {rollouts: (settings, algorithms, dtype, largest relative difference)}
     "completions": (
         {"rewards": {"letters": Reward(letters), "vowels": Reward(vowels, weight=0.3)}},
@@ -220,7 +220,7 @@ PRECISE = {  # {rollouts: (settings, algorithms, dtype, largest relative differe
         torch.float64,
         1e-10,
     ),
-    "episodes": (TRAININGS["episodes in workers"], OF_TURNS, torch.float32, 1e-5),
+    "episodes": (TRAININGS["episodes in workers"], tuple(OF_TURNS.split()), torch.float32, 1e-5),
 }
 
 
