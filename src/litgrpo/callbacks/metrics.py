@@ -1,7 +1,7 @@
 """Definition, unit, healthy range, and TRL's and verl's name of every logged metric.
 
-They are in `litgrpo/assets/metrics.csv`, one line per metric. `python -m tests.tables` writes them to
-docs/reference/metrics.md; TensorBoard and the HTML report cite them.
+They are in `litgrpo/assets/metrics.csv`, one line per metric. `python -m tests.tables` writes them
+to docs/reference/metrics.md; TensorBoard and the HTML report cite them.
 """
 
 from __future__ import annotations
