@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from litgrpo.rewards import pure, whole_batch
+from litgrpo.rewards import pure
 
 CATASTROPHE = "a" * 60 + "b"
 
@@ -60,7 +60,7 @@ def loops_in_python(completions):
 def starts_a_program(completions, path):
     if "bad" in completions:
         with open(path[0], "a") as file:
-            file.write(f"{subprocess.Popen(['sleep', '600']).pid}\n")
+            file.write(f"{subprocess.Popen(['setsid', 'sleep', '600']).pid}\n")
         time.sleep(3600)
     return lengths(completions)
 
@@ -191,11 +191,6 @@ def pure_counts(completions, path):
 def pure_waits(completions):
     time.sleep(0.05 * len(completions))
     return lengths(completions)
-
-
-@whole_batch
-def compares_and_hangs(completions):
-    return sleeps(completions)
 
 
 def its_process(completions):

@@ -1,15 +1,9 @@
 """Worker processes: each fault loses its own rows; which rows run, and for how long."""
 
-import gc
 import logging
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +14,6 @@ from litgrpo.rewards import (
     InProcessRunner,
     ProcessRunner,
     Reward,
-    RewardFailure,
     Scorer,
     pure,
     whole_batch,
@@ -39,15 +32,13 @@ from litgrpo.rewards.process_runner import (
 from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.pool import WorkerPool
 from tests.rewards import faulty
-from tests.support.process_runner import alive, processes_under, wait_until_gone
 
 TEXTS = ["a", "bb", "bad", "dddd", "e", "ff", "ggg", "hhhh"]
-TIMEOUT_S = 2.0
 
 
 @pytest.fixture
 def runner():
-    runner = ProcessRunner(timeout_s=TIMEOUT_S, num_workers=2)
+    runner = ProcessRunner(num_workers=2)
     yield runner
     runner.close()
 
@@ -64,49 +55,52 @@ def advantages(table):
 
 
 FAULTS = {
-    "sleeps": ("TimeoutError", {}),
-    "loops_in_c": ("TimeoutError", {}),
-    "loops_in_python": ("TimeoutError", {}),
-    "catastrophic_regex": ("TimeoutError", {}),
-    "async_hangs": ("TimeoutError", {}),
-    "async_blocks": ("TimeoutError", {}),
-    "async_crashes": ("exited with 7", {}),
-    "pure_hangs": ("TimeoutError", {}),
-    "segfaults": ("died of SIGSEGV", {}),
-    "exits_at_once": ("exited with 7", {}),
-    "leaves": ("SystemExit", {}),
-    "interrupts": ("KeyboardInterrupt", {}),
-    "raises": ("KeyError", {}),
-    "floods": ("printed more than 5 MB", {}),
-    "floods_from_c": ("printed more than 5 MB", {}),
-    "wrong_length_for_the_bad": ("wrong length", {}),
+    "sleeps": "TimeoutError",
+    "loops_in_c": "TimeoutError",
+    "loops_in_python": "TimeoutError",
+    "catastrophic_regex": "TimeoutError",
+    "async_hangs": "TimeoutError",
+    "async_blocks": "TimeoutError",
+    "async_crashes": "exited with 7",
+    "pure_hangs": "TimeoutError",
+    "segfaults": "died of SIGSEGV",
+    "exits_at_once": "exited with 7",
+    "leaves": "SystemExit",
+    "interrupts": "KeyboardInterrupt",
+    "raises": "KeyError",
+    "floods": "printed more than 5 MB",
+    "floods_from_c": "printed more than 5 MB",
+    "wrong_length_for_the_bad": "wrong length",
 }
-VALUES = {
-    "returned nan": float("nan"), "returned inf": float("inf"), "returned -inf": float("-inf"),
-    "returned str": "1", "returned list": [1], "returned dict": {},
-}  # fmt: skip
-FAULTS |= {reason: (reason, {"value": value}) for reason, value in VALUES.items()}
+VALUES = {"returned nan": math.nan, "returned list": [1]}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_its_sample_its_time_and_nothing_else(fault, runner, caplog) -> None:
-    reason, kwargs = FAULTS[fault]
-    function = faulty.odd_values if kwargs else vars(faulty)[fault]
-    honest, _ = score(runner, faulty.lengths)
+def test_faults_of_several_functions_cost_their_sample_their_time_and_nothing_else(caplog) -> None:
+    """All at once; the other rows, functions and iterations do not notice."""
+    runner = ProcessRunner(timeout_s=2.0, num_workers=8)
+    parts = {name: Reward(vars(faulty)[name]) for name in FAULTS}
+    parts |= {why: Reward(faulty.odd_values, kwargs={"value": VALUES[why]}) for why in VALUES}
+    scorer = Scorer(parts, runner=runner)
     with caplog.at_level(logging.WARNING):
-        table, scorer = score(runner, function, **kwargs)
+        table = scorer(["p"] * len(TEXTS), list(TEXTS), {}, 4)
     assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
-    assert scorer.failures == {"r": {reason: 1}}
-    assert "row 2" in caplog.text
-    assert "'bad'" in caplog.text
-    kept = table.valid
-    assert torch.equal(table.total[kept], honest.total[kept])
+    reasons = FAULTS | {why: why for why in VALUES}
+    assert scorer.failures == {name: {reason: 1} for name, reason in reasons.items()}
+    for name in parts:
+        (warning,) = [one for one in caplog.messages if f"reward '{name}': " in one]
+        assert "row 2" in warning
+        assert "'bad'" in warning
+    assert "in catastrophic_regex" in caplog.text  # where it hangs
+    assert 'raise KeyError("bad")' in caplog.text  # the traceback of the worker
+    honest = Scorer({"r": Reward(faulty.lengths, weight=len(parts))}, runner=runner)
+    fair = honest(["p"] * len(TEXTS), list(TEXTS), {}, 4)
+    assert fair.valid.all()
+    assert torch.equal(table.total[table.valid], fair.total[table.valid])
     # The other group is the same to the last bit; the rest of this one is compared without the row.
-    assert torch.equal(advantages(table)[4:], advantages(honest)[4:])
+    assert torch.equal(advantages(table)[4:], advantages(fair)[4:])
     assert advantages(table)[2] == 0
     assert abs(advantages(table)[:4].sum()) < 1e-6
-    # and the runner continues normally
-    assert score(runner, faulty.lengths)[0].valid.all()
+    runner.close()
 
 
 def test_an_abstention_is_no_failure_and_teaches_nothing(runner) -> None:
@@ -129,50 +123,15 @@ def test_inputs_that_a_function_changes_are_copies(runner) -> None:
     assert facts == [{"a": [0.0]}] * len(TEXTS)
 
 
-def test_several_hanging_samples_leave_the_others_their_turn(runner) -> None:
-    runner.timeout_s = 6.0
-    texts = ["bad", "a", "bb", "bad", "cc", "d", "bad", "eee"] * 4
-    table, scorer = score(runner, faulty.sleeps, texts)
-    assert scorer.failures == {"r": {"TimeoutError": 12}}
-    assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
-
-
-def innocent(table, texts) -> list[bool]:
-    """Return True if exactly the expected rows are valid."""
-    valid = table.valid.flatten().tolist()
-    return [fine for fine, text in zip(valid, texts, strict=True) if text != "bad"]
-
-
-@pytest.mark.parametrize("function", [faulty.sleeps, faulty.loops_in_c, faulty.pure_hangs])
-def test_every_row_has_its_turn_however_many_hang(runner, function) -> None:
-    runner.timeout_s = 6.0
+def test_every_row_has_its_turn_however_many_hang() -> None:
+    runner = ProcessRunner(timeout_s=4.0, num_workers=6)
     texts = (["bad"] * 8 + [f"a{n}" for n in range(8)]) * 2  # in each half they come first
-    table, scorer = score(runner, function, texts)
-    assert all(innocent(table, texts))
-    assert sum(scorer.failures["r"].values()) == 16
-
-
-def test_a_function_that_compares_is_masked_whole_in_its_time(runner) -> None:
-    runner.max_failed_frac = 1.0
-    table, scorer = score(runner, faulty.compares_and_hangs)
-    assert not table.valid.any()
-    assert scorer.failures == {"r": {"TimeoutError": len(TEXTS)}}
-
-
-def test_the_run_stops_past_a_share_of_failures_with_the_reason(runner) -> None:
-    with pytest.raises(RewardFailure, match=r"5 of 8 .* failed.*TimeoutError: 5"):
-        score(runner, faulty.sleeps, ["bad"] * 5 + ["a"] * 3)
-
-
-def test_the_place_where_a_function_hangs_is_shown(runner, caplog) -> None:
-    score(runner, faulty.catastrophic_regex)
-    assert "TimeoutError" in caplog.text
-    assert "in catastrophic_regex" in caplog.text
-
-
-def test_the_traceback_of_a_worker_is_shown_whole(runner, caplog) -> None:
-    score(runner, faulty.raises)
-    assert 'raise KeyError("bad")' in caplog.text
+    functions = ("sleeps", "loops_in_c", "pure_hangs")
+    scorer = Scorer({name: Reward(vars(faulty)[name]) for name in functions}, runner=runner)
+    table = scorer(["p"] * len(texts), texts, {}, len(texts) // 2)
+    runner.close()
+    assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
+    assert scorer.failures == {name: {"TimeoutError": 16} for name in functions}
 
 
 def test_what_a_function_prints_is_seen(runner, capfd) -> None:
@@ -183,7 +142,6 @@ def test_what_a_function_prints_is_seen(runner, capfd) -> None:
 
 
 def test_independent_functions_run_side_by_side(runner, tmp_path, caplog) -> None:
-    runner.timeout_s = 60.0
     # each answers only when the other has begun, too
     meet = {name: Reward(faulty.meeting(str(tmp_path), name, 2)) for name in ("a", "b")}
     scorer = Scorer(meet, runner=runner)
@@ -192,7 +150,6 @@ def test_independent_functions_run_side_by_side(runner, tmp_path, caplog) -> Non
 
 
 def test_rows_of_a_pure_function_run_side_by_side(runner, tmp_path, caplog) -> None:
-    runner.timeout_s = 60.0
     columns = {"path": [str(tmp_path)] * 2}
     assert score(runner, faulty.pure_meeting, ["a", "b"], columns)[0].valid.all()
     assert not caplog.text
@@ -283,100 +240,7 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
     assert not stays_in_process(call(len))
 
 
-def test_closing_or_forgetting_a_runner_ends_its_processes() -> None:
-    for forget in (False, True):
-        runner = ProcessRunner(num_workers=2)
-        table, scorer = score(runner, faulty.its_process)
-        pids = [int(table.total[0, 0]), runner.pool.launchers[0].process.pid]
-        assert all(map(alive, pids))
-        if forget:
-            del runner, scorer
-            gc.collect()
-        else:
-            runner.close()
-        wait_until_gone(pids)
-
-
-def test_what_a_function_started_ends_with_it(runner, tmp_path) -> None:
-    path = tmp_path / "pids"
-    table, _ = score(runner, faulty.starts_a_program, columns={"path": [str(path)] * len(TEXTS)})
-    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
-    wait_until_gone(list(map(int, path.read_text().split())))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_faults_of_several_functions_at_once_stay_with_their_samples(seed) -> None:
-    rng = random.Random(seed)
-    faults = ["sleeps", "segfaults", "exits_at_once", "raises", "leaves", "floods", "async_crashes"]
-    faults += ["catastrophic_regex", "async_blocks", "pure_hangs", "wrong_length_for_the_bad"]
-    runner = ProcessRunner(timeout_s=6.0, num_workers=3, max_failed_frac=1.0)
-    parts = {name: Reward(vars(faulty)[name]) for name in rng.sample(faults, 3)}
-    texts = [rng.choice(["a", "bb", "ccc", "bad"]) for _ in range(16)]
-    table = Scorer(parts, runner=runner)(["p"] * 16, texts, {}, 4)
-    runner.close()
-    assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
-    sums = [3.0 * len(text) for text in texts if text != "bad"]
-    assert table.total[table.valid].tolist() == sums
-
-
-PARENT = """
-import time
-from litgrpo.rewards import Scorer, ProcessRunner, Reward
-from tests.rewards import faulty
-scorer = Scorer({"r": Reward(getattr(faulty, "%s"))}, runner=ProcessRunner(timeout_s=600))
-print("ready", flush=True)
-scorer(["p"] * 4, ["a", "%s", "c", "d"], {}, 2)
-print("done", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(("function", "text"), [("catastrophic_regex", "bad"), ("lengths", "b")])
-def test_no_worker_outlives_a_parent_that_is_killed(ending, function, text) -> None:
-    program = [sys.executable, "-c", PARENT % (function, text)]
-    parent = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "ready\n"
-    if text == "b":
-        assert parent.stdout.readline() == "done\n"
-    while len(children := processes_under(parent.pid)) < 2:  # the launcher and a worker
-        time.sleep(0.05)
-    time.sleep(0.1)
-    parent.send_signal(ending)
-    parent.wait()
-    parent.stdout.close()
-    wait_until_gone(children)
-
-
-def test_a_worker_killed_from_outside_is_replaced(runner) -> None:
-    table, _ = score(runner, faulty.its_process)
-    os.kill(int(table.total[0, 0]), signal.SIGKILL)
-    again, _ = score(runner, faulty.its_process)
-    assert again.valid.all()
-    assert again.total[0, 0] != table.total[0, 0]
-    launcher = runner.pool.launchers[0].process
-    launcher.kill()
-    launcher.wait()
-    assert score(runner, faulty.its_process)[0].valid.all()
-
-
-def test_a_process_with_threads_is_not_forked(tmp_path, monkeypatch, runner) -> None:
-    (tmp_path / "threaded.py").write_text(
-        "import os, threading, time\n"
-        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-        "def mine(completions):\n"
-        "    while 'bad' in completions: pass\n"
-        "    return [float(os.getpid())] * len(completions)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    runner.timeout_s = 3.0
-    table, scorer = score(runner, "threaded.mine")
-    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
-    assert scorer.failures == {"r": {"TimeoutError": 1}}
-
-
-@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"cache_size": -1}, {"timeout_s": 0.0}])
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"cache_size": -1}])
 def test_impossible_settings_are_refused(settings) -> None:
     with pytest.raises(ValueError, match="reward_runner"):
         ProcessRunner(**settings)

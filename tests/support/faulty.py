@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,11 +53,6 @@ class Echo:
             os._exit(3)
         return StepResult(f"{len(self.actions) - 1} die once", 1.0, state=tuple(self.actions))
 
-    def starts_a_program(self):
-        child = subprocess.Popen(["setsid", "sleep", "600"])
-        (Path(self.folder) / "pid").write_text(str(child.pid))
-        time.sleep(3600)
-
 
 def hangs(_):
     while True:
@@ -85,7 +79,6 @@ FAULTS = {
     "nan": lambda _: StepResult("a", reward=float("nan")),
     "number": lambda _: StepResult(5),
     "long": lambda _: StepResult("ab" * 50),
-    "start": Echo.starts_a_program,
 }
 
 
