@@ -22,8 +22,8 @@ KWARGS = {
     "cosine_length": {"max_completion_length": 100},
 }
 LARGEST = {"lapdog": 3.0}  # a sum of three terms; the others reach at most 1
-SHORT, LONG = 500, 16_000  # characters
-GROWTH = 250  # times as slow where the text is 32 times as long; the square would be 1,024
+SHORT, LONG = 500, 8_000  # characters
+GROWTH = 75  # times as slow where the text is 16 times as long; the square would be 256
 NASTY = {
     "letters": "a",
     "spaces": " ",
@@ -107,27 +107,27 @@ def test_nothing_that_a_policy_writes_makes_a_reward_slow_or_endless(name: str) 
     for kind in NASTY:
         for form in ("{}", "<reasoning>{0}</reasoning><answer>{0}</answer>"):
             short, long = (form.format(nasty(kind, length)) for length in (SHORT, LONG))
-            # The clock of this process alone; what is too quick to be measured is 0.2 ms.
-            at_once = max(2e-4, min(measure_s(name, short) for _ in range(2)))
-            within = (measure_s(name, long) < GROWTH * at_once for _ in range(3))
-            assert any(within), kind  # the first of them, unless the machine was disturbed
-            given = [reward for reward in score_twice(name, long) if reward is not None]
+            # What is too quick to be measured is 0.2 ms.
+            at_once = max(2e-4, min(measure(name, short)[0] for _ in range(2)))
+            for _ in range(3):  # one is enough, unless the machine was disturbed
+                seconds, scores = measure(name, long)
+                if seconds < GROWTH * at_once:
+                    break
+            assert seconds < GROWTH * at_once, kind
             largest = LARGEST.get(name.rpartition(".")[2], 1.0)
-            assert all(-1.0 <= reward <= largest for reward in given), kind
+            assert all(score is None or -1.0 <= score <= largest for score in scores), kind
 
 
-def score_twice(name: str, text: str) -> list[float | None]:
-    """Time to score two equal texts that consist mostly of the prompt, in seconds."""
-    return call(name, [text[:1000]] * 2, [text, text])
+def measure(name: str, text: str) -> tuple[float, list[float | None]]:
+    """Score two equal texts that consist mostly of the prompt; seconds of this process alone.
 
-
-def measure_s(name: str, text: str) -> float:
-    """Processor time of this process; the garbage of earlier tests does not count."""
+    The garbage of earlier tests does not count.
+    """
     gc.disable()
     try:
         start = time.process_time()
-        score_twice(name, text)
-        return time.process_time() - start
+        scores = call(name, [text[:1000]] * 2, [text, text])
+        return time.process_time() - start, scores
     finally:
         gc.enable()
 
