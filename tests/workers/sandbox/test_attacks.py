@@ -4,20 +4,35 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
+import sys
 import tempfile
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import litgrpo
 from litgrpo.workers import sandbox
-from litgrpo.workers.sandbox import bubblewrap, system_calls
-from tests.support.sandbox_users import as_nobody, find_python, open_as_nobody, run_as_this_user
+from litgrpo.workers.sandbox import SandboxLimits, SandboxResult, bubblewrap, system_calls
 
 pytestmark = pytest.mark.skipif(
     not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
 )
+NOBODY = "65534"
+SOURCES = str(Path(litgrpo.__file__).parents[1])
+SERVER = """
+import json, sys
+from dataclasses import asdict
+from litgrpo.workers import sandbox
+print(json.dumps(sandbox.unavailable_reason()), flush=True)
+for line in sys.stdin:
+    code, limits, given = json.loads(line)
+    ran = sandbox.run(code, sandbox.SandboxLimits(**limits), **given)
+    print(json.dumps(asdict(ran)), flush=True)
+"""
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 # Written down here once more, independent of the list in the filter.
 CALLS = {
@@ -51,6 +66,61 @@ def call(number, *given):
     result = libc.syscall(*map(ctypes.c_long, (number, *given, *[0] * (6 - len(given)))))
     return errno.errorcode[ctypes.get_errno()] if result == -1 else result
 """
+
+
+def run_as_this_user(code, given=None, **limits):
+    """Run code in a sandbox that this process starts."""
+    return sandbox.run(code, SandboxLimits(**{"seconds": 20.0} | limits), **given or {})
+
+
+@contextmanager
+def open_as_nobody():
+    """Give a function that runs code in a sandbox of an ordinary user, or why there is none."""
+    python = find_python()
+    if os.geteuid() != 0 or python is None:
+        yield "needs root, setpriv and a Python that other users can start"
+        return
+    with subprocess.Popen(
+        [*as_nobody(python), "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    ) as server:
+        requests, replies = server.stdin, server.stdout
+        reason = json.loads(replies.readline())
+
+        def run(code, given=None, **limits):
+            request = [code, {"seconds": 20.0} | limits, given or {}]
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+            return SandboxResult(**json.loads(replies.readline()))
+
+        yield reason or run
+        requests.close()
+
+
+def find_python():
+    """Return a Python that an ordinary user can start, such as the system's."""
+    return next(filter(starts_as_nobody, (sys.executable, "/usr/bin/python3")), None)
+
+
+def as_nobody(python):
+    """Return the start of a command that runs Python as an ordinary user."""
+    user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
+    path = os.environ.get("PATH", os.defpath)
+    return [*user, "env", "-i", f"PATH={path}", f"PYTHONPATH={SOURCES}", python, "-B"]
+
+
+def starts_as_nobody(python):
+    if shutil.which("setpriv") is None:
+        return False
+    command = [
+        *as_nobody(python),
+        "-c",
+        "import sys, litgrpo; sys.exit(sys.version_info < (3, 10))",
+    ]
+    return subprocess.run(command, capture_output=True, check=False, cwd="/").returncode == 0
 
 
 @pytest.fixture(scope="module")
