@@ -202,28 +202,31 @@ def test_a_conversation_ends_at_the_completion_length(episodes):
     assert not any(each.failed for each in rollout.episodes)
 
 
-def test_a_short_conversation_may_go_on_while_a_long_one_reaches_the_last_position():
+def test_a_short_conversation_may_go_on_while_a_long_one_reaches_the_last_position(
+    episodes, monkeypatch
+):
     policy = tiny_policy("gpt2", n_positions=40)  # fails beyond
-    episodes = agent_episodes(max_turn_tokens=30)
-    try:
-        rollout = play_agents(episodes, "once", "wordy", policy=policy, length=60)
-    finally:
-        episodes.close()
+    monkeypatch.setattr(episodes, "settings", replace(episodes.settings, max_turn_tokens=30))
+    rollout = play_agents(episodes, "once", "wordy", policy=policy, length=60)
     assert rollout.lengths.tolist() == [30, 30, 9, 9]  # of 40 positions, 31 are the messages
     assert rollout.truncated.all()
 
 
-def test_long_messages_are_rejected():
-    episodes = agent_episodes(Agent("tests.support.agents.once", max_prompt_tokens=3))
-    with_room = agent_episodes(Agent("tests.support.agents.once", max_prompt_tokens=4))
-    try:
+def test_long_messages_are_rejected(episodes, monkeypatch):
+    for tokens in (3, 4):
+        agent = Agent("tests.support.agents.once", max_prompt_tokens=tokens)
+        monkeypatch.setattr(episodes, "agent", agent)
         rollout = play_agents(episodes, "once")
-        assert not rollout.completion_mask.any()
-        assert rollout.truncated.all()
-        assert play_agents(with_room, "once").completion_mask.any()
-    finally:
-        episodes.close()
-        with_room.close()
+        assert bool(rollout.completion_mask.any()) is (tokens == 4)
+        assert tokens == 4 or rollout.truncated.all()
+
+
+@pytest.fixture
+def impatient(episodes, monkeypatch):
+    """The pool, with 2 seconds for an agent."""
+    assert episodes.pool.timeout_s == 300
+    monkeypatch.setattr(episodes.pool, "timeout_s", 2.0)
+    return episodes
 
 
 @pytest.mark.parametrize(
@@ -234,23 +237,22 @@ def test_long_messages_are_rejected():
         ("raises", "RuntimeError: no luck (agents.py, line "),
     ],
 )
-def test_an_agent_that_fails_costs_its_row_only(agent, reason):
-    episodes = agent_episodes(timeout_s=2.0 if agent == "hang" else 300.0)
-    try:
-        rollout = play_agents(episodes, agent, "once")
-        failed = [each.failed for each in rollout.episodes]
-        assert all(each.startswith(reason) for each in failed[:GROUP])
-        assert failed[GROUP:] == ["", ""]
-        assert rollout.turn_rewards[:GROUP].isnan().all()
-        assert rewards_of(rollout).valid.tolist() == [[False, False], [True, True]]
-        with pytest.raises(EnvironmentFailure, match=r"4 of 4|3 of 4"):
-            play_agents(episodes, agent, agent)
-        assert not any(each.failed for each in play_agents(episodes, "once").episodes)
-    finally:
-        episodes.close()
+def test_an_agent_that_fails_costs_its_row_only(impatient, agent, reason):
+    rollout = play_agents(impatient, agent, "once")
+    failed = [each.failed for each in rollout.episodes]
+    assert all(each.startswith(reason) for each in failed[:GROUP])
+    assert failed[GROUP:] == ["", ""]
+    assert rollout.turn_rewards[:GROUP].isnan().all()
+    assert rewards_of(rollout).valid.tolist() == [[False, False], [True, True]]
+    assert not any(each.failed for each in play_agents(impatient, "once").episodes)
 
 
-def test_tokenizing_a_request_takes_no_time_from_the_agents_limit(monkeypatch):
+def test_more_than_half_of_failing_agents_stop_the_run(episodes):
+    with pytest.raises(EnvironmentFailure, match=r"4 of 4|3 of 4"):
+        play_agents(episodes, "crash", "raises")
+
+
+def test_tokenizing_a_request_takes_no_time_from_the_agents_limit(impatient, monkeypatch):
     encode = InlineConversations.encode_opening
 
     def encode_slowly(self, *args):
@@ -258,24 +260,17 @@ def test_tokenizing_a_request_takes_no_time_from_the_agents_limit(monkeypatch):
         return encode(self, *args)
 
     monkeypatch.setattr(InlineConversations, "encode_opening", encode_slowly)
-    episodes = agent_episodes(timeout_s=2.0)
-    try:
-        rollout = play_agents(episodes, "once", "once")  # four requests: 2.8 s
-        assert [each.failed for each in rollout.episodes] == [""] * 4
-        assert sum(episodes.pool.seconds.values()) < 2.0
-    finally:
-        episodes.close()
+    rollout = play_agents(impatient, "once", "once")  # four requests: 2.8 s
+    assert [each.failed for each in rollout.episodes] == [""] * 4
+    assert sum(impatient.pool.seconds.values()) < 2.0
 
 
-def test_the_limit_of_an_agent_goes_on_after_a_rejected_call():
-    episodes = agent_episodes(timeout_s=2.0)
-    try:
-        start = time.monotonic()
-        with pytest.raises(EnvironmentFailure, match="timed out after 2 s"):
-            play_agents(episodes, "send_rejected", "send_rejected")
-        assert time.monotonic() - start < 30
-    finally:
-        episodes.close()
+def test_the_limit_of_an_agent_goes_on_after_a_rejected_call(impatient):
+    impatient.pool.timeout_s = 0.2  # reading the requests takes ten times as long
+    start = time.monotonic()
+    with pytest.raises(EnvironmentFailure, match="timed out after 0.2 s"):
+        play_agents(impatient, "send_rejected", "send_rejected")
+    assert time.monotonic() - start < 30
 
 
 def test_a_call_that_the_agent_does_not_wait_for_is_rejected(episodes):
@@ -290,18 +285,11 @@ def test_malformed_requests_are_rejected_and_the_row_goes_on(episodes):
     assert rollout.turn_rewards[:, 0].tolist() == [1.0, 1.0]
 
 
-def test_more_rows_than_processes_and_async_agents():
-    episodes = agent_episodes(num_workers=2)
-    try:
-        few = play_agents(episodes, "talk", "later", "branch")
-    finally:
-        episodes.close()
-    many = agent_episodes()
-    try:
-        other = play_agents(many, "talk", "later", "branch")
-    finally:
-        many.close()
-    assert_equal(few, other)
+def test_more_rows_than_processes_and_async_agents(episodes, monkeypatch):
+    other = play_agents(episodes, "talk", "later", "branch")
+    monkeypatch.setattr(episodes.pool, "size", 2)
+    assert_equal(play_agents(episodes, "talk", "later", "branch"), other)
+    assert agent_episodes(num_workers=2).pool.size == 2
 
 
 # --- with the rest ---
