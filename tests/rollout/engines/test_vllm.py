@@ -41,7 +41,6 @@ from tests.support.hostile_server import reply as send_reply
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.playing import Echo
 from tests.support.raises import raises_for
-from tests.support.server import requests_for
 from tests.support.training import loader, module, train
 from tests.support.turns_support import TEXTS as EPISODES
 from tests.support.turns_support import assert_same as assert_same_turns
@@ -59,6 +58,12 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("served")
     export(build_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), path)
     return path
+
+
+def requests_for(policy, sampling=None, **settings):
+    prompts = prompt_batch(*TEXTS)
+    asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), sampling or Sampling())
+    return replace(asked, **settings)
 
 
 def engine_of(*servers, **settings):
