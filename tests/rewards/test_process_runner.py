@@ -124,7 +124,7 @@ def test_inputs_that_a_function_changes_are_copies(runner) -> None:
 
 
 def test_every_row_has_its_turn_however_many_hang() -> None:
-    runner = ProcessRunner(timeout_s=4.0, num_workers=6)
+    runner = ProcessRunner(timeout_s=2.0, num_workers=6)
     texts = (["bad"] * 8 + [f"a{n}" for n in range(8)]) * 2  # in each half they come first
     functions = ("sleeps", "loops_in_c", "pure_hangs")
     scorer = Scorer({name: Reward(vars(faulty)[name]) for name in functions}, runner=runner)

@@ -132,7 +132,7 @@ def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit(steps):
 
 
 def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
-    steps = 3
+    steps = 1
     export(tiny_policy("qwen2"), tmp_path)
     with StandIn(tmp_path) as server:
         given = {"engine": ServerEngine([server.url], send_uniforms=True)}
@@ -320,8 +320,8 @@ class Remembering(Recording):
         return super().training_step(prompts, batch_idx)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_weights_change_while_a_server_generates_and_each_token_knows_which(tmp_path, steps):
+def test_weights_change_while_a_server_generates_and_each_token_knows_which(tmp_path):
+    steps = 1
     export(tiny_policy("qwen2"), tmp_path)
     with StandIn(tmp_path, at_once=1) as server:
         engine = ServerEngine([server.url], send_uniforms=True)
