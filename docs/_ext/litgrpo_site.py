@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ def link_to(file: Path) -> str:
 
 def head(file: Path) -> list[str]:
     """Return the comment above a recipe: what it is, its machine, what to expect."""
-    comment = re.match(r"(?:#.*\n)*", file.read_text(encoding="utf-8"))
-    return [line.removeprefix("#").strip() + "  " for line in comment[0].splitlines()] or [""]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return [line.removeprefix("#").strip() + "  " for line in comment] or [""]
 
 
 def examples() -> Iterator[tuple[str, list[str]]]:
