@@ -80,7 +80,7 @@ def test_a_recipe_runs_an_iteration(
 ):
     recipe, override, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
     if "litgrpo.rewards.cheerful" in (CONFIGS / name).read_text():
-        pytest.importorskip("vaderSentiment", reason="not installed; .ci/real runs it")
+        pytest.importorskip("vaderSentiment", reason="not installed; .ci/nightly real runs it")
     rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
     rows = dialogues if name.startswith("convai2") else rows
     rows = problems if name.startswith("smollm2_wordproblems") else rows

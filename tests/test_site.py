@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the classes; `.ci/docs` builds the site itself."""
+"""Pages of the site that are made from the classes; `.ci/nightly site` builds the site itself."""
 
 import re
 

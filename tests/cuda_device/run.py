@@ -1,7 +1,7 @@
 """Run tests and commands on the simulated device, each in a new process.
 
 A process has the device from its first import of torch, or not at all, so tests of the ordinary
-suite start one. They are marked `cuda` and run by `.ci/cuda`, or by `pytest -m cuda`.
+suite start one. They are marked `cuda` and run by `.ci/nightly cuda`, or by `pytest -m cuda`.
 
     @on_cuda(CUDA_DEVICE_LIMIT_MB=80)
     def test_something():  # in a process that has the device

@@ -1,1 +1,1 @@
-"""Tests on real pretrained weights: `.ci/real`; skipped where they are not installed."""
+"""Tests on real pretrained weights: `.ci/nightly real`; skipped where they are not installed."""

@@ -14,7 +14,7 @@ from tests.support.smollm2 import MODEL, NEEDED
 LACKING = [name for name in (*NEEDED, "lm_eval") if find_spec(name) is None]
 
 pytestmark = [
-    pytest.mark.skipif(bool(LACKING), reason=f"not installed: {LACKING}; see .ci/real"),
+    pytest.mark.skipif(bool(LACKING), reason=f"not installed: {LACKING}; see .ci/nightly real"),
     pytest.mark.filterwarnings("default"),  # those of other libraries
 ]
 NUM = 40

@@ -18,7 +18,7 @@ RECIPE = Path(__file__).parents[2] / "configs" / "smollm2_cheerful.yaml"
 LACKING = [name for name in NEEDED if find_spec(name) is None]
 
 pytestmark = [
-    pytest.mark.skipif(bool(LACKING), reason=f"not installed: {LACKING}; see .ci/real"),
+    pytest.mark.skipif(bool(LACKING), reason=f"not installed: {LACKING}; see .ci/nightly real"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
 

@@ -1,1 +1,1 @@
-"""Tests against a real vLLM server, in a separate environment; see `.ci/vllm`."""
+"""Tests against a real vLLM server, in a separate environment; see `.ci/nightly vllm`."""

@@ -74,7 +74,7 @@ def test_without_vader_its_extra_is_named(monkeypatch):
 
 
 def test_vader_likes_happy_words_and_not_sad_ones():
-    pytest.importorskip("vaderSentiment", reason="not installed; .ci/real runs it")
+    pytest.importorskip("vaderSentiment", reason="not installed; .ci/nightly real runs it")
     _vader.cache_clear()
     texts = ["What a wonderful, happy day!", "It is a table.", "A horrible, sad day."]
     happy, neutral, sad = cheerful(["?"] * 3, texts, truncated=[False] * 3)
