@@ -25,7 +25,7 @@ from litgrpo.training.learner import Learner
 from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
 from tests.support.chat_templates import QWEN, chat_format
-from tests.support.models import prompt_batch, tiny_policy
+from tests.support.models import ARCHITECTURES, prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.training.parts import learner_of, rollouter_of
 
@@ -50,12 +50,15 @@ def findings_of(architecture="llama", sampling=None, objective=OBJECTIVE, **sett
     return {finding.invariant: finding for finding in found}
 
 
+TOP_K = {"sampling": Sampling(top_k=9, temperature=0.8)}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("architecture", "settings"),
     [
-        {"sampling": Sampling(top_k=9, temperature=0.8)},
-        {"sampling": Sampling(stop="e")},
-        {"objective": Objective()},
+        *((name, TOP_K) for name in ARCHITECTURES),
+        ("llama", {"sampling": Sampling(stop="e")}),
+        ("llama", {"objective": Objective()}),
     ],
 )
 def test_everything_holds_with_turns(architecture, settings):

@@ -13,7 +13,7 @@ from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import MicroBatchTokenMean, Objective, TokenMean
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
-from litgrpo.checks.invariants import Invariant
+from litgrpo.checks.invariants import Conditions, Invariant
 from litgrpo.data.modules import PromptData
 from litgrpo.models import causal
 from litgrpo.models import policy as policies
@@ -34,15 +34,28 @@ from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import PUBLISHED
 from tests.support.invariants import KL, TEXTS, fit, letters, module
-from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.models import (
+    ARCHITECTURES,
+    byte_tokenizer,
+    prompt_batch,
+    tiny_model,
+    tiny_policy,
+)
 
 SAMPLINGS = {
     "plain": Sampling(temperature=0.7),
     "top_k": Sampling(top_k=20),
     "top_p": Sampling(temperature=0.8, top_p=0.8),
     "min_p": Sampling(min_p=0.05),
-    "all": Sampling(temperature=1.3, top_k=40, top_p=0.9, min_p=0.02),
 }
+
+
+def measure(grpo, conditions):
+    """Return {invariant: result} without a fit."""
+    results = invariants.measure_invariants(
+        grpo.rollouter, grpo.learner, prompt_batch(*TEXTS), conditions
+    )
+    return {result.invariant: result for result in results}
 
 
 def weights(grpo):
@@ -477,6 +490,7 @@ def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):
 # --- no false alarms ---
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen2", "gpt2"])  # the others are below
 def test_no_false_alarm_when_the_engine_is_of_lower_precision(architecture):
     engine = local_engine.LocalEngine(dtype="bfloat16")
     assert fit(module(architecture, engine=engine)).lightning_module.iteration == 1
@@ -494,8 +508,10 @@ LOWER = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "t5"])
-@pytest.mark.parametrize("way", LOWER)
+@pytest.mark.parametrize(
+    ("architecture", "way"),
+    [*(("llama", way) for way in LOWER), ("t5", "weights float16"), ("t5", "engine bfloat16")],
+)
 def test_every_way_to_lower_precision_trains(architecture, way, report):
     settings = dict(LOWER[way])
     trainer = {"precision": settings.pop("trainer", None), "plugins": settings.pop("plugins", None)}
@@ -535,19 +551,24 @@ def with_adapters(architecture="qwen2", **settings):
     return grpo
 
 
+def test_no_false_alarm_with_all_filters(architecture):
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.9, min_p=0.02)
+    assert fit(module(architecture, sampling=sampling)).lightning_module.iteration == 1
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_no_false_alarm_for_any_sampling(architecture, name):
-    assert fit(module(architecture, sampling=SAMPLINGS[name])).lightning_module.iteration == 1
+def test_no_false_alarm_for_any_sampling(name):
+    assert fit(module(sampling=SAMPLINGS[name])).lightning_module.iteration == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"), [("grpo", 1), ("gspo", 1), *((name, 2) for name in PUBLISHED)]
-)
-def test_no_false_alarm_for_any_objective(name, steps, report):
-    learning = UpdateConfig(num_mini_batches=steps, micro_batch_size=3)
-    fit(module(objective=PUBLISHED[name], update=learning, max_completion_length=8))
-    assert (str(Invariant.SPLIT) in report()) == (name != "bnpo")
-    assert (str(Invariant.INITIAL_KL) in report()) == PUBLISHED[name].needs_reference
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_false_alarm_for_any_objective(name):
+    grpo = module(objective=PUBLISHED[name], max_completion_length=8)
+    grpo.configure_model()
+    results = measure(grpo, Conditions(fresh_reference=True))
+    invariants.raise_if_violated([*results.values()])
+    assert (Invariant.SPLIT in results) == (name != "bnpo")
+    assert (Invariant.INITIAL_KL in results) == PUBLISHED[name].needs_reference
 
 
 @pytest.mark.parametrize(
@@ -583,10 +604,16 @@ def test_no_false_alarm_with_adapters(architecture, report):
     assert all(error <= tolerance for error, tolerance in report().values())
 
 
-@pytest.mark.parametrize("dtype", ["bf16-mixed", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((name, "bfloat16") for name in ARCHITECTURES),
+        *(("gemma2", "bf16-mixed"), ("t5", "bf16-mixed")),
+        # Eager attention of transformers, which gemma2 has here, is NaN on padding in float64.
+        *(("qwen2", "float64"), ("t5", "float64")),
+    ],
+)
 def test_no_false_alarm_in_other_precisions(architecture, dtype, report):
-    if (architecture, dtype) == ("gemma2", "float64"):
-        pytest.skip("eager attention of transformers is NaN on padding in float64")
     grpo = module(architecture, objective=KL)
     if dtype == "bf16-mixed":
         fit(grpo, precision=dtype)
@@ -613,19 +640,11 @@ def shuffle_by_global_state():
     return DataLoader([prompt_batch(text, "xy") for text in TEXTS], batch_size=None, shuffle=True)
 
 
-def shuffle_by_a_generator():
-    generator = torch.Generator().manual_seed(1)
-    texts = [prompt_batch(text, "xy") for text in TEXTS]
-    return DataLoader(texts, batch_size=None, shuffle=True, generator=generator)
-
-
 def of_a_data_module():
     return PromptData([*TEXTS, "what", "is", "this"], batch_size=2)
 
 
-@pytest.mark.parametrize(
-    "data", [shuffle_by_global_state, shuffle_by_a_generator, of_a_data_module]
-)
+@pytest.mark.parametrize("data", [shuffle_by_global_state, of_a_data_module])
 def test_a_run_is_bit_identical_with_the_checks_on_or_off_and_when_resumed(data, tmp_path):
     def run(checked, iterations, ckpt_path=None):
         torch.manual_seed(3)  # the order of the first loader, and the dropout
@@ -686,11 +705,6 @@ def test_reward_functions_are_not_asked():
     assert asked == [12]
 
 
-def test_the_flag_switches_the_checks_off(report):
-    fit(module(check_invariants=False))
-    assert not report()
-
-
 def test_data_without_prompts_are_left_to_training_to_complain_about():
     with pytest.raises(ValueError, match="PromptData"):
         fit(module(), DataLoader([{"a": 1}], batch_size=None))
@@ -736,8 +750,9 @@ VARIATIONS = {
     "padding": (split_into(None), None),
     "chunk 7": (split_into(None), None),
 }
-# Encoder-decoders share no prompts: how rows are divided matters less, and each costs more.
-VARIATIONS_OF = {"t5": ("rows 1", "rows 3", "order", "padding", "chunk 7")}
+# Those whose weights of tokens are made in different ways; all of them in the slow table.
+DIFFERENT = ("grpo", "dapo", "gspo", "gmpo", "gfpo", "kl_cov")
+FEW_VARIATIONS = ("rows 1", "tokens 40", "order", "padding", "chunk 7")
 
 
 @pytest.mark.parametrize(
@@ -752,14 +767,15 @@ VARIATIONS_OF = {"t5": ("rows 1", "rows 3", "order", "padding", "chunk 7")}
 )
 def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
     usual = dict(initializer_factor=1.2) if architecture == "t5" else {}  # nearer to T5's own
-    variations = {name: VARIATIONS[name] for name in VARIATIONS_OF.get(architecture, VARIATIONS)}
+    is_whole = dtype == "float64"
+    variations = {name: VARIATIONS[name] for name in (VARIATIONS if is_whole else FEW_VARIATIONS)}
     table = [f"{dtype}, {architecture}: norm of the difference of gradients over their norm"]
     table.append(f"{'':<20}" + "".join(f"{name:>11}" for name in variations))
-    for name, objective in PUBLISHED.items():
+    for name in PUBLISHED if is_whole else DIFFERENT:
         if name == "bnpo":
             continue  # defined by the split
         policy = tiny_policy(architecture, **usual).to(getattr(torch, dtype))
-        grpo = module(policy=policy, objective=objective, max_completion_length=8)
+        grpo = module(policy=policy, objective=PUBLISHED[name], max_completion_length=8)
         grpo.reference = FrozenReference(
             tiny_policy(architecture, seed=1).to(getattr(torch, dtype))
         )
