@@ -12,10 +12,13 @@ import hypothesis
 import pytest
 import torch
 
+# A filter of warnings in setup.cfg imports torch before this file sets the variable.
+torch.set_num_threads(1)
+
 pytest.register_assert_rewrite("tests.support")
 
 from litgrpo.rewards.runner import InProcessRunner  # noqa: E402
-from tests.support.command_line import cli  # noqa: E402, F401
+from tests.support.command_line import cli, finished_run  # noqa: E402, F401
 from tests.support.models import architecture  # noqa: E402, F401
 from tests.support.recipes import gsm8k, models, program, questions  # noqa: E402, F401
 
