@@ -1,9 +1,6 @@
 import ctypes
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,9 +58,6 @@ def test_the_rows_behind_a_skipped_step_are_named_and_written(tmp_path):
     assert '"prompt": "B"' in line
 
 
-ROOT = Path(__file__).parents[2]
-
-
 class Hangs(StandIn):
     def __init__(self, holds_gil):
         super().__init__(4)
@@ -76,29 +70,26 @@ class Hangs(StandIn):
         return super().training_step(batch, batch_idx)
 
 
-def hang(folder: str, holds_gil: bool) -> None:
-    fit(Path(folder), Watchdog(1.0), module=Hangs(holds_gil))
-
-
+@pytest.mark.filterwarnings("ignore:.*use of fork")
 @pytest.mark.parametrize(
     ("holds_gil", "reason"),
     [(False, "error: rank 0 made no progress for 1 s (watchdog.timeout_s)"), (True, "Timeout")],
     ids=["releases the GIL", "holds the GIL"],
 )
-def test_a_run_that_hangs_prints_its_stacks_and_exits(holds_gil, reason, tmp_path):
-    code = f"from tests.callbacks.test_guards import hang; hang({str(tmp_path)!r}, {holds_gil})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        timeout=500,  # it would sleep longer
-    )
-    assert done.returncode == 1
-    assert reason in done.stderr
-    assert "in training_step" in done.stderr
+def test_a_run_that_hangs_prints_its_stacks_and_exits(holds_gil, reason, tmp_path, monkeypatch):
+    if holds_gil:
+        monkeypatch.setattr(guards, "GIL_S", 0.0)
+    said = tmp_path / "stderr"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+            fit(tmp_path, Watchdog(1.0), module=Hangs(holds_gil))
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert reason in said.read_text()
+    assert "in training_step" in said.read_text()
 
 
 def test_a_run_that_makes_progress_is_not_terminated(tmp_path):

@@ -1,6 +1,14 @@
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +26,6 @@ from litgrpo.callbacks.progress import (
 )
 from tests.support.fitting import fit
 from tests.support.standin import StandIn
-from tests.support.terminal import run_in_terminal
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
@@ -172,8 +179,56 @@ fit(Path(), Progress(), Talks(), module=StandIn(3), enable_progress_bar=True, va
 """
 
 
-@pytest.mark.parametrize("columns", [80, 120, 0])  # 0: a terminal that does not know its size
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+def run_in_terminal(script: str, folder: Path, columns: int, **variables: str) -> list[str]:
+    """Return the lines on the screen after a Python script ran in a terminal."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root)])
+    environment = os.environ | {"PYTHONPATH": paths, "TERM": "xterm"} | variables
+    for name in ("COLUMNS", "LINES"):
+        environment.pop(name, None)
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=folder, env=environment, start_new_session=True, **ends
+    )
+    os.close(terminal)
+    written = b""
+    while part := read_some(controller):
+        written += part
+    os.close(controller)
+    assert child.wait() == 0, written.decode()
+    return screen(written.decode(), columns or 80)
+
+
+def read_some(controller: int) -> bytes:
+    """Return what was written; nothing when the program has ended."""
+    try:
+        return os.read(controller, 65536)
+    except OSError:
+        return b""
+
+
+def screen(text: str, columns: int) -> list[str]:
+    """Return the lines that a terminal shows: text, line breaks and carriage returns."""
+    lines: list[list[str]] = [[]]
+    column = 0
+    for character in text:
+        if character == "\r":
+            column = 0
+        elif character == "\n" or column == columns:
+            lines.append([])
+            column = 0
+        if character not in "\r\n":
+            row = lines[-1]
+            row.extend(" " * (column + 1 - len(row)))
+            row[column] = character
+            column += 1
+    return ["".join(row).rstrip() for row in lines]
+
+
+# 0: a terminal that does not know its size
+@pytest.mark.parametrize(("columns", "unbuffered"), [(80, "1"), (0, "")])
 def test_the_bar_and_other_lines_are_on_lines_of_their_own(columns, unbuffered, tmp_path):
     lines = run_in_terminal(IN_A_TERMINAL, tmp_path, columns, PYTHONUNBUFFERED=unbuffered)
     for n in (1, 2):

@@ -15,8 +15,7 @@ OWN_CLASS = ("--recipe", "runs/recipe/config.yaml")
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
 
-def test_a_checkpoint_exports_to_what_the_run_exported(cli):
-    cli("fit", "-c", "recipe.yaml")
+def test_a_checkpoint_exports_to_what_the_run_exported(cli, finished_run):
     code, _, err = cli("export", "runs/recipe", "out")
     assert (code, err.count("\n")) == (2, 1)  # its class is not part of litgrpo
     assert "--recipe" in err
@@ -33,8 +32,7 @@ def test_a_checkpoint_exports_to_what_the_run_exported(cli):
     )
 
 
-def test_an_existing_folder_is_replaced_by_force_only(cli):
-    cli("fit", "-c", "recipe.yaml")
+def test_an_existing_folder_is_replaced_by_force_only(cli, finished_run):
     Path("out").mkdir()
     code, _, err = cli("export", "runs/recipe", "out")
     said = "out exists: choose another folder, or let files of the same names be replaced with "
@@ -54,13 +52,12 @@ def test_an_existing_folder_is_replaced_by_force_only(cli):
     assert half.stat().st_mode == Path("out/config.json").stat().st_mode
 
 
-def test_errors_advise_what_export_has(cli):
+def test_errors_advise_what_export_has(cli, finished_run):
     code, _, err = cli("export", "runs/none", "out")
     assert (code, err.count("\n")) == (2, 1)
     assert "runs/none" in err
     assert ".ckpt" in err
     assert not Path("out").exists()
-    cli("fit", "-c", "recipe.yaml")
     code, _, err = cli("export", "runs/recipe", "/proc/out")
     assert code == 2
     assert err.startswith("error: /proc/out cannot be written (")

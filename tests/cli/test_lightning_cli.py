@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_null_for_a_group_of_settings_takes_back_what_a_recipe_said(cli):
     assert (code, "nowhere" in err) == (2, True)  # what is wrong next
 
 
-@pytest.mark.parametrize("content", ["", "What is 1+1?\n", '[{"prompt": "1+1="}]', "a: b\n"])
+@pytest.mark.parametrize("content", ["", '[{"prompt": "1+1="}]'])
 def test_the_name_of_a_data_file_stays_a_name(cli, content):
     # jsonargparse would read it in place of the name, because a list is a valid source, too.
     Path("train.txt").write_text(content)
@@ -72,8 +73,7 @@ def test_the_seed_reaches_model_and_data_unless_they_have_their_own(cli):
     assert json.loads(Path("runs/recipe/summary.json").read_text())["seed"] == 3
 
 
-def test_a_finished_run_is_not_written_over(cli):
-    cli("fit", "-c", "recipe.yaml")
+def test_a_finished_run_is_not_written_over(cli, finished_run):
     Path("runs/recipe/notes.txt").write_text("mine")
     code, _, err = cli("fit", "-c", "recipe.yaml")
     assert code == 2
@@ -84,8 +84,7 @@ def test_a_finished_run_is_not_written_over(cli):
     assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
 
 
-def test_last_continues_the_run_with_what_the_command_line_says(cli):
-    cli("fit", "-c", "recipe.yaml")
+def test_last_continues_the_run_with_what_the_command_line_says(cli, finished_run):
     # Stock LightningCLI would take max_iterations: 4 from the checkpoint.
     resume = ("--ckpt_path", "last", "--model.max_iterations", "6", "--model.scores", "[0.5]")
     code, out, _ = cli("fit", "-c", "recipe.yaml", *resume)
@@ -121,8 +120,7 @@ def test_auto_resume_starts_a_run_and_continues_it(cli, caplog):
     assert steps == ["step", "0", "1", "2", "3", "4", "4", "5", "6", "6"]
 
 
-def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):
-    cli(*AUTO)
+def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, finished_run, caplog):
     Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
     with pytest.warns(UserWarning, match=r"not resumed from .*=000004.ckpt cannot be read"):
         code, _, _ = cli(*AUTO)
@@ -144,8 +142,7 @@ def test_auto_resume_starts_over_what_left_no_checkpoint(cli):
     assert cli(*AUTO)[0] == 0
 
 
-def test_a_damaged_checkpoint_that_is_named_is_rejected(cli):
-    cli("fit", "-c", "recipe.yaml")
+def test_a_damaged_checkpoint_that_is_named_is_rejected(cli, finished_run):
     Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
     code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
     assert code == 2
@@ -159,9 +156,8 @@ def test_auto_resume_and_a_checkpoint_are_not_given_together(cli):
     assert "--ckpt_path" in err
 
 
-def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):
-    cli("fit", "-c", "recipe.yaml")
-    cli("fit", "-c", "recipe.yaml", "--run_dir", "runs/other")
+def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli, finished_run):
+    shutil.copytree(finished_run, "runs/other", symlinks=True)
     foreign = ("--ckpt_path", "runs/other", "--model.max_iterations", "6")
     code, _, err = cli("fit", "-c", "recipe.yaml", *foreign)
     assert code == 2
@@ -193,8 +189,9 @@ def test_the_other_commands_read_the_configuration_of_the_run(cli):
     assert Path("runs/recipe/evaluation/validate-iteration=000004.jsonl").exists()
 
 
-def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpoint(cli):
-    cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
+def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpoint(
+    cli, finished_run
+):
     of_run = ("validate", "-c", "runs/recipe/config.yaml")
     _, out, _ = cli(*of_run, "--ckpt_path", "last")
     assert "Evaluated: iteration=000004" in out

@@ -45,21 +45,19 @@ def test_characters_that_the_terminal_lacks_are_escaped_and_cost_nothing(tmp_pat
     (tmp_path / "mine.yaml").write_text(RECIPE, encoding="utf-8")
     rows = [f'{{"prompt": "\u6570 {n} \u2192", "answer": "\u00e9 {n}"}}\n' for n in range(12)]
     (tmp_path / "train.jsonl").write_text("".join(rows), encoding="utf-8")
-    for name in ("cp1252", "ascii"):
-        environment = os.environ | {"PYTHONIOENCODING": name, "PYTHONPATH": str(ROOT / "src")}
-        ended = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            cwd=tmp_path,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            check=False,
-        )
-        printed = ended.stdout.decode(name)
-        assert ended.returncode == 0, printed + ended.stderr.decode(name)
-        assert f"encoding {name}" in printed
-        for command in ("fit", "predict", "doctor", "plan"):
-            assert f"command {command} exit code 0" in printed, printed
-        assert "\\u6570" in printed
-        for file in ("final_model/config.json", "report.html", "summary.json"):
-            assert (tmp_path / "run" / file).exists()
-        (tmp_path / "run").rename(tmp_path / f"run {name}")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
+    )
+    printed = ended.stdout.decode("ascii")
+    assert ended.returncode == 0, printed + ended.stderr.decode("ascii")
+    assert "encoding ascii" in printed
+    for command in ("fit", "predict", "doctor", "plan"):
+        assert f"command {command} exit code 0" in printed, printed
+    assert "\\u6570" in printed
+    for file in ("final_model/config.json", "report.html", "summary.json"):
+        assert (tmp_path / "run" / file).exists()

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,18 @@ def cli(monkeypatch, tmp_path, capsys):
         return code, shown.out, shown.err
 
     return run
+
+
+@pytest.fixture
+def finished_run(cli, tmp_path_factory) -> Path:
+    """Put a finished run of recipe.yaml at runs/recipe; only the first in a process is trained."""
+    store = tmp_path_factory.getbasetemp() / "finished_run"
+    if store.exists():
+        shutil.copytree(store, "runs", symlinks=True)
+    else:
+        assert cli("fit", "-c", "recipe.yaml")[0] == 0
+        shutil.copytree("runs", store, symlinks=True)
+    return Path("runs/recipe")
 
 
 def run_python(*words: str) -> tuple[str, float]:
