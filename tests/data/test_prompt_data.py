@@ -250,24 +250,26 @@ def test_an_unshuffled_fit_is_resumed_in_a_later_epoch(tmp_path):
         assert whole[:cut] + after == whole
 
 
-@pytest.mark.parametrize(
-    ("hook", "cut"),
-    [("on_train_batch_end", cut) for cut in range(1, 10)]
-    + [("on_train_epoch_end", cut) for cut in (3, 6, 9)]
-    + [("on_validation_end", cut) for cut in range(1, 10)],
-)
-def test_a_fit_that_is_resumed_skips_and_repeats_no_prompt(tmp_path, hook, cut):
+def test_a_fit_that_is_resumed_skips_and_repeats_no_prompt(tmp_path):
+    """In an epoch, at its end, before and after its validation; with workers before or after."""
     settings = dict(epochs=3, val_check_interval=1)
+    cuts = {
+        "on_train_batch_end": (1, 3, 4, 5, 8),
+        "on_train_epoch_end": (3, 9),
+        "on_validation_end": (2, 6, 9),
+    }
 
     def data(num_workers=0):
         return PromptData(SUMS, val=["v"], batch_size=4, num_workers=num_workers)
 
     whole = train_and_record(tmp_path, data(), rows_of, **settings)
-    save = SaveAt(str(tmp_path / "cut.ckpt"), cut, hook)
-    before = train_and_record(tmp_path, data(2 if cut == 4 else 0), rows_of, save=save, **settings)
-    resumed = data(2 if cut == 5 else 0)
-    after = train_and_record(tmp_path, resumed, rows_of, ckpt_path=save.path, **settings)
-    assert before[:cut] + after == whole
+    for hook, cut in ((hook, cut) for hook, some in cuts.items() for cut in some):
+        save = SaveAt(str(tmp_path / f"{hook}-{cut}.ckpt"), cut, hook)
+        saved = data(2 if (hook, cut) == ("on_train_batch_end", 4) else 0)
+        before = train_and_record(tmp_path, saved, rows_of, save=save, **settings)
+        resumed = data(2 if (hook, cut) == ("on_train_batch_end", 5) else 0)
+        after = train_and_record(tmp_path, resumed, rows_of, ckpt_path=save.path, **settings)
+        assert before[:cut] + after == whole, (hook, cut)
 
 
 def test_a_fit_can_be_resumed_twice_in_one_epoch(tmp_path):
@@ -282,19 +284,18 @@ def test_a_fit_can_be_resumed_twice_in_one_epoch(tmp_path):
     assert rows == whole
 
 
-@pytest.mark.parametrize(
-    ("now", "said"),
-    [
+def test_a_fit_with_other_data_or_another_order_is_not_resumed(tmp_path):
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
+    train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
+    for now, said in [
         (PromptData(SUMS, batch_size=3), "batch_size=4, now it is 3"),
         (PromptData(SUMS, batch_size=4, seed=1), "seed=0, now it is 1"),
         (PromptData(SUMS[::-1], batch_size=4), "data prompts="),
-    ],
-)
-def test_a_fit_with_other_data_or_another_order_is_not_resumed(tmp_path, now, said):
-    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
-    train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
-    with pytest.raises(ValueError, match=said):
-        train_and_record(tmp_path, now, rows_of, ckpt_path=save.path)
+    ]:
+        with pytest.raises(ValueError, match=said):
+            train_and_record(tmp_path, now, rows_of, ckpt_path=save.path)
+    corrected = PromptData([row | {"answer": -1} for row in SUMS], batch_size=4)
+    assert len(train_and_record(tmp_path, corrected, rows_of, ckpt_path=save.path)) == 2
 
 
 DATED = (
@@ -327,8 +328,7 @@ def set_clock(monkeypatch, day):
         monkeypatch.setattr(module, "datetime", Clock)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("num_workers", "streaming"), [(2, False), (0, True)])
 def test_a_fit_that_is_resumed_on_another_day_reads_the_date_of_its_start(
     tmp_path, monkeypatch, num_workers, streaming
 ):
@@ -367,9 +367,11 @@ def test_a_checkpoint_of_another_day_fits_the_same_data(tmp_path, monkeypatch):
     assert data.sets["train"].texts[0].startswith("25 Jul")
 
 
-@pytest.mark.parametrize(
-    "now",
-    [
+def test_a_fit_whose_prompts_are_rendered_in_another_way_is_not_resumed(tmp_path):
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
+    settings = {"chat": True, "batch_size": 4}
+    chat_fit(tmp_path, PromptData(SUMS, **settings), save=save)
+    for now in [
         {"chat": Chat(system="Be kind.")},
         {"chat": Chat(template_kwargs={"end": "?"})},
         {"template": "{{ prompt }} Think."},
@@ -377,23 +379,12 @@ def test_a_checkpoint_of_another_day_fits_the_same_data(tmp_path, monkeypatch):
         {"reference_template": "{{ prompt }}{{ answer }}"},
         {"chat": False},
         {"chat_template": "{{ messages[-1].content }}"},
-    ],
-)
-def test_a_fit_whose_prompts_are_rendered_in_another_way_is_not_resumed(tmp_path, now):
-    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
-    settings = {"chat": True, "batch_size": 4}
-    chat_fit(tmp_path, PromptData(SUMS, **settings), save=save)
-    template = now.pop("chat_template", DATED)
-    with pytest.raises(ValueError, match=r"data rendered_prompts=.* restore template, chat, tools"):
-        chat_fit(tmp_path, PromptData(SUMS, **settings | now), template, ckpt_path=save.path)
-
-
-def test_a_fit_whose_answers_were_corrected_is_resumed(tmp_path):
-    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
-    train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
-    corrected = [row | {"answer": -1} for row in SUMS]
-    data = PromptData(corrected, batch_size=4)
-    assert len(train_and_record(tmp_path, data, rows_of, ckpt_path=save.path)) == 2
+    ]:
+        template = now.pop("chat_template", DATED)
+        data = PromptData(SUMS, **settings | now)
+        said = r"data rendered_prompts=.* restore template, chat, tools"
+        with pytest.raises(ValueError, match=said):
+            chat_fit(tmp_path, data, template, ckpt_path=save.path)
 
 
 @pytest.mark.parametrize(
@@ -521,8 +512,7 @@ def test_weights_are_shares_of_the_training_prompts(tmp_path):
     assert len(set(chain(*second))) == 14
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp_path, cut):
+def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name}{n}\n" for n in range(6)))
 
@@ -531,10 +521,11 @@ def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp
         return PromptData(parts, batch_size=4)
 
     whole = train_and_record(tmp_path, data(), rows_of, epochs=2)
-    save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
-    before = train_and_record(tmp_path, data(), rows_of, epochs=2, save=save)
-    after = train_and_record(tmp_path, data(), rows_of, epochs=2, ckpt_path=save.path)
-    assert before[:cut] + after == whole
+    for cut in (1, 3, 5):
+        save = SaveAt(str(tmp_path / f"{cut}.ckpt"), cut)
+        before = train_and_record(tmp_path, data(), rows_of, epochs=2, save=save)
+        after = train_and_record(tmp_path, data(), rows_of, epochs=2, ckpt_path=save.path)
+        assert before[:cut] + after == whole
     with pytest.raises(ValueError, match="mixture="):
         train_and_record(tmp_path, data(2), rows_of, ckpt_path=save.path)
 

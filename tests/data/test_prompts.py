@@ -32,16 +32,6 @@ def test_rows_are_picked_with_their_columns_and_positions():
     assert batch.prompt_mask.tolist() == [[False, True, True], [True, True, True]]
 
 
-def test_a_batch_is_as_long_as_a_multiple():
-    assert prompts_of(["abcd"], multiple=4)[[0]].prompt_ids.shape == (1, 8)
-
-
-def test_a_truncated_prompt_keeps_its_end_and_the_begin_token():
-    with pytest.warns(UserWarning, match="truncated"):
-        prompts = prompts_of(["abcd"], limit=3, overlong="truncate")
-    assert byte_tokenizer().batch_decode(prompts[[0]].prompt_ids) == ["<bos>cd"]
-
-
 def test_a_chat_prompt_has_its_messages_as_a_column():
     prompts = prompts_of(["a"], chat=Chat("be brief"), limit=99)
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
