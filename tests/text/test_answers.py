@@ -258,6 +258,7 @@ def test_what_is_not_one_number_is_none(text: str) -> None:
     assert parse_number(text) is None
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "piece",
     [
@@ -267,9 +268,9 @@ def test_what_is_not_one_number_is_none(text: str) -> None:
         "<", "<b", "<b>", "=>", "\u00b2", "\u207b", "(1 , 2) ", "than ", "x10**1", "000,", "5x",
     ],
 )  # fmt: skip
-def test_a_megabyte_of_anything_is_read_in_linear_time(piece: str) -> None:
-    # A quadratic step would take hours, and the suite's time limit would end the test.
-    text = piece * (1_000_000 // len(piece))
+def test_a_long_repetition_of_anything_is_read_in_linear_time(piece: str) -> None:
+    # This takes a fraction of a second. A quadratic step would take minutes.
+    text = piece * (200_000 // len(piece))
     hostile = f"-1{text}1"
     extract_answer(hostile)
     extract_reasoning(hostile)

@@ -25,7 +25,7 @@ def references(tmp_path) -> str:
     return str(tmp_path / "references.jsonl")
 
 
-def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:
+def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path, worker_processes) -> None:
     report = str(tmp_path / "report.json")
     code, out, err = cli("audit", "-c", QUICKSTART, "--limit", "5", "--report", report)
     assert (code, err) == (0, "")

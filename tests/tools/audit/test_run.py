@@ -92,7 +92,7 @@ def test_a_part_that_pays_for_length_lets_exploits_win() -> None:
     assert any("of the advantage comes from 'longer_is_better'" in x for x in found.remarks)
 
 
-def test_slow_failing_and_constant_rewards_are_named() -> None:
+def test_slow_failing_and_constant_rewards_are_named(worker_processes) -> None:
     rewards = {"correct": Reward(correctness)} | faulty_rewards("constant", "crashes_on_empty")
     found = report(rewards, PROBLEMS[:3])
     assert any("'crashes_on_empty' fails on completions of the audit (IndexE" in x
