@@ -1,4 +1,4 @@
-"""Every feature on the device, compared with the CPU. Run by `.ci/nightly cuda` in processes on the device:
+"""Every feature on the device, compared with the CPU; `.ci/nightly cuda` runs it on the device:
 
 CUDA_DEVICE_COUNT=2 python -m tests.cuda_device -m pytest -m cuda tests/cuda_device/test_features.py
 """

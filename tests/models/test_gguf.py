@@ -56,7 +56,9 @@ def test_without_the_package_gguf_the_error_names_its_extra(package, monkeypatch
         convert_gguf(package / "small.gguf")
 
 
-@pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed; .ci/nightly real runs it")
+@pytest.mark.skipif(
+    find_spec("gguf") is None, reason="gguf is not installed; .ci/nightly real runs it"
+)
 def test_a_broken_file_raises_and_leaves_no_folder(package, tmp_path):
     with raises_for("pretrained", "small.gguf"):
         convert_gguf(package / "small.gguf")
