@@ -35,15 +35,6 @@ def run_notebook(notebook, folder: Path, monkeypatch) -> None:
     assert not standard_error(notebook)
 
 
-@of_each
-def test_a_notebook_runs_from_top_to_bottom_with_short_trainings(path, tmp_path, monkeypatch):
-    notebook = nbformat.read(path, 4)
-    for cell in notebook.cells:
-        cell.source = re.sub(r"max_iterations=\d\d+", "max_iterations=10", cell.source)
-        cell.source = re.sub(r"for _ in range\(\d{4,}\)", "for _ in range(200)", cell.source)
-    run_notebook(notebook, tmp_path, monkeypatch)
-
-
 @pytest.mark.slow
 @of_each
 def test_a_notebook_runs_as_it_is(path, tmp_path, monkeypatch):

@@ -48,10 +48,7 @@ NO_KEYS = re.compile(r".*\.(jsonl?|csv|md|py|yaml|safetensors|generate)")
 # Files that commands or the reader write.
 GENERATED = ("runs/", "checkpoints/", "samples/", "my_", "path/", "out/")
 # Pages whose Python blocks another test runs.
-REPLAYED = {
-    "docs/tutorials/from_scratch.md": "test_first_task.py",
-    "docs/reference/api.md": "test_public_api.py",
-}
+REPLAYED = {"docs/tutorials/from_scratch.md": "test_first_task.py"}
 FOREIGN = "# TRL\n"  # code of another library, which is only compiled
 # What makes a training short and needs no download.
 SHORT = {

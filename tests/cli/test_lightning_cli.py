@@ -272,6 +272,7 @@ def test_keys_are_in_no_file_and_no_message_of_a_run(cli, monkeypatch, caplog):
     words = ("fit", "-c", "quickstart", "-c", "judge.yaml", "--run_dir", "run")
     shown = cli(*words, "--print_config")[1]
     few = ("--model.max_iterations", "1", "--data.batch_size", "2", "--model.group_size", "2")
+    few += ("--trainer.limit_val_batches", "1")
     code, out, err = cli(*words, *few)
     assert code == 0, err
     written = [path.read_bytes() for path in Path("run").rglob("*") if path.is_file()]

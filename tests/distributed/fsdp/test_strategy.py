@@ -41,7 +41,7 @@ def test_gradients_of_all_algorithms_are_those_of_one_process(folder):
         assert max(errors.values()) < 1e-5, errors
 
 
-SHORT = ("plain", "uneven", "distilled", "served lora")
+SHORT = ("uneven", "served lora")
 REST = tuple(name for name in (*VARIANTS, "sft") if name not in SHORT)
 
 
