@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from litgrpo import __version__
@@ -325,17 +325,21 @@ def exit_at_once_on_signals(code: int) -> None:
             signal.signal(signum, lambda *_: os._exit(code))
 
 
+@cache
+def import_parser() -> None:
+    """Import what commands need; most of the start is imports, which leave no garbage to collect."""
+    gc.disable()
+    try:
+        import litgrpo.cli.parser  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def run(name: str, words: list[str]) -> None:
     """Print the help that is asked for, or run a command."""
     command = COMMANDS[name]
-    if gc.get_freeze_count() == 0:
-        # Most of the start is imports, which leave no garbage: collect it after them.
-        gc.disable()
-        try:
-            import litgrpo.cli.parser  # noqa: F401
-        finally:
-            gc.freeze()
-            gc.enable()
+    import_parser()
     keep_quiet()
     if HELP_FLAGS.intersection(words):
         from litgrpo.cli.help import command_page, function_page
