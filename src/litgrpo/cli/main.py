@@ -327,7 +327,7 @@ def exit_at_once_on_signals(code: int) -> None:
 
 @cache
 def import_parser() -> None:
-    """Import what commands need; most of the start is imports, which leave no garbage to collect."""
+    """Import what commands need. Most of the start is imports, which leave no garbage."""
     gc.disable()
     try:
         import litgrpo.cli.parser  # noqa: F401
