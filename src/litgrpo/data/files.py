@@ -14,6 +14,7 @@ import numpy as np
 
 from litgrpo.arguments import first_line, require, type_with_article
 from litgrpo.data.in_memory import read_object
+from litgrpo.text.strict_json import parse_json
 
 PlacedRow = tuple[dict[str, Any], str]  # the fields of a row, and where it was read
 # JSON may escape one half of a surrogate pair; tokenizers and files cannot encode it.
@@ -100,7 +101,7 @@ def _read_json(path: Path) -> list[PlacedRow]:
 
 def _parse_json(text: str, place: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         inside = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(
@@ -130,19 +131,6 @@ def check_characters(value: Any, place: str) -> Any:
             f"{place}: contains {lone[0]!a}, one half of a surrogate pair, which is not a character"
         )
     return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # Python takes the last value, other parsers the first
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice in an object")
-    return found
-
-
-def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON value; write null or a number")
 
 
 def _depth(value: Any) -> int:

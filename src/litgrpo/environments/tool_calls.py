@@ -16,6 +16,7 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import one_of, require
 from litgrpo.environments.base import Message
 from litgrpo.environments.tool import Tool, ToolResult
+from litgrpo.text.strict_json import parse_json, unique_keys
 
 ARGUMENTS = ("arguments", "parameters")  # names of a call's arguments: Hermes, Llama 3
 MAX_CALL_CHARS = 20_000  # limit of one call, which bounds the parser's time and memory
@@ -288,7 +289,7 @@ def _from_json(text: str) -> ToolCall:
     if len(text) > MAX_CALL_CHARS:
         return TOO_LONG
     try:
-        found = _load_object(text)
+        found = parse_json(text)
     except (ValueError, RecursionError):
         return ToolCall(wrong="the call is not JSON")
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
@@ -302,28 +303,12 @@ def _from_json(text: str) -> ToolCall:
     arguments = found[given[0]] if given else {}
     if isinstance(arguments, str):  # OpenAI's format: an object as text
         try:
-            arguments = _load_object(arguments)
+            arguments = parse_json(arguments)
         except (ValueError, RecursionError):
             return ToolCall(wrong="the arguments are not JSON")
     # A call without arguments may give null.
     arguments = {} if arguments is None else arguments
     return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else how
-
-
-def _load_object(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict; reject repeated keys, because parsers differ in which value they take."""
-    found = dict(pairs)
-    require(len(found) == len(pairs), "a key is given twice")
-    return found
-
-
-def _reject_constant(constant: str) -> None:
-    # Python's parser accepts NaN and Infinity, which JSON does not have.
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _one_expression(text: str, how: str) -> ToolCall:
@@ -359,7 +344,7 @@ def _calls_of(body: ast.expr) -> Iterator[ToolCall]:
         name = ast.unparse(each.func)
         require(re.fullmatch(NAME, name) is not None, "not a name")
         named = [(keyword.arg or "**", _plain(keyword.value)) for keyword in each.keywords]
-        yield ToolCall(name, _unique_keys(named), tuple(map(_plain, each.args)))
+        yield ToolCall(name, unique_keys(named), tuple(map(_plain, each.args)))
 
 
 def _plain(node: ast.expr) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.text.answers import Completions, list_answers, text_of
 from litgrpo.text.normalization import fold, normalize
+from litgrpo.text.strict_json import parse_json
 
 
 def reasoning_answer(
@@ -166,19 +166,10 @@ def _parse_references(answer: Any) -> list[Mapping[str, Any]]:
 def _parse_object(text: str) -> dict[str, Any]:
     """Return the JSON object of a text, or an empty one if the text is not a JSON object."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique_fields, parse_constant=_reject_constant)
+        value = parse_json(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    require(len(pairs) == len(dict(pairs)), "a field is repeated")
-    return dict(pairs)
-
-
-def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")  # NaN and Infinity, which Python accepts
 
 
 def _field_share(
