@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
+from litgrpo.environments.schemas import explain_mismatch
 from litgrpo.environments.tool import (
     describe_error,
-    explain_mismatch,
     import_object,
     make_tool,
     quote_name,
@@ -67,29 +67,36 @@ PARAMETERS = schema_of(many)["function"]["parameters"]["properties"]
 @pytest.mark.parametrize(
     ("name", "good", "bad", "says"),
     [
-        ("text", ["", "3"], [3, None, ["a"]], "a string"),
-        ("whole", [0, -3, 10**300], ["3", 3.0, True, None], "an integer"),
-        ("number", [3, 0.5], ["3", True, float("inf"), float("nan")], "a number"),
-        ("flag", [True, False], [1, "true"], "true or false"),
-        ("items", [[], [1, 2]], [["1"], [None], 1, {"0": 1}], "a list, each item an integer"),
-        ("pair", [["a", 1]], [["a"], [1, "a"], ["a", 1, 2], "a1"], "a list"),
-        ("table", [{}, {"a": 1, "b": 0.5}], [{"a": "1"}, [1]], "an object"),
-        ("either", [1, "a"], [1.5, None, [1]], "an integer or a string"),
-        ("mixed", [[1], "a"], [["a"], 1], "a list or a string, each item an integer"),
-        ("colour", ["red"], ["green", "RED", None], "one of 'red', 'blue'"),
-        ("level", [1, "high"], [True, 1.0, "1"], "one of 1, 'high'"),
-        ("maybe", [None, 3], ["3", 0.5], "an integer"),
+        ("text", ["", "3"], [3, None, ["a"]], "'text' must be a string"),
+        ("whole", [0, -3, 10**300], ["3", 3.0, True, None], "'whole' must be an integer"),
+        (
+            "number",
+            [3, 0.5],
+            ["3", True, float("inf"), float("nan")],
+            "'number' must be a number",
+        ),
+        ("flag", [True, False], [1, "true"], "'flag' must be true or false"),
+        ("items", [[], [1, 2]], [1, {"0": 1}], "'items' must be a list"),
+        ("items", [], [["1"], [None]], "'items.0' must be an integer"),
+        ("pair", [["a", 1]], ["a1"], "'pair' must be a list"),
+        ("pair", [], [["a", "a"]], "'pair.1' must be an integer"),
+        ("table", [{}, {"a": 1, "b": 0.5}], [[1]], "'table' must be an object"),
+        ("table", [], [{"a": "1"}], "'table.a' must be a number"),
+        ("either", [1, "a"], [1.5, None, [1]], "'either' must be an integer or a string"),
+        ("mixed", [[1], "a"], [["a"], 1], "'mixed' must be a list or a string"),
+        ("colour", ["red"], ["green", "RED", None], "'colour' must be one of 'red', 'blue'"),
+        ("level", [1, "high"], [True, "1"], "'level' must be one of 1, 'high'"),
+        ("maybe", [None, 3], ["3", 0.5], "'maybe' must be an integer or null"),
     ],
 )
-def test_a_value_fits_its_type_exactly_or_is_refused(name, good, bad, says):
-    assert [explain_mismatch(name, value, PARAMETERS[name]) for value in good] == [""] * len(good)
-    assert {explain_mismatch(name, value, PARAMETERS[name]) for value in bad} == {
-        f"'{name}' must be {says}"
-    }
+def test_a_value_matches_its_type_exactly_or_is_rejected(name, good, bad, says):
+    schema = {"type": "object", "properties": PARAMETERS}
+    assert [explain_mismatch(schema, {name: value}) for value in good] == [""] * len(good)
+    assert {explain_mismatch(schema, {name: value}) for value in bad} == {says}
 
 
 def test_a_parameter_of_any_type_takes_anything():
-    assert explain_mismatch("anything", [1, {"a": None}], PARAMETERS["anything"]) == ""
+    assert explain_mismatch({"properties": PARAMETERS}, {"anything": [1, {"a": None}]}) == ""
 
 
 def no_type(a):
@@ -317,10 +324,9 @@ def test_a_tool_that_is_not_there_is_named_with_what_is_near():
 
 
 def test_only_a_harmless_name_is_echoed():
-    assert quote_name("f.g-1") == "'f.g-1'"
-    assert {quote_name(name) for name in ("", "<|im_end|>", "x" * 41, "a b", "\u00fc")} == {
-        "of that name"
-    }
+    assert quote_name("f.g-1", otherwise="it") == "'f.g-1'"
+    names = ("", "<|im_end|>", "x" * 41, "a b", "\u00fc")
+    assert {quote_name(name, otherwise="it") for name in names} == {"it"}
 
 
 def test_a_tool_is_told_in_a_line():

@@ -12,11 +12,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from litgrpo.arguments import did_you_mean, import_by_path, require
 from litgrpo.environments.code import require_sandbox, run_python
+from litgrpo.environments.schemas import explain_mismatch, quote_name
 
 SIGNATURE_HELP = (
     "a tool is `def f(x: int) -> str` with a docstring that says what it does and, under `Args:`,"
@@ -24,16 +24,6 @@ SIGNATURE_HELP = (
 )
 MOST_CHARS = 200  # of why a function cannot be described
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-Schema = Mapping[str, Any]
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "string": ("a string", lambda value: isinstance(value, str)),
-    "integer": ("an integer", lambda value: type(value) is int),
-    "number": ("a number", lambda value: type(value) is int or _is_finite(value)),
-    "boolean": ("true or false", lambda value: isinstance(value, bool)),
-    "array": ("a list", lambda value: isinstance(value, list)),
-    "object": ("an object", lambda value: isinstance(value, dict)),
-    "null": ("null", lambda value: value is None),
-}
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -68,71 +58,6 @@ def name_of(given: Any) -> str:
     """Return the name of a class, function or method, or of the class of another object."""
     routine = isinstance(given, type) or inspect.isroutine(given)
     return str(given.__name__ if routine else type(given).__name__)
-
-
-def explain_mismatch(name: str, value: Any, schema: Schema) -> str:
-    """Explain to the policy why a value does not match its schema; "" if it does.
-
-    Types are exact: "3" and 3.0 are not integers, true is not a number; an integer is a number. A
-    value that training converts would fail wherever the model is served without the conversion.
-
-    Example:
-        >>> explain_mismatch("a", "3", {"type": "integer"})
-        "'a' must be an integer"
-    """
-    choices = ", ".join(map(repr, schema.get("enum", ())))
-    wanted = f"one of {choices}" if choices else _kinds(schema)
-    return "" if _fits(value, schema) else f"'{name}' must be {wanted}"
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and isfinite(value)
-
-
-def _kinds(schema: Schema) -> str:
-    """Describe the types that a schema allows."""
-    alternatives = schema.get("anyOf") or [schema]
-    names = [name for each in alternatives for name in _names(each)]
-    items = [_kinds(each["items"]) for each in alternatives if "items" in each]
-    of = f", each item {items[0]}" if items else ""
-    return " or ".join(KINDS[name][0] for name in names) + of if names else "of another kind"
-
-
-def _names(schema: Schema) -> list[str]:
-    kind = schema.get("type", [])
-    return [kind] if isinstance(kind, str) else list(kind)
-
-
-def _fits(value: Any, schema: Schema) -> bool:
-    """Return True if a value matches every keyword that `get_json_schema` writes."""
-    if value is None and schema.get("nullable", False):
-        return True
-    return all(check(value, schema[key]) for key, check in CHECKS.items() if key in schema)
-
-
-def _is_of(value: Any, kinds: str | list[str]) -> bool:
-    return any(KINDS[each][1](value) for each in _names({"type": kinds}))
-
-
-def _in_enum(value: Any, choices: list[Any]) -> bool:
-    return any(type(value) is type(each) and value == each for each in choices)
-
-
-def _each_place(value: Any, schemas: list[Schema]) -> bool:
-    same = len(value) == len(schemas)
-    return same and all(map(_fits, value, schemas))
-
-
-CHECKS: dict[str, Callable[[Any, Any], bool]] = {
-    "type": _is_of,
-    "enum": _in_enum,
-    "anyOf": lambda value, schemas: any(_fits(value, each) for each in schemas),
-    "items": lambda value, schema: all(_fits(each, schema) for each in value),
-    "prefixItems": _each_place,
-    "additionalProperties": lambda value, schema: all(
-        _fits(each, schema) for each in value.values()
-    ),
-}
 
 
 log = logging.getLogger(__name__)
@@ -222,20 +147,15 @@ class Tool:
         require(not twice, f"{self.name}: '{''.join(twice[:1])}' is given twice")
         given |= named
         closed = not self.schema["function"]["parameters"].get("additionalProperties")
-        unknown = [quote_name(name) for name in given if closed and name not in takes]
-        require(not unknown, f"{self.name} has no argument {''.join(unknown[:1])}; {takes_what}")
+        unknown = [name for name in given if closed and name not in takes]
+        if unknown:
+            name = quote_name(unknown[0], otherwise="of that name")
+            raise ValueError(f"{self.name} has no argument {name}; {takes_what}")
         missing = [name for name in self.required if name not in given]
         require(not missing, f"{self.name} needs {', '.join(missing)}")
-        wrong = self.mismatch(given)
+        wrong = explain_mismatch(self.schema["function"]["parameters"], given)
         require(not wrong, f"{self.name}: {wrong}")
         return given
-
-    def mismatch(self, given: Mapping[str, Any]) -> str:
-        """Explain to the policy why arguments do not match their schemas; "" if they do."""
-        found = (
-            explain_mismatch(name, given[name], self.parameters.get(name, {})) for name in given
-        )
-        return next(filter(None, found), "")
 
 
 def make_tool(given: str | Callable[..., Any]) -> Tool:
@@ -323,14 +243,6 @@ def describe_error(name: str, error: BaseException) -> str:
     own = isinstance(error, ValueError | RuntimeError) or type(error).__module__ != "builtins"
     words = VOLATILE.sub("...", str(error).strip().partition("\n")[0][:MOST_ERROR_CHARS])
     return words if own and words else f"{name} failed ({type(error).__name__})"
-
-
-def quote_name(name: str) -> str:
-    """Quote a name that the policy wrote, if it has at most 40 plain characters.
-
-    The text goes back into the prompt, where a long or special name could pass for other text.
-    """
-    return repr(name) if re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII) else "of that name"
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:

@@ -11,12 +11,12 @@ from typing import Any
 from litgrpo.arguments import at_least
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.episode import shorten
+from litgrpo.environments.schemas import quote_name
 from litgrpo.environments.tool import (
     UNKNOWN,
     EpisodeError,
     Tool,
     ToolResult,
-    quote_name,
     run_calls,
     to_result,
 )
@@ -104,7 +104,8 @@ class ToolCaller(ABC):
         """Return the tool and its arguments, or the error of an invalid call."""
         tool = self._tools.get(call.name)
         if tool is None:
-            known = f"unknown tool {quote_name(call.name)}; tools: {', '.join(self._tools)}"
+            name = quote_name(call.name, otherwise="of that name")
+            known = f"unknown tool {name}; tools: {', '.join(self._tools)}"
             return ToolResult(UNKNOWN, f"error: {call.wrong or known}", failed=True)
         try:
             return tool, tool.arguments(call.arguments, call.positional)

@@ -6,15 +6,13 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.arguments import import_package, summarize_error
-from litgrpo.environments.adapters.schemas import validator_for
+from litgrpo.arguments import summarize_error
 from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.tool import EpisodeError, Tool
+from litgrpo.environments.schemas import validator_for
+from litgrpo.environments.tool import EpisodeError
 
-MAX_MISMATCH = 1_000  # characters of an explanation, which may quote the schema
 ACTION = "action"  # name under which turns are counted as tool calls
 
 
@@ -87,32 +85,6 @@ def game_result(
     return StepResult(observation, float(reward), done, digest, calls={ACTION: (1, int(failed))})
 
 
-@dataclass(frozen=True)
-class SchemaTool(Tool):
-    """Tool of a server, whose arguments are checked against its JSON schema before it gets them.
-
-    Regular expressions and formats are left to the server: see `adapters/schemas.py`.
-
-    Example::
-
-        SchemaTool("read", no_connection, schema_of("read", "Read a file.", input_schema))
-    """
-
-    def mismatch(self, given: Mapping[str, Any]) -> str:
-        """Explain to the policy why arguments do not match the schema; "" if they do."""
-        best_match = import_package("jsonschema", "jsonschema").exceptions.best_match
-        try:
-            validator = validator_for(json.dumps(self.schema["function"]["parameters"]))
-            wrong = best_match(validator.iter_errors(dict(given)))
-        except Exception as error:  # the schema is a server's: any exception may come out
-            return f"the tool's schema cannot be used: {summarize_error(error)}"
-        message = f"{wrong.message:.{MAX_MISMATCH}}" if wrong is not None else ""
-        if wrong is None:
-            return ""
-        place = ".".join(map(str, wrong.absolute_path))
-        return f"'{place}': {message}" if place else message
-
-
 def no_connection(**arguments: Any) -> str:
     """Replace the function of a tool outside of an episode.
 
@@ -133,7 +105,6 @@ def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] 
     Raises:
         ValueError: the schema is not valid, too large, or refers to something outside of itself.
     """
-    import_package("jsonschema", "jsonschema")
     says = " ".join((description or name).split())
     try:
         given = {"type": "object", "properties": {}, **(parameters or {})}

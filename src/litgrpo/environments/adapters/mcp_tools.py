@@ -26,7 +26,7 @@ from litgrpo.arguments import (
     require_trusted,
     summarize_error,
 )
-from litgrpo.environments.adapters.external import SchemaTool, no_connection, schema_of
+from litgrpo.environments.adapters.external import no_connection, schema_of
 from litgrpo.environments.adapters.mcp_process import (
     EXIT_S,
     MAX_BYTES,
@@ -275,7 +275,7 @@ class McpConnection:
 
 
 @dataclass(frozen=True)
-class McpTool(SchemaTool):
+class McpTool(Tool):
     """Tool of a server.
 
     Args:

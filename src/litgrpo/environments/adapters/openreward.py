@@ -12,9 +12,9 @@ from typing import Any
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import import_package, require, summarize_error
-from litgrpo.environments.adapters.external import SchemaTool, construct, no_connection, schema_of
+from litgrpo.environments.adapters.external import construct, no_connection, schema_of
 from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.tool import EpisodeError
+from litgrpo.environments.tool import EpisodeError, Tool
 from litgrpo.environments.tool_caller import ToolCaller
 from litgrpo.http_client import call_within
 from litgrpo.types import TASK_DATA
@@ -58,7 +58,7 @@ class OpenReward(ToolCaller):
         terminal = construct(what, lambda: call_within(CALL_S, server.terminal_tool))
         self._has_terminal = terminal is not None
         self._listed = {
-            each.name: SchemaTool(
+            each.name: Tool(
                 each.name,
                 no_connection,
                 schema_of(each.name, each.description, each.input_schema),

@@ -72,7 +72,7 @@ PACKAGES = {
         "`Verifiers`: a taskset played by its `null` harness; other rows and incorrect settings",
     ),
     "openreward": (
-        ["openreward", "jsonschema"],
+        ["openreward"],
         "openreward",
         "check_openreward.py",
         "`OpenReward`: a server's rewards, ends and terminal tool; a lost one, unknown splits",

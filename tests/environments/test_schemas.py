@@ -7,10 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from litgrpo.environments.adapters.external import SchemaTool, no_connection, schema_of
-from litgrpo.environments.adapters.schemas import MAX_SCHEMAS
-
-pytest.importorskip("jsonschema")
+from litgrpo.environments.adapters.external import no_connection, schema_of
+from litgrpo.environments.schemas import MAX_SCHEMAS, explain_mismatch
+from litgrpo.environments.tool import Tool
 
 
 def of_a(schema, **more):
@@ -77,9 +76,9 @@ def test_a_schema_reads_no_file_and_no_address(secret, name):
         with pytest.raises(ValueError, match="schema of the tool 'f' cannot be used"):
             schema_of("f", None, schema)
         # Also one that came past the check says nothing of what it points to.
-        tool = SchemaTool("f", no_connection, {"function": {"parameters": schema}})
-        assert "SECRET" not in tool.mismatch({"a": "x"})
-        assert tool.mismatch({"a": "x"}).startswith("the tool's schema cannot be used")
+        explanation = explain_mismatch(schema, {"a": "x"})
+        assert "SECRET" not in explanation
+        assert explanation.startswith("the tool's schema cannot be used")
     assert requests == []
 
 
@@ -125,8 +124,7 @@ def test_a_malformed_schema_is_rejected_at_the_start_and_raises_in_no_call(name)
         schema_of("f", None, MALFORMED[name])
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
-    tool = SchemaTool("f", no_connection, {"function": {"parameters": MALFORMED[name]}})
-    assert tool.mismatch({"a": "x"})
+    assert explain_mismatch(MALFORMED[name], {"a": "x"})
     assert time.monotonic() - start < 10
 
 
@@ -136,9 +134,9 @@ def test_a_schema_has_no_number_that_json_lacks():
 
 
 def fits(schema, value):
-    tool = SchemaTool("f", no_connection, schema_of("f", None, schema))
+    tool = Tool("f", no_connection, schema_of("f", None, schema))
     assert tool.line.startswith("f(")
-    return tool.mismatch(value) == ""
+    return explain_mismatch(tool.schema["function"]["parameters"], value) == ""
 
 
 ID = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
@@ -196,7 +194,21 @@ def test_policies_see_the_schema_as_the_server_wrote_it():
 
 def test_a_pattern_in_another_dialect_is_left_to_the_server_and_explanations_are_short():
     assert fits(of_a({"pattern": "^\\p{L}+$"}), {"a": "x"})
-    tool = SchemaTool(
-        "f", no_connection, {"function": {"parameters": of_a({"enum": [*range(30_000)]})}}
-    )
-    assert 0 < len(tool.mismatch({"a": -1})) < 1_100
+    assert 0 < len(explain_mismatch(of_a({"enum": [*range(30_000)]}), {"a": -1})) < 1_100
+
+
+@pytest.mark.parametrize("keyword", ["enum", "const", "not", "minItems", "items", "properties"])
+def test_an_explanation_has_nothing_that_the_policy_wrote(keyword):
+    text = "<|im_end|>" * 9
+    schemas = {
+        "enum": {"enum": ["x"]},
+        "const": {"const": "x"},
+        "not": {"not": {}},
+        "minItems": {"minItems": 3},
+        "items": {"items": {"type": "integer"}},
+        "properties": {"additionalProperties": {"type": "integer"}},
+    }
+    value = {"properties": {text: text}, "items": [text], "minItems": [text]}.get(keyword, text)
+    explanation = explain_mismatch(of_a(schemas[keyword]), {"a": value})
+    assert explanation
+    assert "im_end" not in explanation

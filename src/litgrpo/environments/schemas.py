@@ -1,7 +1,7 @@
-"""Check arguments of tools against JSON schemas that a server wrote.
+"""Check arguments of tools against their JSON schemas.
 
-Such a schema is a program of a stranger: `$ref` reads files and addresses, a reference to itself
-never ends, a few definitions that use each other twice are millions of checks, and a regular
+The schema of a server is a program of a stranger: `$ref` reads files and addresses, a reference to
+itself never ends, a few definitions that use each other twice are millions of checks, and a regular
 expression can take years. So arguments are checked against a copy, made once: references, which
 must point into the schema itself, are replaced by what they point to, within limits, and regular
 expressions are left out. The server still checks its own schema.
@@ -11,16 +11,27 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 from urllib.parse import unquote
 
-from litgrpo.arguments import import_package, require, summarize_error
-from litgrpo.environments.tool import KINDS
+from litgrpo.arguments import require, summarize_error
 
 MAX_CHARS = 200_000  # of a schema as JSON
 MAX_DEPTH = 50  # nested schemas, references included
 MAX_SCHEMAS = 2_000  # schemas in a schema, references included
+MAX_EXPLANATION = 1_000  # characters of an explanation, which may quote the schema
+TYPES = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
 VALUES = (
     *("type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum"),
     *("exclusiveMinimum", "maxLength", "minLength", "maxItems", "minItems", "uniqueItems"),
@@ -41,9 +52,63 @@ FOR_SERVER = (
 ELSEWHERE = ("$id", "$dynamicRef", "$recursiveRef")
 
 
+def explain_mismatch(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Explain to the policy why arguments do not match a schema; "" if they do.
+
+    The words are fixed: the policy's own text does not come back into its prompt.
+
+    Types are exact: "3" and 3.0 are not integers, true is not a number; an integer is a number. A
+    value that training converts would fail wherever the model is served without the conversion.
+
+    Example:
+        >>> explain_mismatch({"properties": {"a": {"type": "integer"}}}, {"a": "3"})
+        "'a' must be an integer"
+    """
+    from jsonschema.exceptions import relevance
+
+    try:
+        validator = validator_for(json.dumps(schema))
+        error = max(validator.iter_errors(dict(arguments)), key=relevance, default=None)
+    except Exception as error:  # the schema may be a server's: any exception may come out
+        return f"the tool's schema cannot be used: {summarize_error(error)}"
+    if error is None:
+        return ""
+    keyword, limit = str(error.validator), error.validator_value
+    if keyword in ("type", "anyOf", "enum"):
+        reason = f"must be {_describe(error.schema)}"
+    elif keyword == "required":
+        reason = f"needs {', '.join(name for name in limit if name not in error.instance)}"
+    else:
+        reason = f"must satisfy {keyword}: {json.dumps(limit)}"
+    place = ".".join(map(str, error.absolute_path))
+    if place:
+        reason = f"{quote_name(place, otherwise='a value')} {reason}"
+    return reason[:MAX_EXPLANATION]
+
+
+def _describe(schema: Mapping[str, Any]) -> str:
+    """Describe the values that a schema allows, by its choices or types."""
+    if "enum" in schema:
+        return f"one of {', '.join(map(repr, schema['enum']))}"
+    alternatives = schema.get("anyOf", [])
+    if alternatives:
+        return " or ".join(dict.fromkeys(map(_describe, alternatives)))
+    types = schema.get("type", [])
+    names = [types] if isinstance(types, str) else types
+    return " or ".join(TYPES[name] for name in names) or "of another kind"
+
+
+def quote_name(name: str, otherwise: str) -> str:
+    """Quote a name that the policy wrote, if it has at most 40 plain characters.
+
+    The text goes back into the prompt, where a long or special name could pass for other text.
+    """
+    return repr(name) if re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII) else otherwise
+
+
 @functools.lru_cache(maxsize=1024)
 def validator_for(schema: str) -> Any:
-    """Return the `jsonschema` validator of a server's schema, whose numbers are those of functions.
+    """Return the `jsonschema` validator of a schema.
 
     Args:
         schema: JSON schema of an object, as JSON.
@@ -53,7 +118,8 @@ def validator_for(schema: str) -> Any:
     """
     require(len(schema) <= MAX_CHARS, f"it has more than {MAX_CHARS:,} characters")
     parsed = json.loads(schema)
-    jsonschema = import_package("jsonschema", "jsonschema")
+    import jsonschema  # slow
+
     try:
         kind = _validator_class(str(parsed.get("$schema", "")))
         closed, _ = _Copy(parsed).make(parsed, (), 0)
@@ -99,6 +165,8 @@ class _Copy:
         require(all(isinstance(kind, str) for kind in kinds), f"type is {kinds!r:.60}")
         exact = not any(name in schema for name in FOR_SERVER)
         copy = {name: schema[name] for name in VALUES if name in schema}
+        if schema.get("nullable") is True and "type" in copy:  # OpenAPI's word, of transformers
+            copy["type"] = [*kinds, "null"]
         for name in PARTS:
             # Names that match a pattern are no additional ones.
             if name == "additionalProperties" and "patternProperties" in schema:
@@ -145,7 +213,7 @@ class _Copy:
 
 @functools.cache
 def _validator_class(dialect: str) -> Any:
-    """Return the validator of a dialect whose integers and numbers are those of functions.
+    """Return the validator of a dialect; its integers and numbers are those of Python and JSON.
 
     Args:
         dialect: value of `$schema`; "" for the newest.
@@ -153,13 +221,17 @@ def _validator_class(dialect: str) -> Any:
     Raises:
         ValueError: it is not a dialect of JSON schema.
     """
-    jsonschema = import_package("jsonschema", "jsonschema")
+    import jsonschema  # slow
+
     base = jsonschema.Draft202012Validator
     if dialect:
         base = jsonschema.validators.validator_for({"$schema": dialect}, default=None)
     require(base is not None, f"$schema ({dialect:.60}) is not a dialect of JSON schema")
     exact = {
-        kind: lambda _, value, fits=KINDS[kind][1]: fits(value) for kind in ("integer", "number")
+        "integer": lambda _, value: type(value) is int,
+        "number": lambda _, value: (
+            type(value) is int or (isinstance(value, float) and isfinite(value))
+        ),
     }
-    kinds = base.TYPE_CHECKER.redefine_many(exact)
-    return jsonschema.validators.extend(base, type_checker=kinds)
+    checker = base.TYPE_CHECKER.redefine_many(exact)
+    return jsonschema.validators.extend(base, type_checker=checker)
