@@ -257,22 +257,10 @@ def test_null_arguments_are_none():
     ]
 
 
-INSIDE = ["</tool_call>", "<tool_call>", "</think>", "<think>a</think>", "</call>", "</res>"]
-
-
-@pytest.mark.parametrize("inside", [*INSIDE, "".join(INSIDE)])
-@pytest.mark.parametrize(
-    "before", ["", "<think>hm</think>", "hm</think>\n", "<think>a</think>b</think>"]
-)
-def test_a_text_of_a_call_may_contain_tags(inside, before):
-    call = json.dumps({"name": "f", "arguments": {"text": inside}})
-    expected = [ToolCall("f", {"text": inside}), ToolCall("g")]
-    rest = f'<tool_call>{call}</tool_call> and <tool_call>{{"name": "g"}}</tool_call>'
-    assert HermesFormat().parse_turn(before + rest, TWO) == expected
-    calls = TagFormat().parse_turn(f"{before}<call>f(text={inside!r})</call><call>g()</call>", TWO)
-    assert calls == expected
-    calls = PythonFormat().parse_turn(f"{before}[f(text={inside!r}), g()]", TWO)
-    assert calls == expected
+def test_a_call_ends_at_its_first_closing_tag():
+    first, second = TagFormat().parse("<call>f('</call>')</call><call>g()</call>", TWO)
+    assert first.wrong
+    assert second == ToolCall("g")
 
 
 def test_calls_in_thoughts_are_not_made():

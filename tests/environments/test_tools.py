@@ -167,16 +167,10 @@ def test_the_rewards_of_the_turns_add_up_to_the_last_wherever_the_episode_is_cut
     steps = [1, 1, 1]
     rewards = [episode.step(call("increment", step=each)).reward for each in steps]
     assert rewards == [-0.25, 0.75, -1.25]
-    paid_once = begun(Tools(factory=Increment, reward_timing="episode"), target=2)
-    rewards = [paid_once.step(call("increment", step=each)).reward for each in [1, 1]]
-    assert [*rewards, paid_once.step("done").reward] == [0.0, 0.0, 1.0]
 
 
-def test_a_reward_that_is_an_attribute_is_read_by_its_name():
+def test_a_class_without_get_reward_has_rewards_of_zero():
     assert begun(Tools(factory=Dice)).step(call("throw")).reward == 0.0
-    assert begun(Tools(factory=Dice, reward_attribute="reward")).step(call("throw")).reward == 0.5
-    with pytest.raises(ValueError, match=r"has no 'rewards' \(did you mean 'reward'\?\)"):
-        begun(Tools(factory=Dice, reward_attribute="rewards"))
 
 
 def test_a_reward_may_be_awaited_and_may_abstain():
@@ -186,9 +180,6 @@ def test_a_reward_may_be_awaited_and_may_abstain():
     assert episode.step(call("throw")).reward == 0.5
     assert MADE == ["asked", "asked"]
     assert begun(Tools(factory=Judge, call_cost=0.125)).step(call("fly")).reward == -0.125
-    MADE.clear()
-    begun(Tools(factory=Judge, reward_timing="episode")).step(call("throw"))
-    assert MADE == []
 
 
 def test_an_episode_is_a_function_of_row_seed_and_what_was_said():
@@ -319,16 +310,11 @@ class Undescribed(Wants):
             {"functions": [multiply], "call_format": "json"},
             "call_format is 'json'",
         ),
-        (
-            {"functions": [multiply], "reward_timing": "once"},
-            "reward_timing is 'once'; it must be one of",
-        ),
         ({"functions": [multiply], "call_cost": -1}, "call_cost is -1; it must be at least 0"),
         ({"functions": [multiply], "max_calls": 0}, "max_calls is 0"),
         ({"functions": [multiply], "max_calls_per_turn": 0}, "max_calls_per_turn is 0"),
         ({"functions": [multiply], "max_result_chars": 0}, "max_result_chars is 0"),
         ({"functions": [multiply], "kwargs": {"a": 1}}, "kwargs are arguments of factory"),
-        ({"functions": [multiply], "reward_attribute": "x"}, "reward_attribute"),
         ({"functions": "my.f"}, "functions is 'my.f'; it must be a list"),
     ],
 )

@@ -9,7 +9,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from litgrpo.argument_types import check_field_types
@@ -20,7 +19,6 @@ from litgrpo.text.strict_json import parse_json, unique_keys
 
 ARGUMENTS = ("arguments", "parameters")  # names of a call's arguments: Hermes, Llama 3
 MAX_CALL_CHARS = 20_000  # limit of one call, which bounds the parser's time and memory
-MAX_TRIED = 8  # closing tags up to which a call is tried; more are not in its texts
 NAME = r"[A-Za-z_][\w.]*"
 THOUGHTS_END = "</think>"
 NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
@@ -60,20 +58,8 @@ class CallFormat(ABC):
         """
 
     def parse_turn(self, turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-        """Return the calls of a turn that are not in its thoughts.
-
-        Thoughts end with the last `</think>` that is not in an argument of a call.
-
-        Args:
-            turn: what the policy generated.
-            tools: {name: tool}.
-        """
-        starts = [0, *(match.end() for match in re.finditer(THOUGHTS_END, turn))]
-        for start in starts[:MAX_TRIED]:
-            calls = self.parse(turn[start:], tools)
-            if turn.count(THOUGHTS_END, start) <= sum(map(_count_thought_ends, calls)):
-                return calls
-        return self.parse(turn[starts[-1] :], tools)
+        """Return the calls of a turn that are not in its thoughts, which end at `</think>`."""
+        return self.parse(after_thoughts(turn), tools)
 
     @abstractmethod
     def example(self, tool: Tool) -> str:
@@ -255,30 +241,18 @@ def _check_tag(name: str, tag: str) -> None:
 def _parse_tagged(text: str, tag: str, parse_one: Callable[[str], ToolCall]) -> list[ToolCall]:
     """Return the calls in these tags.
 
-    A closing tag in a text of the call does not end it: the call ends at the first closing tag up
-    to which it is well-formed. The last one may be open: if the closing tag is a stop string, the
-    turn ends without it.
+    The last one may be open: if the closing tag is a stop string, the turn ends without it.
     """
-    opening, closing = f"<{tag}>", re.compile(f"</{re.escape(tag)}>")
-    calls, place = [], text.find(opening)
-    while place >= 0:
-        start = place + len(opening)
-        ends = islice(closing.finditer(text, start), MAX_TRIED)
-        tried = [match.start() for match in ends] or [len(text)]
-        parsed = [(end, parse_one(text[start:end])) for end in tried[:1]]
-        for end in tried[1:]:
-            if not parsed[-1][1].wrong or end - start > MAX_CALL_CHARS:
-                break
-            parsed.append((end, parse_one(text[start:end])))
-        end, call = parsed[0] if parsed[-1][1].wrong else parsed[-1]
-        calls.append(call)
-        place = text.find(opening, end)
+    # A call without its closing tag would otherwise be searched to the end of the text, again and
+    # again.
+    last_closing = text.rfind(f"</{tag}>")
+    calls, start = [], text.find(f"<{tag}>")
+    while start >= 0:
+        start += len(f"<{tag}>")
+        end = text.find(f"</{tag}>", start) if start <= last_closing else len(text)
+        calls.append(parse_one(text[start:end]))
+        start = text.find(f"<{tag}>", end)
     return calls
-
-
-def _count_thought_ends(call: ToolCall) -> int:
-    """Count `</think>` in the arguments of a well-formed call."""
-    return json.dumps([*call.positional, call.arguments], ensure_ascii=False).count(THOUGHTS_END)
 
 
 TOO_LONG = ToolCall(wrong=f"a call has at most {MAX_CALL_CHARS} characters")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isnan
-from typing import Any, Literal
+from typing import Any
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import did_you_mean, one_of, require, without_repeats
+from litgrpo.arguments import require, without_repeats
 from litgrpo.environments.adapters.mcp_tools import McpTools
 from litgrpo.environments.base import Message
 from litgrpo.environments.tool import (
@@ -38,13 +38,13 @@ class EpisodeTools:
         factory: returns an instance; None if there are only functions.
         tools: {name: tool}; methods are bound to an instance at reset.
         methods: names of the tools that are methods.
-        reward_attribute: attribute or method with the reward; "" for none.
+        has_reward: the class has `get_reward`.
     """
 
     factory: Callable[[], Any] | None
     tools: dict[str, Tool]
     methods: frozenset[str] = frozenset()
-    reward_attribute: str = ""
+    has_reward: bool = False
 
     def bind(self, instance: object) -> dict[str, Tool]:
         """Return the tools with methods bound to the instance."""
@@ -73,11 +73,6 @@ class Tools(ToolCaller):
         call_format: `hermes`, `tags` or `python`, or a format object, such as
             `litgrpo.environments.TagFormat` with other tags.
         call_cost: subtracted from the reward per call, including failed ones.
-        reward_attribute: attribute or method of the class with the reward; default: `get_reward`
-            if the class has it.
-        reward_timing: `turn` reads the reward after each turn and pays the change since the turn
-            before, so a truncated episode has its reward; `episode` reads it once, after a turn
-            without a call.
         list_tools_in_prompt: describe the tools in the prompt, for chat templates that do not.
         max_calls_per_turn: maximal executed calls per turn; the rest get an error message.
         max_calls: the same per episode.
@@ -96,23 +91,16 @@ class Tools(ToolCaller):
     factory: Function | dict[str, Function] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     mcp_servers: dict[str, Any] = field(default_factory=dict)
-    reward_attribute: str | None = None
-    reward_timing: Literal["turn", "episode"] = "turn"
 
     def __post_init__(self) -> None:
         """Check the settings and build the schema of every tool."""
         self._check_calls()
-        one_of("reward_timing", self.reward_timing, ("turn", "episode"))
         listed = isinstance(self.functions, list | tuple)
         require(
             listed, f"functions is {self.functions!r}; it must be a list, such as [my_tools.f]."
         )
         alone = self.factory is None
         require(not (alone and self.kwargs), "kwargs are arguments of factory, which is not given.")
-        require(
-            not (alone and self.reward_attribute),
-            "reward_attribute needs factory, which is not given.",
-        )
         self._mcp = McpTools(self.mcp_servers)
         self._kinds = self._describe_tools()
         every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
@@ -140,11 +128,6 @@ class Tools(ToolCaller):
         self._tools |= self._kind.bind(self._instance) | self._mcp.begin(row, seed)
         columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
         opening = resolve(self._reset_instance(columns, seed))
-        # Checked after reset, which often creates the attribute.
-        reward = self._kind.reward_attribute
-        if reward and not hasattr(self._instance, reward):
-            near = did_you_mean(reward, dir(self._instance))
-            raise ValueError(f"reward_attribute: the class of tools has no {reward!r}{near}.")
         fine = opening is None or isinstance(opening, str)
         require(fine, f"reset of a class of tools returned {opening!r}, expected None or a text.")
         return (self._description() if self.list_tools_in_prompt else "") + (opening or "")
@@ -199,11 +182,10 @@ class Tools(ToolCaller):
             Tool(name, getattr(type(instance), name), schema_of(getattr(instance, name)))
             for name in public
         ]
-        reward = "get_reward" if "get_reward" in members else ""
         if "close" in members:
             resolve(instance.close())
         tools = _by_name([*functions.values(), *own])
-        return EpisodeTools(make, tools, frozenset(public), self.reward_attribute or reward)
+        return EpisodeTools(make, tools, frozenset(public), "get_reward" in members)
 
     def _reset_instance(self, columns: dict[str, Any], seed: int) -> Any:
         """Call `reset` of the instance with the columns that it takes."""
@@ -232,10 +214,9 @@ class Tools(ToolCaller):
     def _reward(self, num_calls: int) -> float | None:
         """Return the reward of the turn; None if the class abstains and no call costs anything."""
         cost = self.call_cost * num_calls
-        if not self._kind.reward_attribute or (self.reward_timing == "episode" and num_calls):
+        if not self._kind.has_reward:
             return 0.0 - cost
-        holds = getattr(self._instance, self._kind.reward_attribute)
-        value = resolve(holds() if callable(holds) else holds)
+        value = resolve(self._instance.get_reward())
         if value is None or isnan(value):
             return -cost if cost else None
         # Changes add up to the final value, so turns get credit and the episode's sum is unchanged.
