@@ -2,7 +2,14 @@
 
 import pytest
 
-from litgrpo.text.secrets import MASK, find_masked, mask_settings, mask_text, remember_secret
+from litgrpo.text.secrets import (
+    MASK,
+    fill_variables,
+    find_masked,
+    mask_settings,
+    mask_text,
+    remember_secret,
+)
 
 SECRETS = {
     "api_key": "aaaa-bbbb-1111",
@@ -124,3 +131,17 @@ def test_texts_like_keys_are_masked_without_knowing_them(text, left):
 
 def test_masked_values_are_found_by_name():
     assert find_masked({"a": {"b": [1, {"c": MASK}]}, "d": "x"}) == ["a.b.c"]
+
+
+def test_keys_come_from_environment_variables_that_files_name(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "mnbvc-lkjhg-31")
+    settings = {"headers": {"Authorization": "Bearer ${MY_TOKEN}"}, "args": ["--n=3", 4]}
+    assert mask_settings(settings) == settings
+    assert fill_variables(settings)["headers"] == {"Authorization": "Bearer mnbvc-lkjhg-31"}
+    assert fill_variables(settings)["args"] == ["--n=3", 4]
+    assert mask_text("got mnbvc-lkjhg-31") == f"got {MASK}"
+    # A key beside the name of a variable is still a key.
+    assert "aaaa" not in str(mask_settings({"api_key": "aaaa-bbbb-1234${MY_TOKEN}"}))
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(ValueError, match="environment variable MY_TOKEN is not set; export it"):
+        fill_variables(settings)

@@ -1,7 +1,11 @@
-"""Masks of keys and passwords in settings and texts, before they reach a file or the terminal."""
+"""Keys and passwords: out of environment variables, and masked in settings and texts.
+
+Nothing of them reaches a file or the terminal.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -55,6 +59,9 @@ WINDOW = 8
 # Shorter values are looked for in texts only if they mix letters and digits: EMPTY and none are
 # common in place of keys.
 SHORTEST = 4
+# A value that names an environment variable instead of holding a key.
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+NAMES_VARIABLE = re.compile(rf"(?:\w+ )?{VARIABLE.pattern}")
 _known: set[str] = set()
 
 
@@ -67,6 +74,29 @@ def remember_secret(value: str) -> None:
     mixed = len(value) >= SHORTEST and value.isalnum() and not value.isalpha()
     if (mixed or len(value) >= WINDOW) and value != MASK:
         _known.add(value)
+
+
+def fill_variables(value: Any) -> Any:
+    """Replace each `${NAME}` in a text, or in the values of a list or mapping, by the variable.
+
+    The variables' values are masked in every later text of this process.
+
+    Raises:
+        ValueError: the environment has no variable of this name.
+    """
+    if isinstance(value, Mapping):
+        return {key: fill_variables(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [fill_variables(inner) for inner in value]
+    return VARIABLE.sub(_read_variable, value) if isinstance(value, str) else value
+
+
+def _read_variable(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1], "")
+    if not value:
+        raise ValueError(f"the environment variable {match[1]} is not set; export it")
+    remember_secret(value)
+    return value
 
 
 def mask_settings(settings: Any) -> Any:
@@ -101,6 +131,8 @@ def _mask_value(value: Any, *, name: str, free_form: bool) -> Any:
         return type(value)(masked)
     # YAML reads a key of digits as a number; `budget_tokens: 512` is a limit.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, str) and NAMES_VARIABLE.fullmatch(value):
+        return value
     if name and (isinstance(value, str) or (is_number and "token" not in name.lower())):
         remember_secret(str(value))
         return MASK

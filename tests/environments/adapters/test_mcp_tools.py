@@ -56,6 +56,14 @@ def test_a_command_that_cannot_be_started_is_named_with_its_option(entry, why):
         McpTools({"files": entry})
 
 
+def test_variables_of_the_environment_are_filled_in_by_the_recipe_and_not_by_a_row(monkeypatch):
+    with pytest.raises(ValueError, match="'files': the environment variable MY_TOKEN is not set"):
+        McpTools({"files": {"url": "http://h", "headers": {"A": "Bearer ${MY_TOKEN}"}}})
+    monkeypatch.setenv("MY_TOKEN", "aaaa-bbbb-7777")
+    server = McpServer(url="http://h", headers={"A": "{a}"})
+    assert server.fill({"a": "${MY_TOKEN}"}).headers == {"A": "${MY_TOKEN}"}
+
+
 def test_keys_of_a_server_are_masked():
     entry = {"url": "http://h", "headers": {"Authorization": "Bearer abcdefgh"}}
     other = {"command": "a", "env": {"API_KEY": "ijklmnop"}}

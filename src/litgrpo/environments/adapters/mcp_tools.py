@@ -35,6 +35,7 @@ from litgrpo.environments.adapters.mcp_process import (
 )
 from litgrpo.environments.tool import EpisodeError, Tool
 from litgrpo.http_client import event_loop, make_limits, wait_for
+from litgrpo.text.secrets import fill_variables
 from litgrpo.text.visible import excerpt
 
 INSTALL = "'mcp>=2'"
@@ -50,8 +51,8 @@ class McpServer:
     """A server with its transport: `command` (stdio) or `url` (streamable HTTP).
 
     The keys are those of an entry of `mcpServers` in the settings of other MCP clients. In `args`,
-    `cwd`, `url` and the values of `env` and `headers`, `{column}` is replaced by the value of the
-    row's column and `{seed}` by the seed of the group.
+    `cwd`, `url` and the values of `env` and `headers`, `${NAME}` is replaced by the environment
+    variable, `{column}` by the value of the row's column and `{seed}` by the seed of the group.
 
     Args:
         command: program that is started for each episode, such as `python`.
@@ -59,7 +60,8 @@ class McpServer:
         env: its environment variables; of this process it inherits only PATH, HOME and the like.
         cwd: its working folder.
         url: address of a running server instead of `command`, such as http://127.0.0.1:8000/mcp.
-        headers: HTTP headers for `url`; their keys and tokens are masked in all files.
+        headers: HTTP headers for `url`, such as `{Authorization: "Bearer ${MY_TOKEN}"}`; keys that
+            are written out are masked in all files.
         tools: names of the tools that the policy may call; default: all.
 
     Example:
@@ -399,7 +401,8 @@ def _server(name: str, given: Any) -> McpServer:
         hint = f"{did_you_mean(str(key), keys)}; an entry has: {', '.join(keys)}"
         require(key in keys, f"mcp_servers: {name!r} has the unknown key {key!r}{hint}.")
     try:
-        return McpServer(**given)
+        # Before `fill`: a row must not name a variable.
+        return McpServer(**fill_variables(dict(given)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"mcp_servers: {name!r}: {error}") from error
 
