@@ -4,7 +4,13 @@
 import pytest
 
 from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
-from litgrpo.rewards.builtin.code import extract_code, find_undefined, read_tests, unit_tests
+from litgrpo.rewards.builtin.code import (
+    check_tests,
+    extract_code,
+    find_undefined,
+    read_tests,
+    unit_tests,
+)
 from litgrpo.rewards.calls import UnusableReward
 from litgrpo.workers import sandbox
 from tests.support.raises import raises_for
@@ -61,11 +67,16 @@ def test_honest_code_may_use_processes_and_pickle(kind):
         ),
         ("def f(x): return x", "def check(g):\n assert g(1) == 1\n assert g('a') == 'a'", 1.0),
         (
-            "class Stack:\n def __init__(self): self.kept = []\n"
-            " def push(self, x): self.kept.append(x)\n def __len__(self): return len(self.kept)",
-            "s = Stack()\ns.push(5)\nassert len(s) == 1\nassert s.kept == [5]\nassert len(s) == 2",
+            "class Solution:\n def __init__(self, x=1): self.x = x\n def add(self, y): return self.x + y",
+            "n = 5\nassert Solution().add(n) == 6\nassert Solution(x=2).x == 2\nassert Solution(3).add(y=0) == 4",
             2 / 3,
         ),
+        (
+            "class Solution:\n def add(self, x, y): return x + y",
+            [["Solution().add(1, 2)", 3], {"call": "abs(Solution().add(-1, -2))", "expected": 3}],
+            1.0,
+        ),
+        ("limit = 7\ndef f(x): return min(x, limit)", ["assert f(9) == limit"], 1.0),
         (
             "count = 0\ndef f():\n global count\n count += 1\n return count",
             ["assert f() == 1"] * 3,
@@ -76,7 +87,7 @@ def test_honest_code_may_use_processes_and_pickle(kind):
     ],
 )
 def test_tests_of_every_form_are_run_each_in_a_fresh_process(code, tests, passed):
-    entry = ["f"] if "check" in tests else None
+    entry = [["f", "limit"]] if "limit" in code else ["f"] if "check" in tests else None
     assert share(code, tests, entry_point=entry) == pytest.approx(passed)
 
 
@@ -302,7 +313,6 @@ def test_tests_that_cannot_judge_code_are_rejected_as_they_are_read(tests):
     ("tests", "entry_point", "reference", "names"),
     [
         ("assert f(g(2)) == 4", ["f", "g"], None, ("f", "g")),
-        ("assert f(g(2)) == 4", None, "def f(x): pass\ndef g(x): pass", ("f", "g")),
         ("assert bisect.bisect([1], 1) == 1\nassert f(1)", None, None, ("f",)),
         ("assert max([1, 2]) == 2", "max", None, ("max",)),
         ("def check(g):\n assert g([1]) == 1", "Solution().total", None, ("Solution",)),
@@ -361,7 +371,7 @@ def test_tests_that_judge_all_code_the_same_stop_the_run(name):
     tests = SAME_FOR_ALL[name]
     entry = {"entry_point": ["f"]} if "module" in name else {}
     with raises_for("tests", error=UnusableReward):
-        share("def f(x): return x * x", tests, **entry)
+        check_tests([tests], **entry)
     scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")})
     columns = {"tests": [SQUARES, tests]} | ({"entry_point": [None, "f"]} if entry else {})
     with raises_for("tests"):
@@ -381,10 +391,10 @@ def test_a_row_that_is_first_seen_in_training_stops_the_run(runner):
 @in_sandbox
 def test_tests_are_run_against_the_reference_solution():
     good, bad = "def f(x): return x * x", "def f(x): return 4"
-    assert share(good, reference_solution=[good]) == 1.0
-    assert share(bad, reference_solution=[f"```python\n{good}\n```"]) == 0.5
+    check_tests([SQUARES], reference_solution=[good])
+    check_tests([SQUARES], reference_solution=[f"```python\n{good}\n```"])
     with raises_for("reference_solution", "1 of 2", error=UnusableReward):
-        share(good, reference_solution=[bad])
+        check_tests([SQUARES], reference_solution=[bad])
 
 
 @in_sandbox
@@ -435,24 +445,6 @@ HONEST = {
         "def f(m):\n for r in m: r.reverse()",
         "m = [[1, 2], [3, 4]]\nf(m)\nassert m == [[2, 1], [4, 3]]",
     ),
-    "a callback": ("def f(g, x): return g(g(x))", "assert f(lambda x: x + 1, 1) == 3"),
-    "a callback with effects": (
-        "def f(g, xs):\n for x in xs: g(x)",
-        "seen = []\nf(seen.append, [1, 2])\nassert seen == [1, 2]",
-    ),
-    "a callback in a list": (
-        "def f(gs): return [g(2) for g in gs]",
-        "assert f([abs, str]) == [2, '2']",
-    ),
-    "a type": ("def f(kind, x): return kind(x)", "assert f(int, '3') == 3"),
-    "a callback that raises": (
-        "def f(g):\n try: g()\n except KeyError: return 'caught'",
-        "def g(): return {}[1]\nassert f(g) == 'caught'",
-    ),
-    "a callback that calls the code": (
-        "def f(g, n): return 1 if n == 0 else g(n - 1)",
-        "assert f(lambda n: f(lambda m: m + 5, n), 2) == 5",
-    ),
     "a generator": ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
     "a generator in a loop": (
         "def f(n):\n for x in range(n): yield x",
@@ -465,23 +457,9 @@ HONEST = {
     "a range": ("def f(n): return range(n)", "assert list(f(3)) == [0, 1, 2]"),
     "an argument that is a range": ("def f(xs): return sum(xs)", "assert f(range(4)) == 6"),
     "a map": ("def f(xs): return map(abs, xs)", "assert list(f([-1])) == [1]"),
-    "its own exception": (
-        "class Own(Exception): pass\ndef f(x):\n if x < 0: raise Own('negative')\n return x",
-        "try:\n f(-1)\nexcept Own as error:\n said = str(error)\nelse:\n said = ''\n"
-        "assert said == 'negative' and f(1) == 1",
-    ),
-    "the parent of an own exception": (
-        "class Own(ValueError): pass\nclass Less(Own): pass\ndef f(x):\n if x < 0: raise Less(x)\n return x",
-        "seen = []\nfor kind in (ValueError, Own):\n try: f(-1)\n except kind as e: seen.append(e.args)\n"
-        "assert seen == [(-1,), (-1,)]",
-    ),
     "the text of a KeyError": (
         "def f(x): return {}[x]",
         "try:\n f('a')\nexcept KeyError as error:\n said = str(error)\nassert said == repr('a')",
-    ),
-    "objects in a list": (
-        "class P:\n def __init__(s, x): s.x = x\ndef f(): return [P(1), P(2)]",
-        "assert [p.x for p in f()] == [1, 2]",
     ),
 }
 
@@ -490,8 +468,57 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_passes(name):
     code, script = HONEST[name]
-    entry = [["f", "Own"]] if "Own" in script else None
-    assert share(code, [script], entry_point=entry) == 1.0
+    assert share(code, [script]) == 1.0
+
+
+PROGRAM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 -5", "stdout": "0"}]
+
+
+@in_sandbox
+@pytest.mark.parametrize(
+    ("code", "passed"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", 1.0),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())), '')\nsys.exit()", 1.0),
+        ("import os\nos.write(1, str(sum(map(int, os.read(0, 99).split()))).encode())", 1.0),
+        ("import sys\nfor line in sys.stdin.buffer: print(sum(map(float, line.split())))", 1.0),
+        ("if __name__ == '__main__':\n print(3)", 0.5),
+        ("print(3, flush=True)\nraise ValueError", 0.0),
+        ("print(3, flush=True)\nimport os\nos._exit(1)", 0.0),
+        ("print(3)\nwhile True: pass", 0.0),
+        ("print(3, 0)", 0.0),
+        ("print('3\\n3')", 0.0),
+        ("def f(x): return 3", 0.0),
+        ("print('3\\n' * 10**7)", 0.0),
+        (
+            'import os\nfor fd in range(3, 64):\n try: os.write(fd, b\'{"stdout": "3"}\\n\')\n except OSError: pass',
+            0.5,
+        ),
+    ],
+)
+def test_programs_are_tested_by_what_they_read_and_write(code, passed):
+    assert share(code, PROGRAM, timeout_s=8.0) == passed
+
+
+@in_sandbox
+def test_programs_see_no_expected_output():
+    search = """
+import gc
+texts = [each for each in gc.get_objects() if isinstance(each, str)]
+texts += [repr(vars(__import__(name))) for name in ('__main__', 'sys')]
+print(4242 if any('4' + '242' in text for text in texts) else '')
+"""
+    assert share(search, [{"stdin": "1", "stdout": "4242"}]) == 0.0
+    assert share("print(7)", [{"stdin": "", "stdout": "7"}, ["f(1)", 1]]) == 0.5
+
+
+@in_sandbox
+def test_tests_of_programs_are_checked_before_training():
+    with raises_for("tests", "would pass all", error=UnusableReward):
+        check_tests([[{"stdin": "1", "stdout": ""}]])
+    check_tests([PROGRAM], reference_solution=["print(sum(map(int, input().split())))"])
+    with raises_for("tests", error=UnusableReward):
+        read_tests([{"stdin": 1, "stdout": "1"}])
 
 
 @in_sandbox

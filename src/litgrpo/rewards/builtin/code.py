@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-import hashlib
 import json
-import logging
 import os
 import re
 import socket
@@ -23,18 +21,14 @@ from litgrpo.rewards.calls import UnusableReward, add_check, isolated
 from litgrpo.text.answers import Completions, list_answers, text_of
 from litgrpo.workers import sandbox
 
-log = logging.getLogger(__name__)
-
 FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
-PAIR = ("call", "expected")
+PAIRS = ({"call", "expected"}, {"stdin", "stdout"})
 TEST_FORMATS = (
-    "a test script, a list of assert lines, or a list of [call, expected] or"
-    " {call: ..., expected: ...}"
+    "a test script, a list of assert lines, or a list of [call, expected], {call: ...,"
+    " expected: ...} or {stdin: ..., stdout: ...}"
 )
-NUM_RUN = (
-    64  # rows whose tests are run before training, evenly spread; all others are when first seen
-)
+NUM_RUN = 64  # rows whose tests are run before training, evenly spread
 _FOLDER = Path(sandbox.__file__).parent
 
 Tests = str | Sequence[Any] | None
@@ -58,8 +52,10 @@ def check_tests(
     """
     require_sandbox()
     rows = list(dict.fromkeys(_read_rows(tests, entry_point, reference_solution)))
-    step = max(1, -(-len(rows) // NUM_RUN))
-    _require_good([row for row in rows[::step] if row.tests], _limits(timeout_s, memory_mib))
+    rows = [row for row in rows if row.tests]
+    rows = rows[:: max(1, -(-len(rows) // NUM_RUN))]
+    with _threads() as threads:
+        list(threads.map(_try_tests, rows, [_limits(timeout_s, memory_mib)] * len(rows)))
 
 
 def require_sandbox() -> None:
@@ -91,21 +87,22 @@ def unit_tests(
     r"""Return the fraction of a row's tests that the completion's Python code passes.
 
     The code and the tests run in two separate sandboxes (bubblewrap). The code sees which of its
-    functions is called with which plain data, and nothing else: neither the text of the tests, nor
-    the expected values, nor the results. It returns plain data, which the other sandbox compares
-    with Python's comparison. Each test uses a fresh process of the code.
+    functions is called with which plain data, or its input, and nothing else: neither the text of
+    the tests, nor the expected values, nor the results. It returns plain data, which the other
+    sandbox compares with Python's comparison. Each test uses a fresh process of the code.
 
-    The tests of a row are run once against code that does nothing, and against the reference
-    solution. If the first passes all of them or the second does not, the run stops.
+    Before training, tests are run against code that does nothing, and against the reference
+    solution. If the first passes all tests of a row or the second does not, the run stops.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages. The code is the last fenced
             Python block, or the whole text if there is none.
         tests: N lists of tests, or N scripts. Items of a list are assert lines (or scripts, each
-            one test), `[call, expected]` or `{call: "f(1)", expected: 2}`, where lists and tuples
-            are equal. In a script, each assert and each function `test_*` is one test. Rows
-            without tests are not scored.
+            one test); `[call, expected]` or `{call: "f(1)", expected: 2}`, where lists and tuples
+            are equal; or `{stdin: "1 2", stdout: "3"}`, for code that is a program: lines are
+            compared without the spaces at their ends, and 1.50 equals 1.5. In a script, each assert
+            and each function `test_*` is one test. Rows without tests are not scored.
         entry_point: N names, or lists of names, that the code must define; needed if the tests use
             several of them. The first is the argument of scripts that define `check(candidate)`.
         reference_solution: N programs that must pass the tests.
@@ -118,7 +115,7 @@ def unit_tests(
         N rewards in [0, 1]; None without tests.
 
     Raises:
-        UnusableReward: there is no sandbox, or the tests of a row cannot score any code.
+        UnusableReward: there is no sandbox, or the tests of a row cannot be read or run.
 
     Example:
         >>> completion = "```python\ndef double(x):\n    return 2 * x\n```"
@@ -129,7 +126,6 @@ def unit_tests(
     require_sandbox()
     limits = _limits(timeout_s, memory_mib)
     rows = _read_rows(tests, entry_point, reference_solution)
-    _require_good([row for row in dict.fromkeys(rows) if row.tests], limits)
     codes = [
         extract_code(text_of(each), require_code_block=require_code_block) for each in completions
     ]
@@ -167,7 +163,8 @@ class RowTests:
     """The tests of a row.
 
     Args:
-        tests: JSON list of tests, each `{script}` or `{call, expected}`; "" without any.
+        tests: JSON list of tests, each `{script}`, `{call, expected}` or `{stdin, stdout}`; ""
+            without any.
         names: names that the code must define.
         reference: program that must pass them.
 
@@ -210,14 +207,15 @@ def read_tests(given: Tests, entry_point: Names = None, reference: str | None = 
         tests = _split_script(given, declared[0] if declared else None)
     else:
         _require(isinstance(given, Sequence), f"got {given!r:.60}; give {TEST_FORMATS}")
-        tests = [_read_test(each) for each in given]
+        tests = [_read_test(test) for test in given]
     scripts = [test["script"] for test in tests if "script" in test]
     _require(
         len(scripts) < len(tests) or any(map(_can_fail, scripts)),
         f"{given!r:.60} has no assert, so any code would pass",
     )
     code = None if reference is None else extract_code(reference)
-    names = _find_code_names(tests, declared, code)
+    texts = [str(test.get("script", test.get("call"))) for test in tests if "stdin" not in test]
+    names = _find_code_names(texts, declared) if texts else []
     return RowTests(json.dumps(tests, default=_not_json), tuple(names), code)
 
 
@@ -234,13 +232,16 @@ def _read_test(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         _parse(given)
         return {"script": given}
-    test = given if isinstance(given, Mapping) else {}
-    if isinstance(given, Sequence):
-        test = dict(zip(PAIR, given, strict=False))
-    good = set(test) == set(PAIR) and isinstance(test["call"], str)
-    _require(good and len(given) == len(PAIR), f"got {given!r:.60}; give {TEST_FORMATS}")
-    _parse(test["call"])
-    return dict(test)
+    if isinstance(given, Sequence) and len(given) == 2:  # noqa: PLR2004 - a pair
+        given = {"call": given[0], "expected": given[1]}
+    is_test = isinstance(given, Mapping) and set(given) in PAIRS
+    texts = [given.get(name, "") for name in ("call", "stdin", "stdout")] if is_test else [None]
+    _require(
+        all(isinstance(text, str) for text in texts), f"got {given!r:.60}; give {TEST_FORMATS}"
+    )
+    if "call" in given:
+        _parse(given["call"])
+    return dict(given)
 
 
 def _split_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
@@ -291,10 +292,8 @@ def _has_assert(tree: ast.AST) -> bool:
     return plain or any("assert" in call for call in calls)
 
 
-def _find_code_names(
-    tests: Sequence[Mapping[str, Any]], declared: Sequence[str], reference: str | None
-) -> list[str]:
-    """Return the names that the code must define.
+def _find_code_names(texts: Sequence[str], declared: Sequence[str]) -> list[str]:
+    """Return the names that the code must define: those of `entry_point`, else the undefined one.
 
     A name that the tests forgot to import must not be looked for in the code, which could define it
     so that every test passes.
@@ -302,13 +301,11 @@ def _find_code_names(
     Raises:
         UnusableReward: the tests do not say which names these are.
     """
-    texts = [str(test.get("script", test.get("call"))) for test in tests]
     undefined = sorted(set().union(*map(find_undefined, texts)))
     used = set().union(*map(_find_used, texts))
-    named = set().union(*map(_find_used, declared))
-    known = named | (_find_defined(reference) if reference is not None else set())
+    names = set().union(*map(_find_used, declared))
     shown = f"{texts[0]!r:.60}"
-    if not known:
+    if not names:
         _require(
             bool(undefined),
             f"{shown} uses no name that the code could define; name it in the column entry_point",
@@ -319,17 +316,15 @@ def _find_code_names(
             " the tests, and list the names that the code must define in the column entry_point",
         )
         return undefined
-    unknown = [name for name in undefined if name not in known]
+    unknown = [name for name in undefined if name not in names]
     _require(
         not unknown,
         f"{shown} uses {', '.join(unknown)}, which neither the tests nor the code must define:"
         " import it in the tests, or add it to the column entry_point"
-        f" ({', '.join(sorted(known))})",
+        f" ({', '.join(sorted(names))})",
     )
-    # A name of Python itself, such as max, is the code's only if it was declared.
-    names = sorted((known & set(undefined)) | (named & used))
-    _require(bool(names), f"{shown} uses none of {', '.join(sorted(known))}")
-    return names
+    _require(bool(names & used), f"{shown} uses none of {', '.join(sorted(names))}")
+    return sorted(names & used)
 
 
 def find_undefined(script: str) -> set[str]:
@@ -376,23 +371,13 @@ def _global_symbols(script: str) -> Iterator[symtable.Symbol]:
 
 # --- running them ---
 
-_good: set[bytes] = set()  # digests of rows whose tests were run
 
-
-def _require_good(rows: Sequence[RowTests], limits: sandbox.SandboxLimits) -> None:
-    """Run the tests of rows that were not run before against code that does nothing.
+def _try_tests(row: RowTests, limits: sandbox.SandboxLimits) -> None:
+    """Run the tests of a row against code that does nothing and the reference solution.
 
     Raises:
-        UnusableReward: it passes all tests of a row, or the reference solution does not.
+        UnusableReward: the former passes all of them, or the latter does not.
     """
-    new = {hashlib.blake2b(repr(row).encode()).digest(): row for row in rows}
-    new = {digest: row for digest, row in new.items() if digest not in _good}
-    with _threads() as threads:
-        list(threads.map(_require_good_row, new.values(), [limits] * len(new)))
-    _good.update(new)
-
-
-def _require_good_row(row: RowTests, limits: sandbox.SandboxLimits) -> None:
     stubs = "\n".join(f"def {name}(*args, **kwargs): pass" for name in row.names)
     sources = {"empty code": "", "functions that return nothing": stubs}
     if row.reference is not None:
@@ -408,11 +393,7 @@ def _require_good_row(row: RowTests, limits: sandbox.SandboxLimits) -> None:
         for test in [*tests, *(imports if number == 0 else [])]
     ]
     marks, broken = _run(list(sources.values()), cases, longer, limits.seconds / 2)
-    _require(
-        not broken,
-        f"{shown} cannot run with any code: {broken[:1]}. They have Python's standard"
-        " library only, and must not exit (as unittest.main does)",
-    )
+    _require_not_broken(row, broken)
     for number, name in enumerate(sources):
         places = [n for n, case in enumerate(cases) if case["source"] == number][: len(tests)]
         passed = sum(marks[n : n + 1] == "+" for n in places)
@@ -447,8 +428,17 @@ def _pass_share(code: str | None, row: RowTests, limits: sandbox.SandboxLimits) 
     if code is None or not _compiles(code):
         return 0.0
     cases = [test | {"names": list(row.names), "source": 0} for test in tests]
-    marks, _ = _run([code], cases, limits, limits.seconds / 2)
+    marks, broken = _run([code], cases, limits, limits.seconds / 2)
+    _require_not_broken(row, broken)
     return marks.count("+") / len(tests)
+
+
+def _require_not_broken(row: RowTests, broken: Sequence[str]) -> None:
+    _require(
+        not broken,
+        f"the tests {row.tests!r:.100} cannot run with any code: {broken[:1]}. They have Python's"
+        " standard library only, and must not exit (as unittest.main does)",
+    )
 
 
 def _run(
@@ -461,15 +451,15 @@ def _run(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         shared = {"channel": theirs.fileno(), "sources": list(sources), "seconds": each_s}
-        examinee = _start("examinee", limits, shared, theirs)
+        code_side = _start("code_side", limits, shared, theirs)
         theirs.close()
         try:
             shared = {"channel": ours.fileno(), "tests": list(tests), "seconds": each_s}
-            verdict = _start("referee", limits, shared, ours).wait().output
+            verdict = _start("test_side", limits, shared, ours).wait().output
         finally:
-            examinee.kill()
+            code_side.kill()
     marks, *broken = verdict.split("\n")
-    # A referee that could not run prints the reason instead of marks.
+    # A sandbox that could not start prints the reason instead of marks.
     require(not marks.strip("+-"), f"Could not run the tests: {verdict[-200:]}")
     return marks, broken
 

@@ -7,19 +7,20 @@ sandboxes as text, so it imports the standard library only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ATOMS = (str, bool, int, float)
-LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
-# {name: (types, value to list, list to value)}
-WRITTEN: dict[str, tuple[Any, Callable[[Any], list[Any]], Callable[[Any], Any]]] = {
-    "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
-    "bytes": ((bytes, bytearray), list, lambda items: bytes(list(items))),
+# {name in JSON: (types, value to list, list to value)}, for types that JSON does not have.
+NAMED: dict[str, tuple[Any, Callable[[Any], list[Any]], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "iterator": (Iterator, list, iter),  # its values are computed when it is written
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda of: range(*of)),
+    "bytes": ((bytes, bytearray), list, bytes),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda of: complex(*of)),
 }
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def dumps(value: Any) -> str:
@@ -44,18 +45,14 @@ def loads(text: str) -> Any:
     """
     try:
         return decode(json.loads(text))
-    except (TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError, RecursionError, OverflowError, MemoryError) as error:
         raise ValueError(f"not plain data: {error}") from error
 
 
-def encode(value: Any, foreign: Callable[[Any], Any] | None = None) -> Any:
+def encode(value: Any) -> Any:
     """Encode a value in JSON types; instances of subclasses become the plain type.
 
     A subclass could override `__eq__` and so pass every test.
-
-    Args:
-        value: the value.
-        foreign: returns the node `{name: ...}` of an object that is not plain data.
 
     Raises:
         TypeError: it contains an object that is not plain data.
@@ -65,35 +62,23 @@ def encode(value: Any, foreign: Callable[[Any], Any] | None = None) -> Any:
     atom = next((kind for kind in ATOMS if isinstance(value, kind)), None)
     if atom is not None:
         return bool(value) if atom is bool else atom(value)
-    for name, (kinds, write, _) in WRITTEN.items():
-        if isinstance(value, kinds):
-            return {name: write(value)}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
     if isinstance(value, dict):
-        pairs = value.items()
-        return {"dict": [[encode(key, foreign), encode(item, foreign)] for key, item in pairs]}
-    for name, kind in LISTS.items():
-        if isinstance(value, kind):
-            items = [encode(item, foreign) for item in value]
-            return items if name == "list" else {name: items}
-    if foreign is None:
-        raise TypeError(f"{type(value).__name__} is not plain data")
-    return foreign(value)
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    for name, (kinds, write, _) in NAMED.items():
+        if isinstance(value, kinds):
+            return {name: [encode(item) for item in write(value)]}
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-def decode(node: Any, foreign: Mapping[str, Callable[[Any], Any]] = NOTHING) -> Any:
-    """Decode a value that `encode` returned.
-
-    Args:
-        node: the value in JSON types.
-        foreign: {name: function that returns the object of a node `{name: ...}`}.
-    """
+def decode(node: Any) -> Any:
+    """Decode a value that `encode` returned."""
     if isinstance(node, list):
-        return [decode(item, foreign) for item in node]
+        return [decode(item) for item in node]
     if not isinstance(node, dict):
         return node
     ((name, items),) = node.items()
     if name == "dict":
-        return {decode(key, foreign): decode(item, foreign) for key, item in items}
-    if name in LISTS:
-        return LISTS[name](decode(item, foreign) for item in items)
-    return foreign[name](items) if name in foreign else WRITTEN[name][2](items)
+        return {decode(key): decode(item) for key, item in items}
+    return NAMED[name][2](decode(item) for item in items)

@@ -1,0 +1,270 @@
+"""Run tests of code that is in another sandbox, and print which of them passed.
+
+Appended to `wire.py`. What belongs to the code is requested from it and arrives as plain data. So
+comparisons use Python's own `==`, which the code cannot override.
+"""
+# mypy: ignore-errors
+# ruff: noqa
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import socket
+import sys
+from decimal import Decimal, InvalidOperation
+
+MAX_CHARS = 4_000_000  # limit of a reply: the code must not fill this sandbox's memory
+# Raised by the code, these would end a loop of the test (`zip`, `all`) as if it had passed.
+ENDS_LOOPS = ("StopIteration", "StopAsyncIteration")
+GET, CALL = "\0get", "\0call"  # functions in the scope of a test
+
+
+class Gone(BaseException):
+    """The code's process exited or broke the protocol, or the code lacks a name.
+
+    Not an Exception: a test that expects one has not passed.
+    """
+
+
+class CodeChannel:
+    """Connection to the code's sandbox."""
+
+    def __init__(self, descriptor, seconds):
+        self.socket = socket.socket(fileno=descriptor)
+        self.socket.settimeout(seconds + 1.0)
+        self.lines = self.socket.makefile("r", errors="replace")
+        self.ended = False
+
+    def read(self):
+        line = self.lines.readline(MAX_CHARS)
+        if not line.endswith("\n"):
+            raise Gone("no reply")
+        return json.loads(line)
+
+    def begin(self, source):
+        self.ended = False
+        self.socket.sendall(bytes([1 + source]))  # cannot occur in JSON: it marks the start
+        while self.read() != "ready":
+            pass  # replies that an earlier test did not read
+
+    def over(self):
+        if not self.ended:
+            self.socket.sendall(b'"over"\n')
+        while not self.ended:
+            self.ended = self.read() == "ended"
+
+    def ask(self, **request):
+        """Return the reply of the code; raise its exception."""
+        self.socket.sendall(json.dumps(request).encode() + b"\n")
+        reply = self.read()
+        if reply == "ended":
+            self.ended = True
+            raise Gone("exited")
+        if "missing" in reply:
+            raise Gone("a name is not defined")
+        if "raised" in reply:
+            raise error_of_code(str(reply["raised"]), decode(reply["arguments"]))
+        return reply
+
+    def get(self, name):
+        """Return the value of a name of the code; a function arrives as one that asks the code."""
+        reply = self.ask(expression=name)
+        if "function" in reply:
+            return lambda *positional, **named: self.call(name, *positional, **named)
+        return decode(reply["value"])
+
+    def call(self, expression, *positional, **named):
+        """Call what the code has under an expression, such as `f` or `Solution().f`."""
+        arguments = encode((positional, named))
+        reply = self.ask(expression=expression, arguments=arguments)
+        value = decode(reply["value"])
+        # A function that returns a value cannot change the arguments: a test that computes the
+        # expected value from them would compare the code with itself.
+        if value is None and "changed" in reply:
+            new_positional, new_named = decode(reply["changed"])
+            for old, new in zip(positional, new_positional):
+                change(old, new)
+            for name in named:
+                change(named[name], new_named[name])
+        return value
+
+
+def change(target, new):
+    """Change a list, dict or set of the test as the code has changed its copy."""
+    if type(target) is not type(new):
+        return
+    if type(target) is list:
+        target[:] = new
+    elif type(target) in (dict, set):
+        target.clear()
+        target.update(new)
+
+
+def error_of_code(name, arguments):
+    """Return an exception that the code raised, for tests that expect one."""
+    kind = vars(builtins).get(name)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return Gone(name)  # such as SystemExit
+    kind = RuntimeError if name in ENDS_LOOPS else kind
+    try:
+        error = kind(*arguments)
+    except TypeError:  # such as UnicodeDecodeError, with arguments that are not plain data
+        error = RuntimeError(str(arguments))
+    error.of_code = True
+    return error
+
+
+class Scope(dict):
+    """Variables of a test; the names of the code are requested from it."""
+
+    def __missing__(self, name):
+        # The code must not replace Python's names, nor define those that a test has forgotten.
+        if name in self["\0names"]:
+            return self[GET](name)
+        if name in sys.stdlib_module_names and name not in vars(builtins):
+            self[name] = importlib.import_module(name)
+            return self[name]
+        raise KeyError(name)
+
+
+class AskCode(ast.NodeTransformer):
+    """Let the code evaluate what only its own objects are in: `Solution().f` in `Solution().f(x)`.
+
+    The objects themselves are never here. The arguments of the last call are computed here; those
+    of calls before it must be literals.
+    """
+
+    def __init__(self, names):
+        self.names = names
+
+    def visit_Call(self, node):
+        node.args = [self.visit(argument) for argument in node.args]
+        for keyword in node.keywords:
+            keyword.value = self.visit(keyword.value)
+        if isinstance(node.func, ast.Name) or not self.is_of_code(node.func):
+            node.func = self.visit(node.func)
+            return node
+        return self.ask(CALL, node.func, node.args, node.keywords)
+
+    def visit_Attribute(self, node):
+        if isinstance(node.ctx, ast.Load) and self.is_of_code(node):
+            return self.ask(GET, node)
+        return self.generic_visit(node)
+
+    def ask(self, how, node, arguments=(), keywords=()):
+        expression = ast.Constant(ast.unparse(node))
+        asked = ast.Call(ast.Name(how, ast.Load()), [expression, *arguments], list(keywords))
+        return ast.copy_location(asked, node)
+
+    def is_of_code(self, node):
+        """True for a name of the code, its attributes, and calls of them with literals."""
+        if isinstance(node, ast.Name):
+            return node.id in self.names
+        if isinstance(node, ast.Attribute):
+            return self.is_of_code(node.value)
+        if not isinstance(node, ast.Call) or not self.is_of_code(node.func):
+            return False
+        return all(map(is_literal, [*node.args, *(keyword.value for keyword in node.keywords)]))
+
+
+def is_literal(node):
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return False
+    return True
+
+
+def compile_test(text, mode, names):
+    """Compile a test; names that it assigns itself are its own."""
+    tree = ast.parse(text, "test", mode)
+    nodes = list(ast.walk(tree))
+    assigned = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assigned |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    tree = AskCode(set(names) - assigned).visit(tree)
+    return compile(ast.fix_missing_locations(tree), "test", mode)
+
+
+def equal(value, expected):
+    """Compare plain data; lists equal tuples, because JSON data sets have no tuples."""
+    return as_lists(value) == as_lists(expected)
+
+
+def as_lists(value):
+    if isinstance(value, (list, tuple)):
+        return [as_lists(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): as_lists(item) for key, item in value.items()}
+    return value
+
+
+def same_output(stdout, expected):
+    """Compare lines without the spaces at their ends; their numbers may be written differently."""
+    lines, expected_lines = (text.rstrip().split("\n") for text in (stdout, expected))
+    return len(lines) == len(expected_lines) and all(map(same_line, lines, expected_lines))
+
+
+def same_line(line, expected):
+    if line.rstrip() == expected.rstrip():
+        return True
+    words, expected_words = line.split(), expected.split()
+    return len(words) == len(expected_words) and all(map(same_word, words, expected_words))
+
+
+def same_word(word, expected):
+    try:
+        return word == expected or Decimal(word) == Decimal(expected)
+    except InvalidOperation:
+        return False
+
+
+def run_test(channel, test):
+    """Return True if the code passes a test."""
+    if "stdin" in test:
+        stdout = channel.ask(stdin=test["stdin"])["stdout"]
+        return isinstance(stdout, str) and same_output(stdout, test["stdout"])
+    names = test["names"]
+    scope = Scope({"__name__": "test", "\0names": names, GET: channel.get, CALL: channel.call})
+    if "call" in test:
+        return equal(eval(compile_test(test["call"], "eval", names), scope), test["expected"])
+    exec(compile_test(test["script"], "exec", names), scope)
+    return True
+
+
+def judge(channel, test):
+    """Return + or -, and the reason why a test fails with any code, or ""."""
+    channel.begin(test["source"])
+    mark, broken = "-", ""
+    try:
+        mark = "+" if run_test(channel, test) else "-"
+    except BaseException as error:
+        own = isinstance(error, (ImportError, SyntaxError, SystemExit))
+        if own and not getattr(error, "of_code", False):
+            broken = f"{type(error).__name__}: {error}"
+    channel.over()
+    return mark, broken
+
+
+def main(descriptor, tests, seconds):
+    """Print + or - for each test, and the reasons why tests are broken."""
+    # Tests may print; only this descriptor carries results.
+    verdict = os.dup(1)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    channel, reasons = CodeChannel(descriptor, seconds), []
+    for test in tests:
+        # Written one by one: tests that finish before the time limit count.
+        mark, broken = judge(channel, test)
+        os.write(verdict, mark.encode())
+        if broken:
+            reasons.append(broken)
+    os.write(verdict, "".join(f"\n{reason}" for reason in reasons).encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main(channel, tests, seconds)
