@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.evaluation.metrics import CorpusMetrics
@@ -118,17 +117,22 @@ def test_a_reward_of_another_task_does_not_decide_and_has_no_mean():
     assert "val/pass@4" not in report  # no prompt has four scored samples
 
 
-def test_the_distance_from_the_initial_policy_is_the_same_measured_at_once_or_later():
-    policy, initial = rollouter(), lambda rollout: rollout.sampler_logprobs - 0.25
-    at_once, later = evaluator(greedy=False), evaluator(greedy=False)
-    at_once.initial_logprobs = initial
-    for judge in (at_once, later):
-        judge.evaluate(policy, BATCH, "val", 0)
-    report = at_once.report("val")
-    assert report["val/initial_kl"] == pytest.approx(0.25)
-    later.report("val")
-    later.measure_initial_distance(initial)
-    assert later.complete().items() <= report.items()
+def test_the_distance_from_the_initial_policy_is_that_of_the_samples():
+    judge = evaluator(greedy=False)
+    judge.evaluate(rollouter(), BATCH, "val", 0)
+    judge.measure_initial_distance(lambda rollout: rollout.sampler_logprobs - 0.25)
+    assert judge.report("val")["val/initial_kl"] == pytest.approx(0.25)
+
+
+def test_a_distance_that_some_prompts_lack_is_not_reported():
+    """As if the initial policy could not be loaded on another rank."""
+    judge, policy = evaluator(greedy=False), rollouter()
+    judge.evaluate(policy, BATCH, "val", 0)
+    judge.measure_initial_distance(lambda rollout: rollout.sampler_logprobs)
+    judge.evaluate(policy, replace(BATCH, index=BATCH.index + 3), "val", 0)
+    report = judge.report("val")
+    assert "val/distinct_1" in report
+    assert not [name for name in report if "initial" in name]
 
 
 def test_a_report_forgets_what_it_reported():
@@ -157,14 +161,12 @@ def test_evaluation_is_not_counted_as_training():
 
 def test_the_corpus_gets_the_reply_that_would_be_given():
     class Corpus(CorpusMetrics):
-        def update(self, index, replies, columns):
-            self.seen = (index.tolist(), replies, columns)
+        def count(self, reply, columns):
+            return [reply, columns["level"]]
 
-        def compute(self):
-            return {"corpus": torch.tensor(1.0)}
-
-        def reset(self):
-            pass
+        def summarize(self, rows):
+            self.rows = rows
+            return {"corpus": 1.0}
 
     batch, policy = replace(BATCH, columns={"level": [1, 2, 3]}), rollouter()
     for greedy in (True, False):
@@ -173,8 +175,10 @@ def test_the_corpus_gets_the_reply_that_would_be_given():
         rollout = judge.evaluate(policy, batch, "val", 0).rollout
         likely = policy.generate(batch, "val", group_size=1, sampling=Sampling(temperature=0.0))
         replies = likely.completions if greedy else rollout.completions[::4]
-        assert corpus.seen == ([0, 1, 2], replies, {"level": [1, 2, 3]})
         assert judge.report("test")["test/corpus"] == 1.0
+        assert corpus.rows == [
+            [reply, level] for reply, level in zip(replies, (1, 2, 3), strict=True)
+        ]
 
 
 def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
@@ -238,13 +242,15 @@ def test_answers_are_drawn_from_the_filtered_distribution():
     assert [sampling.top_p for sampling in drawn] == [1e-6, 1.0, 1.0]
 
 
-def test_a_set_that_nobody_answered_is_not_asked_of_the_start_either():
+def test_a_set_that_nobody_answered_is_not_reported():
     judge, policy = evaluator(greedy=False), rollouter()
-    judge.start(torch.device("cpu"), ("easy", "hard"))
+    judge.start(("easy", "hard"))
     judge.evaluate(policy, BATCH, "val", 0, name="easy")
-    assert not [name for name in judge.report("val") if "hard" in name or "initial" in name]
     judge.measure_initial_distance(lambda rollout: rollout.sampler_logprobs)
-    assert judge.complete().keys() == {"val/easy/initial_perplexity", "val/easy/initial_kl"}
+    report = judge.report("val")
+    assert {"val/easy/avg@4", "val/easy/initial_kl"} <= report.keys()
+    assert not [name for name in report if "hard" in name]
+    assert judge.per_prompt.keys() == {"easy"}
 
 
 # --- settings ---

@@ -1,4 +1,4 @@
-"""Metrics of held-out prompts: by hand, against the packages they follow, and over processes."""
+"""Metrics of held-out prompts: by hand, and against the packages they follow."""
 
 import itertools
 import math
@@ -13,21 +13,23 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu
 from torch.utils.data import DataLoader
 
-from litgrpo.evaluation import (
-    GreedyAccuracy,
-    RewardMeans,
-    SampledAccuracy,
-    pass_at_k,
-    wilson_interval,
-)
-from litgrpo.evaluation.evaluator import Evaluation, compute_and_reset
+from litgrpo.evaluation import pass_at_k, wilson_interval
+from litgrpo.evaluation.evaluator import Evaluation, summarize_rows
 from litgrpo.evaluation.metrics import (
     DialogueScores,
-    EpisodeMeans,
-    InitialPolicyDistance,
-    TextQuality,
+    count_correct,
+    count_turns,
     distinct_ngrams,
+    episode_means,
+    greedy_accuracy,
+    initial_distance,
+    measure_text,
     reply_counts,
+    reward_means,
+    sampled_accuracy,
+    sum_logprobs,
+    sum_rewards,
+    text_quality,
 )
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.episodes import Episode
@@ -42,31 +44,19 @@ from tests.support.standin import prompts, rollout_of
 # 5 prompts, 4 samples each: 4, 2, 1, 0, 1 right
 CORRECT = torch.tensor(
     [[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
-).bool()
-INDEX = torch.tensor([7, 3, 100, 0, 5])
+).double()
 
 
-def reward_table(rows: list[int]) -> RewardTable:
-    part = CORRECT[rows].double()
+def reward_table() -> RewardTable:
+    part = CORRECT.clone()
     part[:, 3] = torch.nan
     valid = torch.ones_like(part, dtype=torch.bool)
     valid[:, [0, 3]] = False
     return RewardTable({"right": part}, {"right": 2.0}, 2 * part.nan_to_num(), valid)
 
 
-def metrics() -> list[SampledAccuracy | GreedyAccuracy | RewardMeans]:
-    return [SampledAccuracy(4, ks=(1, 2, 4)), GreedyAccuracy(), RewardMeans(["right"])]
-
-
-def report(batches: list[list[int]]) -> dict[str, float]:
-    """Feed rows to all metrics, batch by batch, and compute."""
-    sampled, greedy, rewards = metrics()
-    for rows in batches:
-        sampled.update(INDEX[rows], CORRECT[rows])
-        greedy.update(INDEX[rows], CORRECT[rows, 1])
-        rewards.update(INDEX[rows], reward_table(rows))
-    results = sampled.compute() | greedy.compute() | rewards.compute()
-    return {name: value.item() for name, value in results.items()}
+def accuracy_of(correct, num_samples, ks):
+    return sampled_accuracy(count_correct(torch.tensor(correct)), num_samples, ks)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:
@@ -77,37 +67,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:
 
 
 def test_the_report_by_hand() -> None:
-    result = report([[0, 1, 2, 3, 4]])
-    assert result["avg@4"] == result["pass@1"] == pytest.approx(8 / 20)
+    result = accuracy_of(CORRECT.tolist(), 4, (1, 2, 4))
+    assert (result["avg@4"], result["pass@1"]) == pytest.approx((8 / 20, 8 / 20))
     # 1, 1 - 1/6, 1/2, 0, 1/2
     assert result["pass@2"] == pytest.approx((1 + 5 / 6 + 1 / 2 + 0 + 1 / 2) / 5)
     assert result["pass@4"] == pytest.approx(4 / 5)
     # rates 1, .5, .25, 0, .25: variance .14375, squared error .02875, effective size .24 / .02875
     low, high = wilson_interval(0.4 * 0.24 / 0.02875, 0.24 / 0.02875)
     assert (result["avg@4_low"], result["avg@4_high"]) == pytest.approx((low, high))
+    result = greedy_accuracy(CORRECT[:, 1].tolist())
     assert result["greedy"] == pytest.approx(2 / 5)
     assert (result["greedy_low"], result["greedy_high"]) == pytest.approx(wilson_interval(2, 5))
     # sample 0 failed in another part, sample 3 abstained; samples 1 and 2: 2, 1, 1, 0, 0 right
+    result = reward_means(sum_rewards(reward_table()))
     assert result["reward"] == pytest.approx(2 * (2 + 1 + 1 + 0 + 0) / 10)
     assert result["right"] == pytest.approx((3 + 1 + 1 + 0 + 1) / 15)
-
-
-def test_batches_order_and_repeated_rows_change_nothing() -> None:
-    expected = report([[0, 1, 2, 3, 4]])
-    assert report([[4], [2, 0], [3, 1]]) == expected
-    assert report([[0, 1, 2], [3, 4, 0], [1], [], [4, 4]]) == expected
-
-
-def test_a_metric_without_data_knows_nothing() -> None:
-    result = report([[]])
-    means = [result[name] for name in ("avg@4", "greedy", "reward", "right")]
-    assert torch.tensor(means).isnan().all()
-    assert (
-        torch.tensor([result["avg@4"], result["greedy"], result["reward"], result["right"]])
-        .isnan()
-        .all()
-    )
-    assert (result["avg@4_low"], result["avg@4_high"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -123,65 +97,31 @@ def test_a_metric_without_data_knows_nothing() -> None:
 def test_unscored_samples_are_left_out_of_accuracies(
     correct, accuracy, unscored, pass_2, effective
 ):
-    metric = SampledAccuracy(3, ks=(1, 2, 3))
-    metric.update(torch.arange(len(correct)), torch.tensor(correct))
-    found = {name: float(value) for name, value in metric.compute().items()}
-    assert found["avg@3"] == found["pass@1"] == pytest.approx(accuracy)
+    found = accuracy_of(correct, 3, (1, 2, 3))
+    assert (found["avg@3"], found["pass@1"]) == pytest.approx((accuracy, accuracy))
     assert found["unscored_frac"] == pytest.approx(unscored)
     assert found["pass@2"] == pytest.approx(pass_2)
     expected = wilson_interval(accuracy * effective, effective)
     assert (found["avg@3_low"], found["avg@3_high"]) == pytest.approx(expected)
-    assert len(metric.per_prompt["avg@3"]) == len(correct)
 
 
 def test_greedy_accuracy_is_that_of_the_scored_completions():
-    metric = GreedyAccuracy()
-    metric.update(torch.arange(4), torch.tensor([1.0, nan, 0.0, 1.0]))
-    found = {name: float(value) for name, value in metric.compute().items()}
+    found = greedy_accuracy([1.0, nan, 0.0, 1.0])
     assert (found["greedy"], found["greedy_unscored_frac"]) == pytest.approx((2 / 3, 0.25))
     assert (found["greedy_low"], found["greedy_high"]) == pytest.approx(wilson_interval(2, 3))
 
 
-def test_samples_without_tokens_have_no_perplexity_and_no_ngrams():
-    empty = replace(rollout(), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
-    metric = InitialPolicyDistance()
-    metric.update(torch.tensor([0, 1]), empty, torch.zeros(4, 3))
-    assert compute_and_reset(metric) == {}
-    mask = torch.tensor([[1, 0, 0]] * 2 + [[1, 1, 1]] * 2).bool()
-    short = replace(rollout(), completion_mask=mask, loss_mask=mask)
-    quality = TextQuality()
-    quality.update(torch.tensor([0, 1]), short)
-    found = compute_and_reset(quality)
-    assert found["distinct_2"] == 1  # 1 2 3 and 4 5 0; the first prompt has no pair of tokens
-
-
 def test_a_single_reply_has_scores_without_an_interval():
     scores = DialogueScores()
-    scores.update(torch.tensor([0]), ["a b c"], {"answers": ["a b d"]})
-    found = compute_and_reset(scores)
+    row = {"sampled": (1, 1), "rewards": {"reward": (1.0, 1)}}
+    row["corpus"] = scores.count("a b c", {"answers": ["a b d"]})
+    settings = Evaluation(num_samples=1, pass_at_k=[1], corpus_metrics=scores)
+    found = summarize_rows([row], settings)
     assert "corpus_f1" in found
-    assert not [name for name in found if name.endswith(("_low", "_high"))]
-
-
-def test_reset_forgets() -> None:
-    metric = GreedyAccuracy()
-    metric.update(INDEX, CORRECT[:, 0])
-    metric.reset()
-    metric.update(INDEX[:1], torch.tensor([True]))
-    assert metric.compute()["greedy"] == 1.0
-
-
-def test_wrong_settings_and_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="pass@"):
-        SampledAccuracy(4, ks=(1, 5))
-    with pytest.raises(ValueError, match="expected 4 samples per prompt"):
-        SampledAccuracy(4).update(INDEX, CORRECT[:, :3])
-    with pytest.raises(ValueError, match="expected shape"):
-        GreedyAccuracy().update(INDEX, CORRECT)
-    with pytest.raises(ValueError, match="4 indices for 5 prompts"):
-        SampledAccuracy(4).update(INDEX[:4], CORRECT)
-    with pytest.raises(ValueError, match="16777216"):
-        GreedyAccuracy().update(torch.tensor([2**24]), torch.tensor([True]))
+    assert [name for name in found if name.endswith(("_low", "_high"))] == [
+        "avg@1_low",
+        "avg@1_high",
+    ]
 
 
 # --- episodes ---
@@ -201,20 +141,11 @@ def make_rollout(*turns):
 
 
 def test_turns_and_calls_are_averaged_over_prompts():
-    metric = EpisodeMeans("greedy_")
-    metric.update(torch.tensor([0, 1]), make_rollout(1, 3, 2, 2))
-    metric.update(torch.tensor([1, 2]), make_rollout(4, 4, 1, 1))  # prompt 1 comes again
-    found = {name: float(value) for name, value in metric.compute().items()}
-    assert found == {
-        "greedy_turns": pytest.approx((2 + 2 + 1) / 3),
-        "greedy_tool_call_frac": pytest.approx((0.5 + 1 + 0) / 3),
+    rows = count_turns(make_rollout(1, 3, 2, 2)) + count_turns(make_rollout(4, 4, 1, 1))
+    assert episode_means(rows, "greedy_") == {
+        "greedy_turns": pytest.approx((2 + 2 + 4 + 1) / 4),
+        "greedy_tool_call_frac": pytest.approx((0.5 + 1 + 1 + 0) / 4),
     }
-
-
-def test_single_turns_say_nothing():
-    metric = EpisodeMeans()
-    metric.update(torch.tensor([0, 1]), rollout_of(prompts("A", "B")))
-    assert metric.compute() == {}
 
 
 # --- text quality and the distance from the initial policy ---
@@ -229,10 +160,7 @@ def rollout() -> Rollout:
 
 
 def test_fluency_by_hand():
-    metric = TextQuality()
-    metric.update(torch.arange(2), rollout())
-    found = {name: float(value) for name, value in metric.compute().items()}
-    assert found == pytest.approx(
+    assert text_quality(measure_text(rollout())) == pytest.approx(
         {
             "terminated_frac": 0.75,
             "len_mean": 2.75,
@@ -242,34 +170,27 @@ def test_fluency_by_hand():
     )
 
 
-def test_a_prompt_that_comes_again_is_not_counted_again():
-    metric = TextQuality()
-    metric.update(torch.arange(2), rollout())
-    once = metric.compute()
-    metric.update(torch.tensor([0]), replace_prompts(rollout()))
-    assert metric.compute() == once
-
-
-def replace_prompts(given: Rollout) -> Rollout:
-    fields = {n: getattr(given, n)[:2] for n in ("completion_ids", "completion_mask", "truncated")}
-    fields["sampler_logprobs"], fields["loss_mask"] = given.sampler_logprobs[:2], None
-    return replace(given, prompts=prompt_batch("a"), **fields)
+def test_samples_without_tokens_have_no_perplexity_and_no_ngrams():
+    empty = replace(rollout(), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
+    found = initial_distance(sum_logprobs(empty, torch.zeros(4, 3)))
+    assert all(map(math.isnan, found.values()))
+    mask = torch.tensor([[1, 0, 0]] * 2 + [[1, 1, 1]] * 2).bool()
+    short = replace(rollout(), completion_mask=mask, loss_mask=mask)
+    # 1 2 3 and 4 5 0; the first prompt has no pair of tokens
+    assert text_quality(measure_text(short))["distinct_2"] == 1
 
 
 def test_perplexity_and_kl_to_the_start_by_hand():
-    metric = InitialPolicyDistance()
     start = torch.full((4, 3), -2.0)
     start[3, 2] = torch.nan  # no token of the policy
-    metric.update(torch.arange(2), rollout(), start)
-    found = metric.compute()
-    assert float(found["initial_perplexity"]) == pytest.approx(math.exp(2.0))
-    assert float(found["initial_kl"]) == pytest.approx(1.5)  # -0.5 - -2
+    found = initial_distance(sum_logprobs(rollout(), start))
+    assert found["initial_perplexity"] == pytest.approx(math.exp(2.0))
+    assert found["initial_kl"] == pytest.approx(1.5)  # -0.5 - -2
 
 
 def test_a_text_that_the_initial_policy_cannot_write_has_infinite_perplexity():
-    metric = InitialPolicyDistance()
-    metric.update(torch.arange(2), rollout(), torch.full((4, 3), -1e4))
-    assert float(metric.compute()["initial_perplexity"]) == math.inf
+    found = initial_distance(sum_logprobs(rollout(), torch.full((4, 3), -1e4)))
+    assert found["initial_perplexity"] == math.inf
 
 
 def test_a_text_of_one_token_has_no_pairs_to_compare():
@@ -298,11 +219,10 @@ ANSWERS = [
 BARE = [REPLIES[0].removeprefix("R: "), *REPLIES[1:]]
 
 
-def scores(replies=REPLIES, answers=ANSWERS, index=None, **settings):
-    metric = DialogueScores(**settings)
-    index = torch.arange(len(replies)) if index is None else index
-    metric.update(index, replies, {"answers": answers})
-    return metric
+def scores(replies=REPLIES, answers=ANSWERS):
+    metrics = DialogueScores()
+    pairs = zip(replies, answers, strict=True)
+    return metrics.summarize([metrics.count(reply, {"answers": each}) for reply, each in pairs])
 
 
 def test_f1_is_by_hand_after_squads_normalization():
@@ -315,22 +235,22 @@ def test_f1_is_by_hand_after_squads_normalization():
 
 def test_corpus_numbers_are_those_of_the_libraries():
     single = [answers[:1] for answers in ANSWERS]
-    report = scores(answers=single).compute()
+    report = scores(answers=single)
     expected = corpus_bleu(BARE, [[answers[0] for answers in single]]).score
     assert expected > 0
-    assert float(report["corpus_bleu"]) == pytest.approx(expected, rel=1e-6)
+    assert report["corpus_bleu"] == pytest.approx(expected)
     for kind in ("rouge1", "rouge2", "rougeL"):
         judge = RougeScorer([kind])
         values = [
             judge.score(answers[0], reply)[kind].fmeasure
             for answers, reply in zip(single, BARE, strict=True)
         ]
-        assert float(report[f"corpus_{kind}"]) == pytest.approx(100 * sum(values) / 5, rel=1e-5)
+        assert report[f"corpus_{kind}"] == pytest.approx(100 * sum(values) / 5)
     values = [
         token_f1(without_articles(reply), without_articles(answers[0]))
         for answers, reply in zip(single, BARE, strict=True)
     ]
-    assert float(report["corpus_f1"]) == pytest.approx(100 * sum(values) / 5, rel=1e-5)
+    assert report["corpus_f1"] == pytest.approx(100 * sum(values) / 5)
     assert report["corpus_f1_low"] < report["corpus_f1"] < report["corpus_f1_high"]
 
 
@@ -339,25 +259,9 @@ def test_the_prefix_is_taken_away_once_and_only_if_asked():
     assert reply_counts("R: hello", "hello", strip="")[0] > reply_counts("hello", "hello")[0]
 
 
-def test_a_prompt_that_comes_twice_counts_once_and_batches_do_not_matter():
-    whole, parts = scores().compute(), DialogueScores()
-    for rows in ([3, 4], [0, 1, 2], [2, 0]):
-        answers = {"answers": [ANSWERS[row] for row in rows]}
-        parts.update(torch.tensor(rows), [REPLIES[row] for row in rows], answers)
-    for name, value in parts.compute().items():
-        torch.testing.assert_close(value, whole[name])
-
-
 def test_a_missing_column_is_named():
     with raises_for("evaluation.corpus_metrics.answers", "replies"):
-        scores(answers=[["x"]] * 5).__class__(answers="replies").update(
-            torch.tensor([0]), ["x"], {"answers": ["x"]}
-        )
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_nothing_judged_is_nan():
-    assert all(value.isnan() for value in DialogueScores().compute().values())
+        DialogueScores(answers="replies").count("x", {"answers": "x"})
 
 
 def always_one(prompts, completions):
@@ -380,7 +284,6 @@ def test_a_validation_reports_them_for_the_replies_it_would_give(greedy):
     group_size = 1 if greedy else 2
     sampled = grpo.rollouter.generate(batch, "val", group_size=group_size, sampling=sampling)
     replies = sampled.completions
-    expected = scores(replies[:: 1 if greedy else 2], columns["answers"]).compute()
-    assert {f"val/{name}": float(value) for name, value in expected.items()}.items() <= {
-        name: value for name, value in report.items() if name.startswith("val/corpus_")
-    }.items()
+    expected = scores(replies[:: 1 if greedy else 2], columns["answers"])
+    found = {name: value for name, value in report.items() if name.startswith("val/corpus_")}
+    assert found == pytest.approx({f"val/{name}": value for name, value in expected.items()})

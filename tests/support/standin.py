@@ -71,7 +71,6 @@ class StandIn(LightningModule):
         self.evaluation_report: dict[str, float] = {}
         self.success: dict[str, object] = {}
         self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}
-        self.complete_evaluation = dict
         self.policy = None
 
     def configure_model(self) -> None:

@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from lightning import Callback, Trainer
 
 from litgrpo.algorithms.losses import Objective
+from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import LoRA, load_policy
 from litgrpo.models.policy import Policy
@@ -21,16 +23,21 @@ def ones(prompts, completions, **_):
     return [1.0] * len(completions)
 
 
-def module(kl_coef: float = 0.0, lora: LoRA | None = None, **evaluation) -> GRPO:
-    settings = {"num_samples": 2, "pass_at_k": [1], "greedy": False} | evaluation
+LIMITS = ("max_iterations", "max_generated_tokens")
+
+
+def module(kl_coef: float = 0.0, lora: LoRA | None = None, **settings) -> GRPO:
+    limits = {name: settings.pop(name) for name in LIMITS if name in settings}
+    evaluation = {"num_samples": 2, "pass_at_k": [1], "greedy": False} | settings
     grpo = GRPO(
         MODEL,
         {"ones": Reward(ones)},
         objective=Objective(kl_coef=kl_coef),
-        evaluation=Evaluation(**settings),
+        evaluation=Evaluation(**evaluation),
         max_completion_length=6,
         lora=lora,
         reward_runner=InProcessRunner(),
+        **limits,
     )
     grpo.configure_model()
     return grpo
@@ -48,10 +55,9 @@ def move(grpo: GRPO) -> GRPO:
 
 
 def numbers(grpo: GRPO) -> dict[str, float]:
-    rollout = grpo.validation_step(BATCH, 0)["rollout"]
-    report = grpo.evaluator.report("val")
-    grpo.rollout = rollout
-    return report | grpo.complete_evaluation()
+    grpo.rollout = grpo.validation_step(BATCH, 0)["rollout"]
+    start.measure_initial_distance(grpo)
+    return grpo.evaluator.report("val")
 
 
 def compute_expected(grpo: GRPO) -> tuple[float, float]:
@@ -61,11 +67,6 @@ def compute_expected(grpo: GRPO) -> tuple[float, float]:
         at_start = load_policy(MODEL).logprobs(rollout.tokens).logprobs[rollout.loss_mask]
     now = rollout.sampler_logprobs[rollout.loss_mask]
     return math.exp(-at_start.mean()), float((now - at_start).mean())
-
-
-def test_nothing_is_completed_before_the_first_evaluation(monkeypatch):
-    monkeypatch.setattr(start, "load_reference", None)
-    assert module().complete_evaluation() == {}
 
 
 def test_before_training_the_start_is_the_policy_and_costs_nothing(monkeypatch):
@@ -111,6 +112,40 @@ def test_where_the_start_is_gone_a_line_says_so_and_nothing_is_lost():
 def test_it_can_be_switched_off():
     found = numbers(move(module(text_quality=False)))
     assert not [name for name in found if "initial" in name or "distinct" in name]
+
+
+class Reports(Callback):
+    """Keeps the report of each evaluation, of the one before training first."""
+
+    def __init__(self):
+        self.reports = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.reports.append(pl_module.evaluation_report)
+
+
+@pytest.mark.parametrize(
+    ("settings", "limits"),
+    [
+        ({"max_iterations": 3}, {}),
+        ({"max_generated_tokens": 100}, {}),  # 48 in an iteration
+        ({}, {"max_epochs": 3}),
+        ({}, {"max_steps": 3}),
+    ],
+    ids=["iterations", "tokens", "epochs", "steps"],
+)
+def test_the_start_is_loaded_for_the_evaluation_that_ends_a_run(settings, limits, tmp_path):
+    grpo, reports = module(**settings), Reports()
+    trainer = Trainer(
+        callbacks=[reports], enable_progress_bar=False, default_root_dir=tmp_path, **limits
+    )
+    trainer.fit(grpo, PromptData(["b"], val=["a", "hello"], batch_size=1))
+    assert grpo.iteration == 3
+    have = ["val/initial_kl" in report for report in reports.reports]
+    assert have == [True, False, False, True]
+    grpo.evaluation_report = {}
+    trainer.validate(grpo, PromptData(val=["a", "hello"]), verbose=False)
+    assert grpo.evaluation_report == pytest.approx(reports.reports[-2], abs=1e-6)
 
 
 def test_an_evaluation_at_another_temperature_asks_the_start_at_it():

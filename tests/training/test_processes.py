@@ -17,7 +17,7 @@ from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.environments.agent import Agent
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.evaluation.metrics import DialogueScores, GreedyAccuracy
+from litgrpo.evaluation.metrics import DialogueScores
 from litgrpo.models.export import export
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
@@ -28,7 +28,7 @@ from litgrpo.training.grpo import GRPO
 from litgrpo.training.optim import WarmupLinear
 from litgrpo.training.sft import SFT
 from litgrpo.training.update_config import UpdateConfig
-from tests.evaluation.test_metrics import CORRECT, INDEX, report
+from tests.evaluation.test_golden import GOLDEN, close_to, report_of
 from tests.support.algorithms import PUBLISHED
 from tests.support.echo import Echo
 from tests.support.gloo import run_by
@@ -304,23 +304,23 @@ def test_a_set_of_which_one_process_sees_no_prompt_is_reported_by_all(tmp_path):
 
 
 def add_up(processes, folder):
-    """Leaves the metrics of held-out prompts that are shared out in three ways."""
+    """Leaves reports of held-out prompts that are shared out in three ways."""
     dist.init_process_group("gloo")
+    # Uneven with two prompts on both processes, one process with a single batch, one idle process.
+    uneven = [[[0, 5, 2, 11], [7, 1]], [[3, 4, 6, 8], [9, 10, 5, 0]]]
+    single = [[[0, 5, 2], [7, 1, 3], [4, 6, 8, 9, 10]], [[11]]]
+    idle = [[list(range(12))], []]
     rank = dist.get_rank()
-    # Uneven with one row on both processes, one process with an empty batch, one idle process.
-    uneven, empty = [[[0, 1], [2]], [[3, 4], [0]]], [[[0, 1, 2, 3, 4]], [[]]]
-    idle = GreedyAccuracy()
-    if rank == 0:
-        idle.update(INDEX, CORRECT[:, 1])
-    found = [report(uneven[rank]), report(empty[rank]), float(idle.compute()["greedy"])]
-    torch.save(found, folder / f"{rank}.pt")
+    reports = [report_of(batches[rank]) for batches in (uneven, single, idle)]
+    torch.save(reports, folder / f"{rank}.pt")
 
 
-def test_metrics_of_two_processes_are_those_of_one(tmp_path):
+def test_a_report_of_two_processes_is_that_of_one(tmp_path):
     run_by(2, add_up, tmp_path)
-    expected = report([[0, 1, 2, 3, 4]])
     for rank in (0, 1):
-        assert torch.load(tmp_path / f"{rank}.pt") == [expected, expected, expected["greedy"]]
+        for report, per_prompt in torch.load(tmp_path / f"{rank}.pt"):
+            assert report == close_to(GOLDEN["report"])
+            assert per_prompt["greedy"] == close_to(GOLDEN["per_prompt"]["greedy"])
 
 
 def redraw(processes, folder):

@@ -44,9 +44,6 @@ class TrainedModule(Protocol):
     def evaluated_prompts(self) -> dict[str, dict[str, list[float]]]:
         """`{validation set: {metric: one number per prompt}}` of the newest evaluation."""
 
-    def complete_evaluation(self) -> dict[str, float]:
-        """Compute metrics of the newest evaluation that need the initial policy."""
-
     @property
     def device(self) -> torch.device:
         """Device of the weights."""

@@ -131,7 +131,6 @@ class Summary(Callback):
         """Keep the evaluation and restart the clock."""
         evaluation = self._evaluation(trainer, pl_module)
         if trainer.state.fn != "fit":
-            evaluation["report"] |= strip_stage(pl_module.complete_evaluation())
             self._report_command(trainer, pl_module, evaluation)
         elif trainer.sanity_checking and self.before is None:  # else resumed before iteration 1
             self.before = evaluation
@@ -186,21 +185,11 @@ class Summary(Callback):
             # A run that was killed at its end has logged this evaluation before.
             validate_now(trainer, log=self.logged_iteration != pl_module.iteration)
         self.trained_s, self.training_since = self._training_time_s(), None
-        self._complete(trainer, pl_module)
         self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())
         saved = folder if writes_files(trainer) else None
         print_safely(pl_module, "\n" + visible(self.page(saved, pl_module.iteration)))
-
-    def _complete(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Add metrics of the last evaluation that need the initial policy, which is loaded."""
-        missing = pl_module.complete_evaluation()
-        if self.after is None or not missing:
-            return
-        self.after["report"] |= strip_stage(missing)
-        for logger in trainer.loggers:
-            logger.log_metrics(missing, step=pl_module.iteration)
 
     def _log_summary(self, trainer: Trainer, iteration: int) -> None:
         """Log before, after and change, by which loggers compare runs."""

@@ -10,19 +10,13 @@ from litgrpo.evaluation.intervals import (
 from litgrpo.evaluation.metrics import (
     CorpusMetrics,
     DialogueScores,
-    GreedyAccuracy,
-    RewardMeans,
-    SampledAccuracy,
     pass_at_k,
 )
 
 __all__ = [
     "CorpusMetrics",
     "DialogueScores",
-    "GreedyAccuracy",
     "PairedDifference",
-    "RewardMeans",
-    "SampledAccuracy",
     "compute_paired_difference",
     "mean_interval",
     "pass_at_k",

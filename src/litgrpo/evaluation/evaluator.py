@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from math import isfinite, isnan
 from typing import Any
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of
-from litgrpo.distributed.collectives import Comm, SingleProcess
+from litgrpo.distributed.collectives import all_gather_object
 from litgrpo.evaluation.metrics import (
     CorpusMetrics,
-    EpisodeMeans,
-    GreedyAccuracy,
-    InitialPolicyDistance,
-    RewardMeans,
-    SampledAccuracy,
-    TextQuality,
+    count_correct,
+    count_turns,
+    episode_means,
+    greedy_accuracy,
+    initial_distance,
+    measure_text,
+    ratio,
+    reward_means,
+    sampled_accuracy,
+    sum_logprobs,
+    sum_rewards,
+    text_quality,
 )
 from litgrpo.rewards.reward import find_success_rewards
 from litgrpo.rewards.scorer import Scorer
@@ -117,77 +119,50 @@ RESERVED |= {"initial_perplexity", "initial_kl"}
 RESERVED |= {"turns", "tool_call_frac", "greedy_turns", "greedy_tool_call_frac"}
 
 
-class SetMetrics:
-    """Metrics of one set of held-out prompts.
+# What was measured of one prompt: {kind: the numbers that a function of `metrics` returns for it}.
+Row = dict[str, Any]
 
-    Args:
-        settings: evaluation settings.
-        reward_names: names of the reward components.
-        device: device of the metrics.
+
+def summarize_rows(rows: Sequence[Row], settings: Evaluation) -> dict[str, float]:
+    """Return {name: number} of all prompts, at least one.
+
+    A kind that a prompt lacks is left out. So is a mean of nothing, NaN, with its interval, and an
+    infinite interval.
     """
-
-    def __init__(
-        self, settings: Evaluation, reward_names: Sequence[str], device: torch.device
-    ) -> None:
-        self.sampled = SampledAccuracy(settings.num_samples, settings.pass_at_k)
-        self.greedy = GreedyAccuracy()
-        self.rewards = RewardMeans(reward_names)
-        self.episodes, self.greedy_episodes = EpisodeMeans(), EpisodeMeans("greedy_")
-        self.text_quality = TextQuality()
-        self.initial_distance = InitialPolicyDistance()
-        self.corpus = settings.corpus_metrics
-        # The metrics that are reported. `initial_distance` is not among them: see `report`.
-        self.metrics: list[Metric] = [self.sampled, self.rewards]
-        if settings.greedy:
-            self.metrics += [self.greedy, self.greedy_episodes]
-        self.metrics.append(self.episodes)
-        if self.corpus is not None:
-            self.metrics.append(self.corpus)
-        if settings.text_quality:
-            self.metrics.append(self.text_quality)
-        self.without_initial: list[Rollout] = []  # samples that `initial_distance` has not seen
-        for metric in (*self.metrics, self.initial_distance):
-            metric.to(device)
-
-    def measure_initial_distance(self, initial_logprobs: InitialLogprobs) -> None:
-        """Add the samples that lack log-probabilities under the initial policy."""
-        for rollout in self.without_initial:
-            indices = rollout.prompts.index
-            self.initial_distance.update(indices, rollout, initial_logprobs(rollout))
-        self.without_initial = []
-
-    def report(
-        self, *, with_initial_distance: bool
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Return {name: number}, and {name: one number per prompt} with `index`, over all ranks.
-
-        Args:
-            with_initial_distance: also report the distance from the initial policy.
-        """
-        report: dict[str, float] = {}
-        for metric in self.metrics:
-            report |= compute_and_reset(metric)
-        if with_initial_distance:
-            report |= compute_and_reset(self.initial_distance)
-        per_prompt = {"index": list(map(float, self.sampled.indices))}
-        for metric in (self.sampled, self.greedy, self.rewards):
-            per_prompt |= metric.per_prompt
-        return report, per_prompt
-
-
-def compute_and_reset(metric: Metric) -> dict[str, float]:
-    """Return {name: number} of a metric, and reset it.
-
-    A mean of nothing, NaN, is left out with its interval, and so is an infinite interval.
-    """
-    values = {name: float(value) for name, value in metric.compute().items()}
-    metric.reset()
+    kinds = set.intersection(*map(set, rows))
+    columns = {kind: [row[kind] for row in rows] for kind in kinds}
+    numbers = sampled_accuracy(columns["sampled"], settings.num_samples, settings.pass_at_k)
+    numbers |= reward_means(columns["rewards"])
+    if "greedy" in kinds:
+        numbers |= greedy_accuracy(columns["greedy"])
+    if "greedy_episodes" in kinds:
+        numbers |= episode_means(columns["greedy_episodes"], "greedy_")
+    if "episodes" in kinds:
+        numbers |= episode_means(columns["episodes"])
+    if settings.corpus_metrics is not None:
+        numbers |= settings.corpus_metrics.summarize(columns["corpus"])
+    if "text" in kinds:
+        numbers |= text_quality(columns["text"])
+    if "distance" in kinds:
+        numbers |= initial_distance(columns["distance"])
     known = {}
-    for name, value in values.items():
+    for name, value in numbers.items():
         mean = re.sub("_(low|high)$", "", name)
-        if not isnan(values.get(mean, value)) and (name == mean or isfinite(value)):
+        if not isnan(numbers.get(mean, value)) and (name == mean or isfinite(value)):
             known[name] = value
     return known
+
+
+def list_by_prompt(rows: Mapping[int, Row], num_samples: int) -> dict[str, list[float]]:
+    """Return {name: one number per prompt} of accuracies and rewards, with `index`."""
+    first = next(iter(rows.values()))
+    columns = {"index": [float(index) for index in rows]}
+    columns[f"avg@{num_samples}"] = [ratio(*row["sampled"]) for row in rows.values()]
+    if "greedy" in first:
+        columns["greedy"] = [row["greedy"] for row in rows.values()]
+    for name in first["rewards"]:
+        columns[name] = [ratio(*row["rewards"][name]) for row in rows.values()]
+    return columns
 
 
 @dataclass(frozen=True)
@@ -237,7 +212,6 @@ class Evaluator:
         One evaluation, as the module does it::
 
             evaluator = Evaluator(Evaluation(num_samples=2, pass_at_k=[1, 2]), scorer)
-            evaluator.start(device)
             for iteration, prompts in enumerate(loader):
                 evaluator.evaluate(rollouter, prompts, "val", iteration)
             evaluator.report("val")  # {"val/avg@2": 0.42, "val/avg@2_low": 0.37, ...}
@@ -261,31 +235,21 @@ class Evaluator:
                 f"rewards cannot be named {', '.join(taken)}: an evaluation has a metric of that "
                 "name. Rename them in model.rewards."
             )
-        # Set by the module; None if the initial policy has to be loaded later, by the module's
-        # `complete_evaluation`.
-        self.initial_logprobs: InitialLogprobs | None = None
-        self.metrics: dict[str, SetMetrics] = {}  # of each set of prompts, "" if only one
+        self.rows: dict[str, dict[int, Row]] = {}  # {set of prompts, "" if only one: {index: row}}
+        self.samples: dict[str, list[Rollout]] = {}  # of each set, since the last report
         # Of the last report: {set: {name: one number per prompt}}.
         self.per_prompt: dict[str, dict[str, list[float]]] = {}
-        # True if the last report lacks the distance from the initial policy.
-        self.is_incomplete, self.stage = False, "val"
-        self.without_initial: dict[str, list[Rollout]] = {}
-        self.start(torch.device("cpu"))
+        self.start()
 
-    def start(self, device: torch.device, names: Sequence[str] = ("",)) -> None:
-        """Start new metrics.
+    def start(self, names: Sequence[str] = ("",)) -> None:
+        """Forget what was measured.
 
         Args:
-            device: device of prompts and rewards.
-            names: names of the sets of prompts. Every rank has the metrics of all sets, including
-                sets of which it has no prompt.
+            names: names of the sets of prompts, on every rank those of all sets, including sets of
+                which it has no prompt.
         """
-        self.device, self.metrics = device, {}
-        settings = self.settings
-        for name in names:
-            self.metrics[name] = SetMetrics(settings, list(self.scorer.components), device)
-            # A metric has state, so each set needs a copy.
-            settings = replace(settings, corpus_metrics=copy.deepcopy(settings.corpus_metrics))
+        self.rows = {name: {} for name in names}
+        self.samples = {name: [] for name in names}
 
     @property
     def success_rule(self) -> str:
@@ -315,7 +279,7 @@ class Evaluator:
             iteration: number of finished iterations.
             name: name of the set of prompts, if there are several.
         """
-        settings, metrics = self.settings, self.metrics[name]
+        settings = self.settings
         rollout = rollouter.generate(
             prompts, purpose, iteration, group_size=settings.num_samples, sampling=self.sampling
         )
@@ -326,83 +290,80 @@ class Evaluator:
                 prompts, purpose, iteration, group_size=1, sampling=Sampling(temperature=0.0)
             )
             replies = greedy.completions
+        measured: dict[str, Sequence[Any]] = {}
         if settings.text_quality:
-            metrics.text_quality.update(prompts.index, rollout)
-            metrics.without_initial.append(rollout)
-        if self.initial_logprobs is not None:
-            metrics.measure_initial_distance(self.initial_logprobs)
+            measured["text"] = measure_text(rollout)
+            self.samples[name].append(rollout)
+        if settings.corpus_metrics is not None:
+            measured["corpus"] = [
+                settings.corpus_metrics.count(
+                    reply, {column: values[b] for column, values in prompts.columns.items()}
+                )
+                for b, reply in enumerate(replies)
+            ]
         rewards = pending.wait()
         correct = self.find_correct(rewards)
-        metrics.sampled.update(prompts.index, correct)
-        metrics.rewards.update(prompts.index, rewards)
-        metrics.episodes.update(prompts.index, rollout)
+        measured |= {"sampled": count_correct(correct), "rewards": sum_rewards(rewards)}
+        if rollout.episodes:
+            measured["episodes"] = count_turns(rollout)
         evaluated = Evaluated(rollout, rewards, correct, name=name)
         if greedy is not None:
             greedy_rewards = self.scorer.start(greedy, iteration).wait()
             greedy_correct = self.find_correct(greedy_rewards)
-            metrics.greedy_episodes.update(prompts.index, greedy)
-            metrics.greedy.update(prompts.index, greedy_correct.squeeze(1))
+            measured["greedy"] = greedy_correct.squeeze(1).tolist()
+            if greedy.episodes:
+                measured["greedy_episodes"] = count_turns(greedy)
             evaluated = replace(
                 evaluated,
                 greedy=greedy,
                 greedy_rewards=greedy_rewards,
                 greedy_correct=greedy_correct,
             )
-        if metrics.corpus is not None:
-            metrics.corpus.update(prompts.index, replies, prompts.columns)
+        self._add(name, prompts, measured)
         return evaluated
+
+    def _add(self, name: str, prompts: PromptBatch, measured: Mapping[str, Sequence[Any]]) -> None:
+        """Add what was measured of a batch to its rows; of a repeated prompt the first stays."""
+        for b, index in enumerate(prompts.index.tolist()):
+            row = self.rows[name].setdefault(index, {})
+            for kind, values in measured.items():
+                row.setdefault(kind, values[b])
+
+    def measure_initial_distance(self, initial_logprobs: InitialLogprobs) -> None:
+        """Measure the samples since the last report under the initial policy."""
+        for name, rollouts in self.samples.items():
+            for rollout in rollouts:
+                distances = sum_logprobs(rollout, initial_logprobs(rollout))
+                self._add(name, rollout.prompts, {"distance": distances})
 
     def find_correct(self, rewards: RewardTable) -> Tensor:
         """Return [B, G] 1.0 for correct completions, 0.0 for others, NaN for unscored ones."""
         threshold = self.settings.success_threshold
-        return rewards.find_correct(self.success_rewards, threshold).to(self.device)
+        return rewards.find_correct(self.success_rewards, threshold)
 
-    def report(self, stage: str, comm: Comm = SingleProcess()) -> dict[str, float]:  # noqa: B008
-        """Return {`stage`/name: number} of everything since the last report.
+    def report(self, stage: str) -> dict[str, float]:
+        """Return {`stage`/name: number} of everything since the last report, over all ranks.
 
         With several sets of prompts {`stage`/set/name: number}. `per_prompt` then holds {set:
-        {name: one number per prompt}}.
+        {name: one number per prompt}}. Every rank must call this. A sampler repeats prompts so that
+        ranks have equally many; each counts once.
 
         Args:
             stage: `val` or `test`.
-            comm: communication between the ranks.
         """
-        has_distance = self.settings.text_quality and self.initial_logprobs is not None
-        self.stage, self.is_incomplete = stage, self.settings.text_quality and not has_distance
+        of_ranks = all_gather_object(self.rows)
         report: dict[str, float] = {}
         self.per_prompt = {}
-        # Adding up the metrics of a set is a collective operation, so all processes must agree on
-        # the sets: `trainer.limit_val_batches` may skip some, and a rank may have no prompt of one.
-        updated = [float(each.sampled.update_called) for each in self.metrics.values()]
-        seen = comm.max(torch.tensor(updated, device=self.device)).tolist()
-        for name, metrics in compress(self.metrics.items(), seen):
-            numbers, self.per_prompt[name] = metrics.report(with_initial_distance=has_distance)
-            report |= self._add_prefix(name, numbers)
-            self.without_initial[name], metrics.without_initial = metrics.without_initial, []
+        for name in self.rows:
+            # Reversed, so that the first of several rows of a prompt stays.
+            merged = {n: row for each in reversed(of_ranks) for n, row in each[name].items()}
+            if rows := {index: merged[index] for index in sorted(merged)}:
+                prefix = f"{stage}/{name}" if name else stage
+                numbers = summarize_rows(list(rows.values()), self.settings)
+                report |= {f"{prefix}/{key}": value for key, value in numbers.items()}
+                self.per_prompt[name] = list_by_prompt(rows, self.settings.num_samples)
+        self.start(list(self.rows))
         return report
-
-    def measure_initial_distance(self, initial_logprobs: InitialLogprobs) -> None:
-        """Measure the samples of the last report under the initial policy."""
-        for name, rollouts in self.without_initial.items():
-            self.metrics[name].without_initial = rollouts
-            self.metrics[name].measure_initial_distance(initial_logprobs)
-        self.without_initial = {}
-
-    def complete(self) -> dict[str, float]:
-        """Return the {`stage`/name: number} that the last report lacks.
-
-        Call `measure_initial_distance` first.
-        """
-        report: dict[str, float] = {}
-        for name in self.per_prompt:
-            distance = compute_and_reset(self.metrics[name].initial_distance)
-            report |= self._add_prefix(name, distance)
-        self.is_incomplete = False
-        return report
-
-    def _add_prefix(self, name: str, numbers: dict[str, float]) -> dict[str, float]:
-        prefix = f"{self.stage}/{name}" if name else self.stage
-        return {f"{prefix}/{key}": value for key, value in numbers.items()}
 
     def predict(self, rollouter: Rollouter, prompts: PromptBatch) -> list[dict[str, Any]]:
         """Generate one completion of each prompt.

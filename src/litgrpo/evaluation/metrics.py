@@ -1,21 +1,16 @@
-"""Metrics of held-out prompts, exact over processes and over repeated rows.
-
-A distributed sampler repeats prompts to fill its last batch, so every metric remembers the prompt
-of each number and counts a prompt once.
-"""
+"""Metrics of held-out prompts: what a batch measures of each prompt, and numbers of all prompts."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
-from math import comb, nan
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from math import comb, fsum, inf, isnan, nan
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.evaluation.intervals import (
@@ -27,9 +22,7 @@ from litgrpo.evaluation.intervals import (
 from litgrpo.text.overlap import bleu, bleu_counts, rouge_f, token_f1, without_articles
 from litgrpo.types import RewardTable, Rollout
 
-# States are float32 and flat, the shape and type that a process without prompts contributes; above
-# this number float32 cannot represent every integer, so two indices would become equal.
-MAX_INDEX = 2**24
+Numbers = tuple[float, ...]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -50,227 +43,108 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-class PromptMetric(Metric):
-    """Collects one row of numbers per prompt; a repeated prompt is counted once."""
-
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-    index: list[Tensor]
-    values: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        # {name: one number per prompt} of all processes, in the order of `indices`, by `compute`
-        self.per_prompt: dict[str, list[float]] = {}
-        self.indices: list[int] = []
-        self.add_state("index", default=[], dist_reduce_fx="cat")
-        self.add_state("values", default=[], dist_reduce_fx="cat")
-
-    def collect(self, index: Tensor, values: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            values: [B, K] numbers to remember.
-        """
-        if len(index) != len(values):
-            raise ValueError(f"got {len(index)} indices for {len(values)} prompts")
-        if bool((index >= MAX_INDEX).any()):
-            raise ValueError(f"a data set for evaluation may have at most {MAX_INDEX} rows")
-        self.index.append(index.float())
-        self.values.append(values.float().flatten())
-
-    def rows(self, num_values: int) -> list[list[float]]:
-        """Return [B, K] numbers of every prompt, each prompt once, in the order of the data set."""
-        self.indices = []
-        if not len(self.index):
-            return []
-        index = dim_zero_cat(self.index).tolist()
-        values = dim_zero_cat(self.values).view(-1, num_values).tolist()
-        # Reversed, so that the first of several rows of a prompt stays.
-        first = dict(zip(reversed(index), reversed(values), strict=True))
-        self.indices = [int(place) for place in sorted(first)]
-        return [first[place] for place in self.indices]
+def ratio(total: float, count: float) -> float:
+    """Return total / count; NaN of nothing."""
+    return total / count if count else nan
 
 
-class SampledAccuracy(PromptMetric):
-    """Accuracy of sampled completions: avg@k with its interval, and pass@j.
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not NaN; NaN if there is none."""
+    known = [value for value in values if not isnan(value)]
+    return ratio(fsum(known), len(known))
+
+
+# --- accuracy ---
+
+
+def count_correct(correct: Tensor) -> list[tuple[int, int]]:
+    """Return the number of correct and of scored samples of each prompt.
 
     Args:
+        correct: [B, G] 1 for correct completions, 0 for others, NaN for unscored ones.
+    """
+    counts = zip(correct.nansum(1).tolist(), (~correct.isnan()).sum(1).tolist(), strict=True)
+    return [(int(successes), int(scored)) for successes, scored in counts]
+
+
+def sampled_accuracy(
+    rows: Sequence[tuple[int, int]], num_samples: int, ks: Sequence[int]
+) -> dict[str, float]:
+    """Return {avg@k, avg@k_low, avg@k_high, unscored_frac, pass@j for every j}.
+
+    A prompt counts in avg@k by the fraction of its scored samples that are correct, and in pass@j
+    if at least j are scored.
+
+    Args:
+        rows: see `count_correct`.
         num_samples: k, completions per prompt.
         ks: the js of pass@j, each at most k.
-        confidence: coverage of the interval, which is clustered by prompt.
     """
-
-    def __init__(
-        self, num_samples: int, ks: Sequence[int] = (1,), confidence: float = 0.95
-    ) -> None:
-        super().__init__()
-        too_large = [k for k in ks if not 1 <= k <= num_samples]
-        if num_samples < 1 or too_large:
-            raise ValueError(
-                f"pass@{too_large or ks} cannot be estimated from {num_samples} samples; "
-                "choose k from 1 to the number of samples"
-            )
-        self.num_samples = num_samples
-        self.ks = tuple(ks)
-        self.confidence = confidence
-
-    def update(self, index: Tensor, correct: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            correct: [B, k] 1 for correct completions, 0 for others, NaN for unscored ones.
-        """
-        if tuple(correct.shape[1:]) != (self.num_samples,):
-            given = tuple(correct.shape)
-            raise ValueError(f"expected {self.num_samples} samples per prompt, got shape {given}")
-        correct = correct.float()
-        self.collect(index, torch.stack([correct.nansum(1), (~correct.isnan()).sum(1)], dim=1))
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return {avg@k, avg@k_low, avg@k_high, unscored_frac, pass@j for every j}.
-
-        A prompt counts in avg@k by the fraction of its scored samples that are correct, and in
-        pass@j if at least j are scored. NaN without such a prompt.
-        """
-        rows = [(int(correct), int(scored)) for correct, scored in self.rows(2)]
-        name, known = f"avg@{self.num_samples}", [row for row in rows if row[1]]
-        self.per_prompt = {name: [correct / n if n else nan for correct, n in rows]}
-        successes, counts = [[row[place] for row in known] for place in (0, 1)]
-        low, high = proportion_interval(successes, counts, self.confidence)
-        report = {name: _mean([correct / n for correct, n in known])}
-        report |= {f"{name}_low": low, f"{name}_high": high}
-        report["unscored_frac"] = _mean([1 - scored / self.num_samples for _, scored in rows])
-        for k in self.ks:
-            report[f"pass@{k}"] = _mean([pass_at_k(n, correct, k) for correct, n in rows if n >= k])
-        return _tensors(report, self.device)
+    name, scored_rows = f"avg@{num_samples}", [row for row in rows if row[1]]
+    successes, counts = ([row[place] for row in scored_rows] for place in (0, 1))
+    low, high = proportion_interval(successes, counts)
+    report = {name: mean([ratio(*row) for row in rows]), f"{name}_low": low, f"{name}_high": high}
+    report["unscored_frac"] = mean([1 - scored / num_samples for _, scored in rows])
+    for k in ks:
+        report[f"pass@{k}"] = mean([pass_at_k(n, correct, k) for correct, n in rows if n >= k])
+    return report
 
 
-class GreedyAccuracy(PromptMetric):
-    """Accuracy of one greedy completion per prompt, with Wilson's interval.
+def greedy_accuracy(correct: Sequence[float]) -> dict[str, float]:
+    """Return {greedy, greedy_low, greedy_high, greedy_unscored_frac}, with Wilson's interval.
 
     Args:
-        confidence: coverage of the interval.
+        correct: [B] 1 for correct greedy completions, 0 for others, NaN for unscored ones.
     """
-
-    def __init__(self, confidence: float = 0.95) -> None:
-        super().__init__()
-        self.confidence = confidence
-
-    def update(self, index: Tensor, correct: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            correct: [B] 1 for correct completions, 0 for others, NaN for unscored ones.
-        """
-        if correct.shape != index.shape:
-            raise ValueError(f"expected shape {tuple(index.shape)}, got {tuple(correct.shape)}")
-        self.collect(index, correct[:, None])
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return {greedy, greedy_low, greedy_high, greedy_unscored_frac}; NaN if none is scored."""
-        correct = [row[0] for row in self.rows(1)]
-        self.per_prompt = {"greedy": correct}
-        known = [each for each in correct if not math.isnan(each)]
-        low, high = wilson_interval(sum(known), len(known), self.confidence)
-        report = {"greedy": _mean(known), "greedy_low": low, "greedy_high": high}
-        report["greedy_unscored_frac"] = _mean([float(math.isnan(each)) for each in correct])
-        return _tensors(report, self.device)
+    scored = [value for value in correct if not isnan(value)]
+    low, high = wilson_interval(sum(scored), len(scored))
+    report = {"greedy": mean(correct), "greedy_low": low, "greedy_high": high}
+    return report | {"greedy_unscored_frac": 1 - len(scored) / len(correct)}
 
 
-class RewardMeans(PromptMetric):
-    """Mean total reward of valid completions, and mean of every component over those it scored.
+# --- rewards ---
+
+
+def sum_rewards(rewards: RewardTable) -> list[dict[str, tuple[float, int]]]:
+    """Return {`reward` or a component: (sum, number of scored samples)} of each prompt."""
+    columns = {"reward": rewards.scored} | rewards.components
+    sums = {
+        name: zip(column.nansum(1).tolist(), (~column.isnan()).sum(1).tolist(), strict=True)
+        for name, column in columns.items()
+    }
+    return [dict(zip(sums, row, strict=True)) for row in zip(*sums.values(), strict=True)]
+
+
+def reward_means(rows: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return {reward, reward_low, reward_high, one entry per component}.
+
+    Means over valid completions, and of a component over those that it scored. The interval is a
+    bootstrap over prompts.
 
     Args:
-        names: names of the components.
+        rows: see `sum_rewards`.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self.names = tuple(names)
-
-    def update(self, index: Tensor, rewards: RewardTable) -> None:
-        """Add a batch.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            rewards: the rewards of its completions, [B, G].
-        """
-        columns = [rewards.scored]
-        columns += [rewards.components[name] for name in self.names]
-        sums = [column.nansum(1) for column in columns]
-        counts = [(~column.isnan()).sum(1) for column in columns]
-        # [B, 2 (1 + components)]
-        self.collect(index, torch.stack([*sums, *counts], dim=1).to(index.device))
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return {reward, reward_low, reward_high, one entry per component}; NaN if unscored.
-
-        The interval is a bootstrap over prompts and is omitted for fewer than two of them.
-        """
-        names = ("reward", *self.names)
-        rows = self.rows(2 * len(names))
-        table = torch.tensor(rows, dtype=torch.float64).view(-1, 2, len(names))
-        sums, counts = table.unbind(1)  # [B, 1 + components] each
-        self.per_prompt = dict(zip(names, (sums / counts).T.tolist(), strict=True))
-        means = dict(zip(names, (sums.sum(0) / counts.sum(0)).tolist(), strict=True))
-        bounds = bootstrap_ratio(sums[:, 0].tolist(), counts[:, 0].tolist())
-        interval = zip(("reward_low", "reward_high"), bounds, strict=True)
-        known = {name: bound for name, bound in interval if math.isfinite(bound)}
-        return _tensors({"reward": means["reward"]} | known | means, self.device)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else torch.nan
-
-
-def _tensors(report: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, device=device) for name, value in report.items()}
+    sums = {name: [row[name][0] for row in rows] for name in rows[0]}
+    counts = {name: [row[name][1] for row in rows] for name in rows[0]}
+    low, high = bootstrap_ratio(sums["reward"], counts["reward"])
+    means = {name: ratio(fsum(sums[name]), sum(counts[name])) for name in sums}
+    return {"reward": means["reward"], "reward_low": low, "reward_high": high} | means
 
 
 # --- episodes ---
 
 
-EPISODE_NAMES = ("turns", "tool_call_frac")
+def count_turns(rollout: Rollout) -> list[Numbers]:
+    """Return turns and fraction with a tool call of each prompt, means over its episodes."""
+    turns = [(len(each.assistant_texts), float(bool(each.calls))) for each in rollout.episodes]
+    table = torch.tensor(turns, dtype=torch.float64).view(-1, rollout.group_size, 2)
+    return [(number, calls) for number, calls in table.mean(1).tolist()]
 
 
-class EpisodeMeans(PromptMetric):
-    """Turns of an episode, and fraction of episodes with a tool call.
-
-    Args:
-        prefix: prefix of the metrics' names.
-    """
-
-    def __init__(self, prefix: str = "") -> None:
-        super().__init__()
-        self.prefix = prefix
-
-    def update(self, index: Tensor, rollout: Rollout) -> None:
-        """Add a batch; completions without an environment count as unknown.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            rollout: G samples of each prompt.
-        """
-        # Every process must contribute the same shapes, so that counts can be gathered.
-        seen = torch.full((len(EPISODE_NAMES), len(rollout.completion_ids)), torch.nan)
-        for row, episode in enumerate(rollout.episodes):
-            seen[:, row] = torch.tensor(
-                [float(len(episode.assistant_texts)), float(bool(episode.calls))]
-            )
-        means = seen.view(len(EPISODE_NAMES), -1, rollout.group_size).mean(2)
-        self.collect(index, means.T.contiguous().to(index.device))
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return {turns, tool_call_frac}, means over prompts with episodes; {} without one."""
-        rows = torch.tensor(self.rows(len(EPISODE_NAMES)), dtype=torch.float64)
-        means = rows.view(-1, len(EPISODE_NAMES)).nanmean(0).float().to(self.device)
-        names = [f"{self.prefix}{name}" for name in EPISODE_NAMES]
-        return {} if means.isnan().any() else dict(zip(names, means, strict=True))
+def episode_means(rows: Sequence[Numbers], prefix: str = "") -> dict[str, float]:
+    """Return {turns, tool_call_frac}, means over prompts."""
+    turns, calls = zip(*rows, strict=True)
+    return {f"{prefix}turns": mean(turns), f"{prefix}tool_call_frac": mean(calls)}
 
 
 # --- text quality ---
@@ -279,8 +153,8 @@ class EpisodeMeans(PromptMetric):
 NGRAM_SIZES = (1, 2)
 
 
-class TextQuality(PromptMetric):
-    """Length, fraction that terminated, and distinct-n of the samples of each prompt.
+def measure_text(rollout: Rollout) -> list[Numbers]:
+    """Return fraction that terminated, length, distinct-1 and distinct-2 of each prompt's samples.
 
     These do not use the reward, so they show what a policy that exploits it gives up. distinct-n is
     the number of different n-grams of tokens over the number of all, in the samples of one prompt
@@ -290,71 +164,21 @@ class TextQuality(PromptMetric):
     Source: distinct-n: Li et al. 2016, arXiv:1510.03055; per input: Kirk et al. 2024,
     arXiv:2310.06452.
     """
-
-    def update(self, index: Tensor, rollout: Rollout) -> None:
-        """Add a batch.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            rollout: G samples of each prompt.
-        """
-        texts = rollout.token_lists()
-        lengths = rollout.lengths.float().view(-1, rollout.group_size)
-        terminated = 1 - rollout.truncated.float().view_as(lengths)
-        shares = [
-            distinct_ngrams(texts[first : first + rollout.group_size])
-            for first in range(0, len(texts), rollout.group_size)
-        ]
-        measured = torch.stack([terminated.mean(1), lengths.mean(1)], dim=1)
-        both = torch.hstack([measured.cpu(), torch.tensor(shares)])
-        self.collect(index, both.to(index.device))
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return {terminated_frac, len_mean, distinct_1, distinct_2}, means over prompts.
-
-        Prompts without an n-gram in their samples are left out of distinct-n; NaN without others.
-        """
-        names = ("terminated_frac", "len_mean", *(f"distinct_{n}" for n in NGRAM_SIZES))
-        rows = torch.tensor(self.rows(len(names)), dtype=torch.float64)
-        means = rows.view(-1, len(names)).nanmean(0).float().to(self.device)
-        return dict(zip(names, means, strict=True))
+    size, texts = rollout.group_size, rollout.token_lists()
+    terminated = (~rollout.truncated).double().view(-1, size).mean(1).tolist()
+    lengths = rollout.lengths.double().view(-1, size).mean(1).tolist()
+    groups = [texts[first : first + size] for first in range(0, len(texts), size)]
+    measured = zip(terminated, lengths, map(distinct_ngrams, groups), strict=True)
+    return [(ended, length, *shares) for ended, length, shares in measured]
 
 
-class InitialPolicyDistance(PromptMetric):
-    """Perplexity of the samples under the initial policy, and the KL divergence from it.
+def text_quality(rows: Sequence[Numbers]) -> dict[str, float]:
+    """Return {terminated_frac, len_mean, distinct_1, distinct_2}, means over prompts.
 
-    Perplexity is exp of the mean negative log-probability of a sampled token under the initial
-    policy; the KL is the mean over sampled tokens of log p_now - log p_initial (k1, nats).
-    Both are at the temperature of the evaluation. A perplexity above that of the initial policy's
-    own samples means text that the initial policy would hardly generate; below it, text that became
-    repetitive or generic.
+    Prompts without an n-gram in their samples are left out of distinct-n.
     """
-
-    def update(self, index: Tensor, rollout: Rollout, initial_logprobs: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            index: [B] position of each prompt in its data set.
-            rollout: G samples of each prompt.
-            initial_logprobs: [N, C] log-probability of each token under the initial policy.
-        """
-        mask = rollout.loss_mask
-        initial = torch.where(mask, initial_logprobs.to(mask.device), 0.0)
-        now = torch.where(mask, rollout.sampler_logprobs, 0.0)
-        sums = torch.stack([-initial.sum(1), (now - initial).sum(1), mask.sum(1).float()], dim=1)
-        per_prompt = sums.view(len(rollout.prompts), rollout.group_size, 3).sum(1)
-        self.collect(index, per_prompt.to(index.device))
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return {initial_perplexity, initial_kl}; NaN without a sampled token."""
-        columns = zip(*self.rows(3), strict=True)
-        surprise, distance, tokens = [math.fsum(column) for column in columns] or [nan] * 3
-        tokens = tokens or nan
-        numbers = {
-            "initial_perplexity": math.exp(min(surprise / tokens, 700.0)),
-            "initial_kl": distance / tokens,
-        }
-        return {name: torch.tensor(each, device=self.device) for name, each in numbers.items()}
+    names = ("terminated_frac", "len_mean", *(f"distinct_{n}" for n in NGRAM_SIZES))
+    return {name: mean(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
@@ -370,8 +194,47 @@ def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
     shares = []
     for n in NGRAM_SIZES:
         grams = [tuple(ids[k : k + n]) for ids in texts for k in range(len(ids) - n + 1)]
-        shares.append(len(set(grams)) / len(grams) if grams else nan)
+        shares.append(ratio(len(set(grams)), len(grams)))
     return shares
+
+
+# --- distance from the initial policy ---
+
+
+LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+def sum_logprobs(rollout: Rollout, initial_logprobs: Tensor) -> list[Numbers]:
+    """Return sums of -log p_initial and log p_now - log p_initial, and tokens, of each prompt.
+
+    Args:
+        rollout: G samples of each prompt.
+        initial_logprobs: [N, C] log-probability of each token under the initial policy.
+    """
+    mask = rollout.loss_mask
+    initial = torch.where(mask, initial_logprobs.to(mask.device), 0.0).double()
+    now = torch.where(mask, rollout.sampler_logprobs, 0.0).double()
+    sums = torch.stack([-initial.sum(1), (now - initial).sum(1), mask.sum(1).double()], dim=1)
+    per_prompt = sums.view(-1, rollout.group_size, 3).sum(1).tolist()
+    return [(surprise, distance, tokens) for surprise, distance, tokens in per_prompt]
+
+
+def initial_distance(rows: Sequence[Numbers]) -> dict[str, float]:
+    """Return {initial_perplexity, initial_kl}: perplexity under the initial policy, KL from it.
+
+    Perplexity is exp of the mean negative log-probability of a sampled token under the initial
+    policy; the KL is the mean over sampled tokens of log p_now - log p_initial (k1, nats).
+    Both are at the temperature of the evaluation. A perplexity above that of the initial policy's
+    own samples means text that the initial policy would hardly generate; below it, text that became
+    repetitive or generic.
+
+    Args:
+        rows: see `sum_logprobs`.
+    """
+    surprise, distance, tokens = map(fsum, zip(*rows, strict=True))
+    nats = ratio(surprise, tokens)
+    perplexity = inf if nats > LARGEST_EXPONENT else math.exp(nats)
+    return {"initial_perplexity": perplexity, "initial_kl": ratio(distance, tokens)}
 
 
 # --- corpus metrics ---
@@ -381,22 +244,25 @@ ROUGES = ("rouge1", "rouge2", "rougeL")
 BLEU_COUNTS = 10
 
 
-class CorpusMetrics(PromptMetric):
+class CorpusMetrics(ABC):
     """Metrics of one reply to every held-out prompt, computed over all of them together."""
 
     @abstractmethod
-    def update(self, index: Tensor, replies: Sequence[str], columns: dict[str, list[Any]]) -> None:
-        """Add a batch.
+    def count(self, reply: str, columns: Mapping[str, Any]) -> Sequence[float]:
+        """Compute the numbers that a reply adds.
 
         Args:
-            index: [B] position of each prompt in its data set.
-            replies: B texts, the greedy ones if the evaluation has them.
-            columns: {name: list of B} of the data set.
+            reply: the text; the greedy one if the evaluation has it.
+            columns: {name: value} of the prompt's row in the data.
         """
 
     @abstractmethod
-    def compute(self) -> dict[str, Tensor]:
-        """Return {name: number}; `_low` and `_high` are the ends of its interval."""
+    def summarize(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return {name: number}; `_low` and `_high` are the ends of its interval.
+
+        Args:
+            rows: the numbers of every reply, at least one.
+        """
 
 
 class DialogueScores(CorpusMetrics):
@@ -420,52 +286,39 @@ class DialogueScores(CorpusMetrics):
     def __init__(
         self, answers: str = "answers", strip: str = "R:", confidence: float = 0.95
     ) -> None:
-        super().__init__()
         self.answers = answers
         self.strip = strip
         self.confidence = confidence
 
-    def update(self, index: Tensor, replies: Sequence[str], columns: dict[str, list[Any]]) -> None:
-        """Add a batch; see `CorpusMetrics.update`."""
+    def count(self, reply: str, columns: Mapping[str, Any]) -> list[float]:
+        """Compute the counts of `reply_counts`."""
         if self.answers not in columns:
             raise ValueError(
                 f"model.evaluation.corpus_metrics.answers is {self.answers!r}; expected the column "
                 f"of reference replies, one of {sorted(columns)}."
             )
-        pairs = zip(replies, columns[self.answers], strict=True)
-        counts = [reply_counts(reply, answer, self.strip) for reply, answer in pairs]
-        self.collect(index, torch.tensor(counts, device=index.device))
+        return reply_counts(reply, columns[self.answers], self.strip)
 
-    def compute(self) -> dict[str, Tensor]:
-        """Return {corpus_bleu, corpus_f1, corpus_rouge1, _rouge2, _rougeL}; NaN without prompts.
-
-        All but BLEU have intervals, `_low` and `_high`.
-        """
-        names = ("f1", *ROUGES)
-        rows = self.rows(BLEU_COUNTS + len(names))
-        if not rows:
-            unknown = torch.tensor(nan, device=self.device)
-            return {f"corpus_{name}": unknown for name in ("bleu", *names)}
-        sums = [sum(column) for column in zip(*rows, strict=True)]
-        report = {"corpus_bleu": bleu(sums[:BLEU_COUNTS], effective_order=False)}
-        for place, name in enumerate(names, start=BLEU_COUNTS):
-            values = [100 * row[place] for row in rows]
+    def summarize(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return {corpus_bleu, corpus_f1, corpus_rouge1, ...}; all but BLEU have intervals."""
+        columns = list(zip(*rows, strict=True))
+        sums = [sum(column) for column in columns[:BLEU_COUNTS]]
+        report = {"corpus_bleu": bleu(sums, effective_order=False)}
+        for name, column in zip(("f1", *ROUGES), columns[BLEU_COUNTS:], strict=True):
+            values = [100 * value for value in column]
             low, high = mean_interval(values, self.confidence)
-            report[f"corpus_{name}"] = sum(values) / len(values)
+            report |= {f"corpus_{name}": mean(values)}
             report |= {f"corpus_{name}_low": low, f"corpus_{name}_high": high}
-        return {name: torch.tensor(value, device=self.device) for name, value in report.items()}
+        return report
 
 
 def reply_counts(reply: str, answer: str | Sequence[str], strip: str = "R:") -> list[float]:
-    """Compute the counts that one reply adds to the metrics of a corpus.
+    """Return the counts of BLEU, then F1, ROUGE-1, ROUGE-2 and ROUGE-L from 0 to 1, of one reply.
 
     Args:
         reply: the text.
         answer: its reference, or several.
         strip: prefix to remove from it.
-
-    Returns:
-        The counts of BLEU, then F1, ROUGE-1, ROUGE-2 and ROUGE-L from 0 to 1.
     """
     reply = reply.strip().removeprefix(strip).strip()
     references = [answer] if isinstance(answer, str) else list(answer)

@@ -67,7 +67,7 @@ from litgrpo.training import hyper_parameters, kernel_choice, settings_checks
 from litgrpo.training.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
 from litgrpo.training.data_completions import DataCompletions
 from litgrpo.training.episode_setup import build_episodes, check_environment
-from litgrpo.training.initial_policy import initial_logprobs, measure_initial_policy
+from litgrpo.training.initial_policy import measure_initial_distance
 from litgrpo.training.iteration_metrics import (
     advantage_stats,
     average_over_ranks,
@@ -332,7 +332,7 @@ class GRPO(LightningModule):
             # Prompts stay on the host, where rollouts are assembled. Set on this object only:
             # Lightning warns about a class that overrides the hook if a data module is used.
             self.transfer_batch_to_device = _keep_on_host  # type: ignore[assignment,method-assign]
-        self.evaluator.start(backend(device).data_device, validation_set_names(self.trainer))
+        self.evaluator.start(validation_set_names(self.trainer))
         sets = reward_columns(self.trainer)
         for columns in sets:
             self.scorer.check(columns, episodes=self.environment is not None)
@@ -715,7 +715,6 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count correct answers; return rollout and rewards."""
-        self.evaluator.initial_logprobs = initial_logprobs(self)
         evaluated = self.evaluator.evaluate(
             self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
         )
@@ -734,14 +733,11 @@ class GRPO(LightningModule):
         self._report_evaluation("test")
 
     def _report_evaluation(self, stage: str) -> None:
-        self.evaluation_report = self.evaluator.report(stage, self.learner.comm)
+        measure_initial_distance(self)
+        self.evaluation_report = self.evaluator.report(stage)
         self._seed_device()
         report = self.evaluation_report | {"step": float(self.iteration)}
         self.log_dict({name: torch.tensor(value) for name, value in report.items()})
-
-    def complete_evaluation(self) -> dict[str, float]:
-        """Measure what the last evaluation needs the initial policy for, at the end of a run."""
-        return measure_initial_policy(self)
 
     @property
     def success(self) -> dict[str, Any]:

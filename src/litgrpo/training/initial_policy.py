@@ -1,4 +1,4 @@
-"""Log-probabilities under the initial policy, which evaluations compare samples with."""
+"""The distance of the samples of an evaluation from the initial policy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from litgrpo.distributed.collectives import all_gather_object
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import NotEnoughMemory, free_memory, is_out_of_memory
 from litgrpo.distributed.messages import rank_zero_warn
-from litgrpo.evaluation.evaluator import Evaluator, InitialLogprobs
+from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.models.loading import Precision, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import BaseModelReference, Reference
 from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.learner import Learner
-from litgrpo.training.run_setup import make_sharding
+from litgrpo.training.run_setup import ends_run, make_sharding
 from litgrpo.types import Rollout
 
 
@@ -40,29 +41,63 @@ class EvaluatedModule(Protocol):
         """Device of the policy."""
 
 
-def initial_logprobs(module: EvaluatedModule) -> InitialLogprobs | None:
-    """Return a function of log-probabilities under the initial policy, if it needs no extra model.
+def measure_initial_distance(module: EvaluatedModule) -> None:
+    """Measure the samples of an evaluation under the initial policy, if that is available.
 
     Before the first iteration the policy itself is the initial one, so the log-probabilities at
     sampling serve. Later it is the reference, if that is a fixed copy, or the model without its
-    LoRA adapters.
+    LoRA adapters. Otherwise it is loaded for the evaluation that ends a run, and released.
+
+    At the end of a run nothing may be lost because of it: if it cannot be loaded, or memory is
+    exhausted, all ranks skip these metrics together, with a warning.
 
     Args:
-        module: after `configure_model`.
-
-    Returns:
-        None if the initial policy would have to be loaded again.
+        module: after an evaluation, before its report.
     """
-    policy, reference = module.policy, module.reference
+    evaluator, policy = module.evaluator, module.policy
     assert policy is not None
+    if not evaluator.settings.text_quality:
+        return
     if module.iteration == 0:
-        return _sampler_logprobs
-    moves = module.coefficients.moves_reference
+        evaluator.measure_initial_distance(_sampler_logprobs)
+        return
+    failure = ""
+    try:
+        initial = _find_initial_policy(module, policy)
+        if initial is None:
+            return
+        with gathered(initial, policy):  # ranks have unequal numbers of batches
+            evaluator.measure_initial_distance(partial(_logprobs_under, module, initial))
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        out_of_memory = is_out_of_memory(error) or isinstance(error, NotEnoughMemory)
+        if isinstance(error, RuntimeError) and not out_of_memory:
+            raise
+        failure = "out of memory" if out_of_memory else str(error).splitlines()[0]
+    initial = None
+    if ends_run(module):  # it may have been loaded
+        free_memory()
+    # The report leaves out what a prompt lacks, so the other ranks need not know of a failure.
+    if failures := list(filter(None, all_gather_object(failure))):
+        rank_zero_warn(
+            "initial_perplexity and initial_kl are not measured: the initial policy is not "
+            f"available ({failures[0]})"
+        )
+
+
+def _find_initial_policy(module: EvaluatedModule, policy: Policy) -> Reference | None:
+    reference, moves = module.reference, module.coefficients.moves_reference
     if reference is not None and module.reference_path is None and not moves:
-        return partial(_logprobs_under, module, reference)
+        return reference
     if policy.has_adapter:
-        return partial(_logprobs_under, module, BaseModelReference(policy))
-    return None
+        return BaseModelReference(policy)
+    # On XLA devices a second model would need new programs.
+    if not ends_run(module) or backend(module.device).static_shapes:
+        return None
+    # A model that is loaded in a validation must not consist of inference tensors.
+    with torch.inference_mode(False), torch.no_grad():
+        return load_reference(
+            policy, None, module.pretrained, module.precision, sharding=make_sharding(module)
+        ).to(module.device)
 
 
 def _sampler_logprobs(rollout: Rollout) -> Tensor:
@@ -72,47 +107,3 @@ def _sampler_logprobs(rollout: Rollout) -> Tensor:
 def _logprobs_under(module: EvaluatedModule, reference: Reference, rollout: Rollout) -> Tensor:
     temperature = module.evaluator.sampling.policy_temperature
     return module.learner.logprobs_under(reference, rollout.tokens, temperature)
-
-
-def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
-    """Load the initial policy, and complete the metrics of the last evaluation that need it.
-
-    At the end of a run nothing may be lost because of it: if it cannot be loaded, or memory is
-    exhausted, all ranks skip these metrics together, with a warning.
-
-    Args:
-        module: after an evaluation.
-
-    Returns:
-        {stage/name: number}; {} if nothing is missing or the initial policy is not available.
-    """
-    evaluator, device, policy = module.evaluator, module.device, module.policy
-    # On XLA devices a second model would need new programs.
-    if not evaluator.is_incomplete or backend(device).static_shapes:
-        return {}
-    assert policy is not None
-    failure = ""
-    try:
-        initial = load_reference(
-            policy,
-            None,
-            module.pretrained,
-            module.precision,
-            sharding=make_sharding(module),
-        ).to(device)
-        with gathered(initial, policy):  # ranks have unequal numbers of batches
-            evaluator.measure_initial_distance(partial(_logprobs_under, module, initial))
-        del initial
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        out_of_memory = is_out_of_memory(error) or isinstance(error, NotEnoughMemory)
-        if isinstance(error, RuntimeError) and not out_of_memory:
-            raise
-        failure = "out of memory" if out_of_memory else str(error).splitlines()[0]
-    free_memory()
-    if module.learner.comm.max(torch.tensor(float(bool(failure)))):
-        rank_zero_warn(
-            "initial_perplexity and initial_kl are not measured: the initial policy is not "
-            f"available ({failure or 'on another rank'})"
-        )
-        return {}
-    return evaluator.complete()

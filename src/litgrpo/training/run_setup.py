@@ -303,6 +303,16 @@ def resolve_run_length(module: Any) -> int | None:
     return module.max_iterations
 
 
+def ends_run(module: Any) -> bool:
+    """Return whether an evaluation that happens now is the last one, as far as is known."""
+    trainer = find_trainer(module)
+    if trainer is None or trainer.state.fn != "fit" or trainer.should_stop:
+        return True
+    length = resolve_run_length(module)
+    is_at_end = length is not None and module.iteration >= length
+    return is_at_end or 0 <= trainer.max_steps <= trainer.global_step
+
+
 def log_that_run_is_complete(module: Any) -> None:
     """Log that a fit trains nothing, because a limit was reached before."""
     limits = {"max_iterations": module.max_iterations}

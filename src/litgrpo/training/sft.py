@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -145,7 +145,6 @@ class SFT(LightningModule):
         self.evaluation_report: dict[str, float] = {}
         self.success: dict[str, Any] = {}
         self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
-        self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
         # Sums [2] and sizes of the batches since the last optimizer step, of all processes.
         self.earlier_batches: tuple[Tensor, StepSizes] | None = None
