@@ -12,7 +12,6 @@ from lightning import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.nn import Parameter
-from torchmetrics import MeanMetric
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, require
@@ -149,8 +148,8 @@ class SFT(LightningModule):
         # Sums [2] and sizes of the batches since the last optimizer step, of all processes.
         self.earlier_batches: tuple[Tensor, StepSizes] | None = None
         self.cpu_contention = CpuContention()
-        # {name of a validation set: mean loss and mean accuracy of its tokens}
-        self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
+        # {name of a validation set: [loss, number of correct tokens, number of tokens]}
+        self.sums: dict[str, Tensor] = {}
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -173,10 +172,7 @@ class SFT(LightningModule):
         device = self.trainer.strategy.root_device
         if device.type == "cpu":
             self.cpu_contention.start()
-        self.means = {
-            name: (MeanMetric().to(device), MeanMetric().to(device))
-            for name in validation_set_names(self.trainer)
-        }
+        self._reset_sums(validation_set_names(self.trainer))
         require(
             not backend(device).static_shapes,
             f"Supervised training does not run on {device.type!r} devices, which compile a "
@@ -468,24 +464,27 @@ class SFT(LightningModule):
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Count loss and accuracy of a batch, weighted by its tokens."""
         logprobs, correct = self._score_in_parts(batch)
-        mean_loss, mean_accuracy = self.means[batch.set_name]
-        mean_loss.update(-logprobs)
-        mean_accuracy.update(correct.float())
+        sums = [-float(logprobs.double().sum()), float(correct.sum()), logprobs.numel()]
+        self.sums[batch.set_name] += torch.tensor(sums, dtype=torch.float64)
 
     def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Report loss, perplexity and token accuracy over the whole set, or each of several."""
-        report = {}
-        seen = {name: means for name, means in self.means.items() if means[0].update_called}
-        for name, (mean_loss, mean_accuracy) in seen.items():
-            path, loss = "/".join(filter(None, (stage, name))), mean_loss.compute()
-            report[f"{path}/loss"] = loss
-            report[f"{path}/perplexity"] = loss.exp()
-            report[f"{path}/token_accuracy"] = mean_accuracy.compute()
-            mean_loss.reset()
-            mean_accuracy.reset()
+        comm, report = TrainerComm(self), {}
+        for name, sums in self.sums.items():
+            *totals, tokens = comm.sum(sums)
+            if tokens:  # `trainer.limit_val_batches` may skip a set
+                path = "/".join(filter(None, (stage, name)))
+                loss, accuracy = ((total / tokens).float() for total in totals)
+                report[f"{path}/loss"] = loss
+                report[f"{path}/perplexity"] = loss.exp()
+                report[f"{path}/token_accuracy"] = accuracy
+        self._reset_sums(self.sums)
         self.log("step", float(self.iteration))
         self.log_dict(report)
         self.evaluation_report = {name: float(value) for name, value in report.items()}
+
+    def _reset_sums(self, names: Iterable[str]) -> None:
+        self.sums = {name: torch.zeros(3, dtype=torch.float64) for name in names}
 
     def test_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Like a validation step."""
