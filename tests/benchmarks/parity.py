@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback
+from scipy.special import stdtrit
 
-from litgrpo.evaluation.intervals import student_t_quantile
 from litgrpo.models.export import export
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def interval(litgrpo: list[float], theirs: list[float]) -> tuple[float, float, f
     freedom = sum(parts) ** 2 / sum(
         part**2 / (len(side) - 1) for part, side in zip(parts, (litgrpo, theirs), strict=True)
     )
-    reach = student_t_quantile(0.975, int(freedom)) * math.sqrt(sum(parts))
+    reach = float(stdtrit(int(freedom), 0.975)) * math.sqrt(sum(parts))
     return middle, middle - reach, middle + reach
 
 
