@@ -94,11 +94,7 @@ class Evaluation:
 
 
 def format_success_rule(rewards: Mapping[str, str], threshold: float) -> str:
-    """Write when a completion is correct.
-
-    Args:
-        rewards: {task: the reward that decides there}, "" for all others.
-        threshold: a completion is correct from here on.
+    """Write when a completion is correct; `rewards` are those of `Evaluator.success_rewards`.
 
     Example:
         >>> format_success_rule({"": "correct"}, 1.0)
@@ -177,15 +173,6 @@ class Evaluated:
         greedy_rewards: [B, 1] their rewards.
         greedy_correct: [B, 1] the same of the greedy completions.
         name: name of the set of prompts, "" if there is only one.
-
-    Example:
-        Two prompts with two samples each, without greedy completions::
-
-            Evaluated(
-                rollout=Rollout(...),
-                rewards=RewardTable(...),
-                correct=tensor([[1.0, 0.0], [0.0, 0.0]]),
-            )
     """
 
     rollout: Rollout
@@ -198,23 +185,9 @@ class Evaluated:
 
 
 class Evaluator:
-    """Evaluates a policy on prompts with rewards.
+    """Evaluates a policy on prompts with rewards: `evaluate` each batch, then `report`.
 
-    Args:
-        settings: evaluation settings.
-        scorer: computes rewards.
-        ignored: rewards that never decide whether a completion is correct.
-
-    Raises:
-        ValueError: `settings.success_reward` is not a reward, or a reward has the name of a metric.
-
-    Example:
-        One evaluation, as the module does it::
-
-            evaluator = Evaluator(Evaluation(num_samples=2, pass_at_k=[1, 2]), scorer)
-            for iteration, prompts in enumerate(loader):
-                evaluator.evaluate(rollouter, prompts, "val", iteration)
-            evaluator.report("val")  # {"val/avg@2": 0.42, "val/avg@2_low": 0.37, ...}
+    `ignored` rewards never decide whether a completion is correct.
     """
 
     def __init__(self, settings: Evaluation, scorer: Scorer, ignored: Collection[str] = ()) -> None:
@@ -242,12 +215,7 @@ class Evaluator:
         self.start()
 
     def start(self, names: Sequence[str] = ("",)) -> None:
-        """Forget what was measured.
-
-        Args:
-            names: names of the sets of prompts, on every rank those of all sets, including sets of
-                which it has no prompt.
-        """
+        """Forget what was measured; every rank names all sets, also those it has no prompt of."""
         self.rows = {name: {} for name in names}
         self.samples = {name: [] for name in names}
 
@@ -270,14 +238,9 @@ class Evaluator:
         *,
         name: str = "",
     ) -> Evaluated:
-        """Generate completions of a batch of prompts and update the metrics.
+        """Generate completions of a batch of prompts, score them, and keep what is measured.
 
-        Args:
-            rollouter: generates completions.
-            prompts: B prompts.
-            purpose: `val` or `test`; each has its own random numbers, the same every time.
-            iteration: number of finished iterations.
-            name: name of the set of prompts, if there are several.
+        `val` and `test` each have their own random numbers, the same in every iteration.
         """
         settings = self.settings
         rollout = rollouter.generate(
@@ -347,9 +310,6 @@ class Evaluator:
         With several sets of prompts {`stage`/set/name: number}. `per_prompt` then holds {set:
         {name: one number per prompt}}. Every rank must call this. A sampler repeats prompts so that
         ranks have equally many; each counts once.
-
-        Args:
-            stage: `val` or `test`.
         """
         of_ranks = all_gather_object(self.rows)
         report: dict[str, float] = {}

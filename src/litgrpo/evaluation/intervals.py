@@ -256,11 +256,7 @@ def compare_evaluations(before: PromptValues, after: PromptValues) -> Comparison
     samples are.
 
     Means have bootstrap intervals, because no distribution can be assumed for a graded reward;
-    binary outcomes have an exact test.
-
-    Args:
-        before: {name: [B] one number per prompt, NaN where unknown}, with `index`.
-        after: the same, later; prompts are matched by `index`.
+    binary outcomes have an exact test. Numbers may be NaN; prompts are matched by `index`.
     """
     places = {number: row for row, number in enumerate(before.get("index", ()))}
     rows = [(places[n], row) for row, n in enumerate(after.get("index", ())) if n in places]

@@ -60,8 +60,7 @@ def mean(values: Sequence[float]) -> float:
 def count_correct(correct: Tensor) -> list[tuple[int, int]]:
     """Return the number of correct and of scored samples of each prompt.
 
-    Args:
-        correct: [B, G] 1 for correct completions, 0 for others, NaN for unscored ones.
+    `correct` is [B, G]: 1 for correct completions, 0 for others, NaN for unscored ones.
     """
     counts = zip(correct.nansum(1).tolist(), (~correct.isnan()).sum(1).tolist(), strict=True)
     return [(int(successes), int(scored)) for successes, scored in counts]
@@ -73,12 +72,7 @@ def sampled_accuracy(
     """Return {avg@k, avg@k_low, avg@k_high, unscored_frac, pass@j for every j}.
 
     A prompt counts in avg@k by the fraction of its scored samples that are correct, and in pass@j
-    if at least j are scored.
-
-    Args:
-        rows: see `count_correct`.
-        num_samples: k, completions per prompt.
-        ks: the js of pass@j, each at most k.
+    if at least j are scored. The rows are those of `count_correct`, k is `num_samples`.
     """
     name, scored_rows = f"avg@{num_samples}", [row for row in rows if row[1]]
     successes, counts = ([row[place] for row in scored_rows] for place in (0, 1))
@@ -93,8 +87,7 @@ def sampled_accuracy(
 def greedy_accuracy(correct: Sequence[float]) -> dict[str, float]:
     """Return {greedy, greedy_low, greedy_high, greedy_unscored_frac}, with Wilson's interval.
 
-    Args:
-        correct: [B] 1 for correct greedy completions, 0 for others, NaN for unscored ones.
+    `correct` is 1 for correct greedy completions, 0 for others, NaN for unscored ones.
     """
     scored = [value for value in correct if not isnan(value)]
     low, high = wilson_interval(sum(scored), len(scored))
@@ -118,11 +111,8 @@ def sum_rewards(rewards: RewardTable) -> list[dict[str, tuple[float, int]]]:
 def reward_means(rows: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
     """Return {reward, reward_low, reward_high, one entry per component}.
 
-    Means over valid completions, and of a component over those that it scored. The interval is a
-    bootstrap over prompts.
-
-    Args:
-        rows: see `sum_rewards`.
+    Means over valid completions, and of a component over those that it scored. The rows are those
+    of `sum_rewards`; the interval is a bootstrap over prompts.
     """
     sums = {name: [row[name][0] for row in rows] for name in rows[0]}
     counts = {name: [row[name][1] for row in rows] for name in rows[0]}
@@ -184,8 +174,7 @@ def text_quality(rows: Sequence[Numbers]) -> dict[str, float]:
 def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
     """Return different n-grams / all n-grams, for n = 1 and 2; NaN if there are none.
 
-    Args:
-        texts: token ids of each text; n-grams do not cross from one to the next.
+    N-grams do not cross from one text to the next.
 
     Example:
         >>> distinct_ngrams([[7, 7, 7], [7, 8]])
@@ -207,9 +196,7 @@ LARGEST_EXPONENT = math.log(sys.float_info.max)
 def sum_logprobs(rollout: Rollout, initial_logprobs: Tensor) -> list[Numbers]:
     """Return sums of -log p_initial and log p_now - log p_initial, and tokens, of each prompt.
 
-    Args:
-        rollout: G samples of each prompt.
-        initial_logprobs: [N, C] log-probability of each token under the initial policy.
+    `initial_logprobs` are [N, C], of each token under the initial policy.
     """
     mask = rollout.loss_mask
     initial = torch.where(mask, initial_logprobs.to(mask.device), 0.0).double()
@@ -226,10 +213,7 @@ def initial_distance(rows: Sequence[Numbers]) -> dict[str, float]:
     policy; the KL is the mean over sampled tokens of log p_now - log p_initial (k1, nats).
     Both are at the temperature of the evaluation. A perplexity above that of the initial policy's
     own samples means text that the initial policy would hardly generate; below it, text that became
-    repetitive or generic.
-
-    Args:
-        rows: see `sum_logprobs`.
+    repetitive or generic. The rows are those of `sum_logprobs`.
     """
     surprise, distance, tokens = map(fsum, zip(*rows, strict=True))
     nats = ratio(surprise, tokens)
@@ -313,13 +297,7 @@ class DialogueScores(CorpusMetrics):
 
 
 def reply_counts(reply: str, answer: str | Sequence[str], strip: str = "R:") -> list[float]:
-    """Return the counts of BLEU, then F1, ROUGE-1, ROUGE-2 and ROUGE-L from 0 to 1, of one reply.
-
-    Args:
-        reply: the text.
-        answer: its reference, or several.
-        strip: prefix to remove from it.
-    """
+    """Return the counts of BLEU, then F1, ROUGE-1, -2 and -L from 0 to 1, of one reply."""
     reply = reply.strip().removeprefix(strip).strip()
     references = [answer] if isinstance(answer, str) else list(answer)
     bare = [without_articles(reference) for reference in references]
