@@ -173,7 +173,23 @@ def import_by_path(path: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError as error:
-        raise ValueError(f"module {module_path!r} has no {name!r}") from error
+        public = [word for word in dir(module) if not word.startswith("_")]
+        hint = did_you_mean(name, public)
+        raise ValueError(f"module {module_path!r} has no {name!r}{hint}") from error
+
+
+def import_object(what: str, value: Any) -> Any:
+    """Import the object of a path; return any other object unchanged.
+
+    Raises:
+        ValueError: see `import_by_path`; the message begins with `what` and the path.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return import_by_path(value)
+    except ValueError as error:
+        raise ValueError(f"{what} {value!r}: {error}") from error
 
 
 def _why_not_imported(module_path: str, error: BaseException) -> str:

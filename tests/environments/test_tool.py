@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
+from litgrpo.arguments import import_object
 from litgrpo.environments.schemas import explain_mismatch
 from litgrpo.environments.tool import (
     describe_error,
-    import_object,
     make_tool,
     quote_name,
     resolve,

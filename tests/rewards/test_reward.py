@@ -61,7 +61,7 @@ def test_a_module_that_fails_says_how_and_where(beside, code, message):
 
 
 def test_a_misspelt_name_of_ours_is_guessed():
-    with pytest.raises(ValueError, match=r"did you mean 'litgrpo\.rewards\.correctness'"):
+    with pytest.raises(ValueError, match=r"did you mean 'correctness'"):
         resolve_function("r", "litgrpo.rewards.corectness", {})
 
 

@@ -160,14 +160,14 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
     ("path", "message"),
     [
         ("litgrpo.rewards.corectness",
-        "'litgrpo.rewards' has no 'corectness' .did you mean 'litgrpo.rewards.correctness'"),
+        "'litgrpo.rewards' has no 'corectness' .did you mean 'correctness'"),
         ("litgrpo.rewards.builtin.math.corectness",
-        "'litgrpo.rewards.builtin.math' has no 'corectness' .did you mean 'litgrpo.rewards.corr"),
-        ("tests.rewards.faulty.lengthz", "did you mean 'tests.rewards.faulty.lengths'"),
+        "'litgrpo.rewards.builtin.math' has no 'corectness' .did you mean 'correctness'"),
+        ("tests.rewards.faulty.lengthz", "did you mean 'lengths'"),
         ("litgrpo.rewards.maths.correctness",
         "cannot import module 'litgrpo.rewards.maths'.*'litgrpo.rewards.correctness'"),
         ("correctnes",
-        "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.correctness'"),
+        "'correctnes' is not an import path.*built in is 'litgrpo.rewards.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
         ("litgrpo.rewards.builtin.math.Fraction", "expected a function or an object"),
         ("litgrpo.rewards.calls.DOUBLE_EPS", "must be a function"), ("", "has no function; name one"),  # noqa: E501

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, require, require_trusted
+from litgrpo.arguments import at_least, import_object, require, require_trusted
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.environments.episode import seed_rngs
-from litgrpo.environments.tool import import_object, resolve
+from litgrpo.environments.tool import resolve
 from litgrpo.environments.tool_calls import CallFormat, format_of
 from litgrpo.workers.commands import MAX_OUTPUT, run_command
 from litgrpo.workers.failures import cause_of

@@ -7,14 +7,13 @@ import inspect
 import json
 import logging
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.arguments import did_you_mean, import_by_path, require
+from litgrpo.arguments import import_object, require
 from litgrpo.environments.code import require_sandbox, run_python
 from litgrpo.environments.schemas import explain_mismatch, quote_name
 
@@ -173,22 +172,6 @@ def make_tool(given: str | Callable[..., Any]) -> Tool:
         require_sandbox()  # at start-up instead of at the first call
     schema = schema_of(function)
     return Tool(schema["function"]["name"], function, schema)
-
-
-def import_object(what: str, given: str | Callable[..., Any]) -> Any:
-    """Import an object by path; return any other object unchanged.
-
-    Raises:
-        ValueError: the path does not exist, with the most similar names.
-    """
-    if not isinstance(given, str):
-        return given
-    try:
-        return import_by_path(given)
-    except ValueError as error:
-        module, _, name = given.rpartition(".")
-        near = [each for each in dir(sys.modules.get(module)) if each[0] != "_"]
-        raise ValueError(f"{what} {given!r}: {error}{did_you_mean(name, near)}") from error
 
 
 def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> list[Outcome]:

@@ -11,12 +11,11 @@ from math import isnan
 from typing import Any
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import require, without_repeats
+from litgrpo.arguments import import_object, require, without_repeats
 from litgrpo.environments.adapters.mcp_tools import McpTools
 from litgrpo.environments.base import Message
 from litgrpo.environments.tool import (
     Tool,
-    import_object,
     make_tool,
     name_of,
     resolve,

@@ -59,17 +59,15 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
 
 
 def _import_function(name: str, path: str) -> Any:
-    """Import a path; the error names the nearest existing function."""
+    """Import a path; the error of one of this package names the nearest built-in reward."""
     try:
         return import_by_path(path)
     except ValueError as error:
-        module_path, _, word = path.rpartition(".")
-        if module_path.partition(".")[0] in ("", "litgrpo"):
-            known = {one: f"litgrpo.rewards.{one}" for one in builtin_rewards()}
-        else:
-            known = {one: f"{module_path}.{one}" for one in _functions(module_path)}
-        near = difflib.get_close_matches(word, known, n=1)
-        hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
+        module, _, word = path.rpartition(".")
+        is_own = module.partition(".")[0] in ("", "litgrpo")
+        is_own &= "did you mean" not in str(error)
+        near = difflib.get_close_matches(word, builtin_rewards(), n=1) if is_own else []
+        hint = f" (built in is 'litgrpo.rewards.{near[0]}')" if near else ""
         raise ValueError(f"reward '{name}': {error}{hint}") from error
 
 
@@ -79,12 +77,6 @@ def builtin_rewards() -> list[str]:
     # The package imports this module, so it cannot be imported here.
     members = inspect.getmembers(sys.modules["litgrpo.rewards"], inspect.isfunction)
     return [name for name, function in members if function.__module__.startswith(builtin)]
-
-
-def _functions(module_path: str) -> list[str]:
-    """Names of the public functions that a module defines; none if it is not imported."""
-    members = inspect.getmembers(sys.modules.get(module_path), inspect.isfunction)
-    return [name for name, value in members if value.__module__ == module_path and name[0] != "_"]
 
 
 def environment(

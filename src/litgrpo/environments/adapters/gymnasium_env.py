@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from litgrpo.arguments import import_package, require
+from litgrpo.arguments import import_object, import_package, require
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
@@ -16,7 +16,6 @@ from litgrpo.environments.adapters.external import (
     reject_action,
 )
 from litgrpo.environments.base import StepResult
-from litgrpo.environments.tool import import_object
 from litgrpo.environments.tool_calls import after_thoughts
 
 # {class of a game: names of its actions, by number}

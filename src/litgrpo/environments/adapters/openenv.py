@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 from urllib.parse import urlsplit
 
-from litgrpo.arguments import import_package, require
+from litgrpo.arguments import import_object, import_package, require
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
@@ -20,7 +20,6 @@ from litgrpo.environments.adapters.external import (
     reject_action,
 )
 from litgrpo.environments.base import StepResult
-from litgrpo.environments.tool import import_object
 from litgrpo.environments.tool_calls import after_thoughts
 
 SEEDS = 2**31
@@ -97,7 +96,7 @@ class OpenEnv(ExternalEnvironment):
 
     def _make_game(self) -> Any:
         if self.url is None:
-            return import_object("factory", self.factory)(**self.kwargs)  # type: ignore[arg-type]
+            return import_object("factory", self.factory)(**self.kwargs)
         client = import_package("openenv.core.generic_client", "openenv").GenericEnvClient
         address = self.url.rstrip("/")
         game = client(base_url=address, message_timeout_s=self.timeout_s).sync()

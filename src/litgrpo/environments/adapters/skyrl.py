@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from litgrpo.arguments import import_package, require
+from litgrpo.arguments import import_object, import_package, require
 from litgrpo.environments.adapters.external import (
     ExternalEnvironment,
     construct,
@@ -14,7 +14,6 @@ from litgrpo.environments.adapters.external import (
     game_result,
 )
 from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.tool import import_object
 
 
 @dataclass(eq=False)
