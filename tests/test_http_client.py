@@ -4,17 +4,18 @@ import asyncio
 import threading
 import time
 
-import httpx
+import httpx2
 import pytest
+from pydantic import BaseModel
 
 from litgrpo import http_client
 from litgrpo.http_client import (
     ConnectionLost,
+    LimitedClient,
     MalformedReply,
     call_within,
-    make_limits,
     parse_json,
-    read_field,
+    read_reply,
 )
 from tests.support.hostile_server import LARGE, HostileServer, reply
 
@@ -41,24 +42,53 @@ def test_what_is_no_json_is_malformed(text):
         parse_json(text)
 
 
-@pytest.mark.parametrize("value", [None, [], "id", 7, {}, {"id": True}, {"id": 7.0}, {"id": None}])
+class Numbered(BaseModel):
+    id: int
+
+
+@pytest.mark.parametrize(
+    "value", ["null", "[]", '"id"', "7", "{}", '{"id": true}', '{"id": 7.0}', '{"id": "7"}']
+)
 def test_a_field_of_another_type_is_malformed(value):
-    with pytest.raises(MalformedReply, match="id"):
-        read_field(value, "id", int)
+    assert read_reply('{"id": 7, "other": null}', Numbered).id == 7
+    with pytest.raises(MalformedReply, match=r"id|response"):
+        read_reply(value, Numbered)
 
 
+def test_the_text_of_an_error_holds_no_control_characters_of_a_server():
+    class Named(BaseModel):
+        ids: dict[str, int]
+
+    with pytest.raises(MalformedReply) as caught:
+        read_reply(b'{"ids": {"\\u001b[2J\\n": "\\u202e"}}', Named)
+    assert not {"\x1b", "\n", "\u202e"}.intersection(str(caught.value))
+
+
+@pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("name", [each for each in LARGE if "header" not in each])
-def test_a_client_of_another_library_reads_no_large_and_no_compressed_response(name):
+def test_no_large_and_no_compressed_response_is_read(name, streams):
     async def ask(url):
-        async with httpx.AsyncClient(**make_limits(httpx, 1_000_000)) as client:
-            return await client.get(url)
+        async with LimitedClient(1_000_000) as client:
+            if not streams:
+                return await client.get(url)
+            async with client.stream("GET", url) as response:
+                return [part async for part in response.aiter_bytes()]
 
     with HostileServer(LARGE[name]) as server:
-        with pytest.raises(httpx.HTTPError, match=r"compressed|more than 1,000,000 bytes"):
+        with pytest.raises(httpx2.DecodingError, match=r"compressed|more than 1,000,000 bytes"):
             asyncio.run(ask(server.url))
         assert b"accept-encoding: identity\r\n" in server.requests[0].lower()
+
+
+def test_a_request_may_have_its_own_limit():
+    async def ask(url, **extensions):
+        async with LimitedClient(5) as client:
+            return (await client.get(url, extensions=extensions)).json()
+
     with HostileServer(lambda: reply({"a": 1})) as server:
-        assert asyncio.run(ask(server.url)).json() == {"a": 1}
+        assert asyncio.run(ask(server.url, max_bytes=8)) == {"a": 1}
+        with pytest.raises(httpx2.DecodingError, match="more than 5 bytes"):
+            asyncio.run(ask(server.url))
 
 
 def test_a_call_of_a_client_without_limits_ends_in_time():

@@ -8,12 +8,10 @@ import inspect
 import pydoc
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,13 +226,6 @@ def test_files_that_ci_runs_exist():
     assert paths
     # `tests/xla/test_*.py` is a pattern.
     assert not [path for path in paths if not list(ROOT.glob(f"{path}*"))]
-
-
-@pytest.fixture(autouse=True)
-def optional_package(monkeypatch):
-    """Let a page import openai where it is absent: its agent is defined and not called."""
-    if find_spec("openai") is None:
-        monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=None))
 
 
 @pytest.mark.parametrize("page", of_pages("python"))

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from litgrpo.models.export import export
     from litgrpo.models.loading import Precision
     from litgrpo.models.scratch import Scratch
-    from litgrpo.rewards.llm_judge import Criterion, LLMJudge, Rubric
+    from litgrpo.rewards.llm_judge import LLMJudge
     from litgrpo.rewards.reward import Reward
     from litgrpo.rewards.reward_model import RewardModel
+    from litgrpo.rewards.rubric import Criterion, Rubric
     from litgrpo.rollout.engines.local import LocalEngine
     from litgrpo.rollout.engines.static import StaticEngine
     from litgrpo.rollout.engines.vllm import ColocatedEngine, ServerEngine
@@ -55,9 +56,10 @@ _PUBLIC_BY_MODULE = {
     "models.export": ("export",),
     "models.loading": ("Precision",),
     "models.scratch": ("Scratch",),
-    "rewards.llm_judge": ("Criterion", "LLMJudge", "Rubric"),
+    "rewards.llm_judge": ("LLMJudge",),
     "rewards.reward": ("Reward",),
     "rewards.reward_model": ("RewardModel",),
+    "rewards.rubric": ("Criterion", "Rubric"),
     "rollout.engines.local": ("LocalEngine",),
     "rollout.engines.static": ("StaticEngine",),
     "rollout.engines.vllm": ("ColocatedEngine", "ServerEngine"),

@@ -1,8 +1,9 @@
 """HTTP requests with limits in time and size, for servers that may be slow, broken or hostile.
 
-The timeouts of httpx are those of single reads, so a server that sends a byte now and then is never
-timed out, and a response has any size. Here one limit holds for the whole request, and a response
-is read up to a number of bytes. Compressed responses are rejected: a few bytes may hold gigabytes.
+The timeouts of httpx2 are those of single reads, so a server that sends a byte now and then is
+never timed out, and a response has any size. Here one limit holds for the whole request, and a
+response is read up to a number of bytes. Compressed responses are rejected: a few bytes may hold
+gigabytes.
 """
 
 from __future__ import annotations
@@ -16,228 +17,106 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import httpx
+import httpx2
+from pydantic import BaseModel, ValidationError
 
 from litgrpo.text.visible import excerpt
 
 MIB = 2**20
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 MAX_CONNECT_S = 10.0  # an address without a machine does not answer at all
 # Seconds between probes of an idle connection, and how many may be lost: 75 s without a response.
 PROBE_S, MAX_PROBES = 15, 4
+LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+# What a request raises if it fails.
+REQUEST_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError)
 
 
 class ConnectionLost(ConnectionError):
     """A server gave no complete response in time; a retry may help."""
 
 
-class TLSFailed(ConnectionLost):
-    """No encrypted connection is possible, so a retry does not help."""
-
-
 class MalformedReply(ValueError):
     """A server's response is not what its interface defines."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """Response of a server.
+class LimitedClient(httpx2.AsyncClient):
+    """Client whose responses are limited in size and time, and not compressed.
+
+    A response that is too large or compressed raises `httpx2.DecodingError`, one that is late
+    `httpx2.ReadTimeout`. Redirects are not followed: a key would go to another server.
 
     Args:
-        status: HTTP status.
-        headers: its headers.
-        content: its body.
-
-    Example:
-        >>> Reply(200, httpx.Headers(), b'{"a": 1}').json()
-        {'a': 1}
+        max_bytes: largest body of a response; a request may have its own limit, as
+            `extensions={"max_bytes": 1000}`.
+        timeout_s: seconds for a request, from the connection to the last byte; None: no limit.
+        options: options of `httpx2.AsyncClient`.
     """
 
-    status: int
-    headers: httpx.Headers
-    content: bytes
+    def __init__(self, max_bytes: int, timeout_s: float | None = None, **options: Any) -> None:
+        defaults: dict[str, Any] = {
+            "timeout": httpx2.Timeout(None, connect=MAX_CONNECT_S),
+            "limits": LIMITS,
+        }
+        super().__init__(**defaults | options)
+        self.max_bytes, self.timeout_s = max_bytes, timeout_s
 
-    @property
-    def is_success(self) -> bool:
-        """True for 2xx."""
-        return 200 <= self.status < 300  # noqa: PLR2004
-
-    @property
-    def is_server_error(self) -> bool:
-        """True for 5xx."""
-        return 500 <= self.status < 600  # noqa: PLR2004
-
-    def json(self) -> Any:
-        """Return the JSON of the body, which has no NaN or infinity.
-
-        Raises:
-            MalformedReply: it is not JSON, or too deep.
-        """
-        return parse_json(self.content)
-
-    def describe(self) -> str:
-        """Return status and beginning of the body, for a message."""
-        return f"status {self.status}: {excerpt(self.content.decode('utf-8', 'replace'))}"
-
-
-async def send(
-    client: httpx.AsyncClient,
-    method: str,
-    url: str,
-    *,
-    body: Any = None,
-    headers: dict[str, str] | None = None,
-    params: dict[str, str] | None = None,
-    timeout_s: float,
-    max_bytes: int,
-) -> Reply:
-    """Send a request and read the response.
-
-    Redirects are not followed: a key would go to another server.
-
-    Args:
-        client: as `make_client` returns it.
-        method: HTTP method.
-        url: address.
-        body: sent as JSON, unless it is None.
-        headers: headers of the request.
-        params: query of the request.
-        timeout_s: seconds for the whole request, from the connection to the last byte.
-        max_bytes: largest body.
-
-    Raises:
-        ConnectionLost: no complete response within the limit.
-        TLSFailed: the server does not use TLS, or its certificate is not accepted.
-        MalformedReply: the body is compressed or too large.
-    """
-    sent = dict(headers or {}) | {"Accept-Encoding": "identity"}
-    content = None
-    if body is not None:
-        content = json.dumps(body).encode()
-        sent["Content-Type"] = "application/json"
-    try:
-        async with asyncio.timeout(timeout_s):
-            request = client.build_request(
-                method, url, content=content, headers=sent, params=params or None
-            )
-            response = await client.send(request, stream=True)
-            try:
-                _reject_compression(response.headers)
-                found = bytearray()
-                async for chunk in response.aiter_raw():
-                    found += chunk
-                    if len(found) > max_bytes:
-                        raise MalformedReply(f"the response has more than {max_bytes:,} bytes")
-            finally:
-                await response.aclose()
-    except TimeoutError as error:
-        raise ConnectionLost(f"no complete response within {timeout_s:g} s") from error
-    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
-        problem = excerpt(f"{type(error).__name__}: {_find_text(error)}")
-        if _is_tls_mistake(error):
-            raise TLSFailed(
-                f"{problem}. Use http:// for a server without TLS; the certificate of a server "
-                "with TLS must be trusted on this machine"
-            ) from error
-        raise ConnectionLost(problem) from error
-    return Reply(response.status_code, response.headers, bytes(found))
-
-
-def _reject_compression(headers: Any) -> None:
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise MalformedReply(f"the response is compressed ({excerpt(encoding)})")
-
-
-def make_limits(http: Any, max_bytes: int) -> dict[str, Any]:
-    """Return options for the client of another library: limits of size, and no compression.
-
-    Args:
-        http: its module, httpx or one with the same interface.
-        max_bytes: largest body of a response.
-
-    Example:
-        >>> client = httpx.AsyncClient(**make_limits(httpx, 1000))
-    """
-
-    class Limited(http.AsyncByteStream):
-        def __init__(self, stream: Any) -> None:
-            self.stream, self.left = stream, max_bytes
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            async for part in self.stream:
-                self.left -= len(part)
-                if self.left < 0:
-                    raise http.ReadError(f"the response has more than {max_bytes:,} bytes")
-                yield part
-
-        async def aclose(self) -> None:
-            await self.stream.aclose()
-
-    async def ask_for_plain(request: Any) -> None:
+    async def send(
+        self, request: httpx2.Request, *, stream: bool = False, **options: Any
+    ) -> httpx2.Response:
+        """Send a request; see `httpx2.AsyncClient.send`."""
         request.headers["Accept-Encoding"] = "identity"
-
-    async def limit(response: Any) -> None:
+        max_bytes = request.extensions.get("max_bytes", self.max_bytes)
         try:
-            _reject_compression(response.headers)
-        except MalformedReply as error:
-            raise http.DecodingError(str(error)) from error
-        response.stream = Limited(response.stream)
-
-    return {"event_hooks": {"request": [ask_for_plain], "response": [limit]}}
-
-
-def _find_text(error: BaseException) -> str:
-    """Return the text of an error; if it has none, that of the kernel's error that caused it."""
-    link: BaseException | None = error
-    while link is not None and not (str(link) and (link is error or isinstance(link, OSError))):
-        link = link.__cause__ or link.__context__
-    return "" if link is None else str(link)
-
-
-def _is_tls_mistake(error: BaseException | None) -> bool:
-    """Return True if a server does not use TLS, or its certificate is not accepted.
-
-    A connection that is closed during the handshake (`SSLEOFError`) may work later.
-    """
-    closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-    while error is not None and not isinstance(error, ssl.SSLError):
-        error = error.__cause__ or error.__context__
-    return error is not None and not isinstance(error, closed)
+            async with asyncio.timeout(self.timeout_s):
+                response = await super().send(request, stream=True, **options)
+                try:
+                    encoding = response.headers.get("content-encoding", "identity")
+                    if encoding.strip().lower() not in ("", "identity"):
+                        raise httpx2.DecodingError(
+                            f"the response is compressed ({excerpt(encoding)})"
+                        )
+                    response.stream = LimitedStream(response.stream, max_bytes)
+                    if not stream:
+                        await response.aread()
+                except BaseException:
+                    await response.aclose()
+                    raise
+                return response
+        except TimeoutError as error:
+            raise httpx2.ReadTimeout(
+                f"no complete response within {self.timeout_s:g} s", request=request
+            ) from error
 
 
-def make_client(*, base_url: str = "", direct: bool = False) -> httpx.AsyncClient:
-    """Return a client for `send`: without a limit on the time of reads and on connections.
+class LimitedStream(httpx2.AsyncByteStream):
+    """Body of a response, up to a number of bytes."""
 
-    Args:
-        base_url: prefix of the URLs.
-        direct: ignore the proxies and certificates that environment variables name, and probe idle
-            connections: a machine that loses its power or its network closes none of them.
-    """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    # With a transport, httpx ignores the proxies of the environment.
-    transport = (
-        httpx.AsyncHTTPTransport(trust_env=False, limits=limits, socket_options=_probes())
-        if direct
-        else None
-    )
-    return httpx.AsyncClient(
-        base_url=base_url,
-        timeout=httpx.Timeout(None, connect=MAX_CONNECT_S),
-        limits=limits,
-        follow_redirects=False,
-        trust_env=not direct,
-        transport=transport,
-    )
+    def __init__(self, stream: Any, max_bytes: int) -> None:
+        self.stream, self.max_bytes = stream, max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the body."""
+        num_bytes = 0
+        async for part in self.stream:
+            num_bytes += len(part)
+            if num_bytes > self.max_bytes:
+                raise httpx2.DecodingError(f"the response has more than {self.max_bytes:,} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self.stream.aclose()
 
 
-def _probes() -> list[tuple[int, int, int]]:
-    """Socket options that end a connection to a machine that does not respond.
+def make_direct_transport() -> httpx2.AsyncHTTPTransport:
+    """Return a transport without the proxies and certificates that environment variables name.
 
-    Without them a request waits for its whole time limit. A machine that has restarted answers the
+    It probes idle connections: a machine that loses its power or its network closes none of them,
+    and a request would wait for its whole time limit. A machine that has restarted answers the
     first probe with a reset.
     """
     values = {
@@ -248,12 +127,43 @@ def _probes() -> list[tuple[int, int, int]]:
         # Probes wait while data is not acknowledged; this limit, in milliseconds, holds then.
         "TCP_USER_TIMEOUT": 1000 * PROBE_S * (MAX_PROBES + 1),
     }
-    found = [
+    probes = [
         (socket.IPPROTO_TCP, getattr(socket, name), value)
         for name, value in values.items()
         if hasattr(socket, name)
     ]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *found]
+    probes.append((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1))
+    return httpx2.AsyncHTTPTransport(trust_env=False, limits=LIMITS, socket_options=probes)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return why a request failed, in a line; of a TLS mistake also what to do."""
+    link: BaseException | None = error
+    while link is not None and not (str(link) and (link is error or isinstance(link, OSError))):
+        link = link.__cause__ or link.__context__  # of an error without a text, the kernel's
+    problem = excerpt(f"{type(error).__name__}: {'' if link is None else link}")
+    if is_tls_mistake(error):
+        problem += (
+            ". Use http:// for a server without TLS; the certificate of a server with TLS must be"
+            " trusted on this machine"
+        )
+    return problem
+
+
+def is_tls_mistake(error: BaseException | None) -> bool:
+    """Return True if a server does not use TLS, or its certificate is not accepted.
+
+    A connection that is closed during the handshake (`SSLEOFError`) may work later.
+    """
+    closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error is not None and not isinstance(error, closed)
+
+
+def describe_response(response: httpx2.Response) -> str:
+    """Return status and beginning of the body, for a message."""
+    return f"status {response.status_code}: {excerpt(response.content.decode('utf-8', 'replace'))}"
 
 
 # `functools.cache` alone would let two threads make a loop each, and connections belong to one.
@@ -310,7 +220,7 @@ def call_within(seconds: float, call: Callable[[], Result]) -> Result:
         raise ConnectionLost(f"no answer within {seconds:g} s") from error
 
 
-def close_client(client: httpx.AsyncClient) -> None:
+def close_client(client: httpx2.AsyncClient) -> None:
     """Close the connections of a client that was used with `wait_for`."""
     asyncio.run_coroutine_threadsafe(client.aclose(), event_loop())
 
@@ -337,29 +247,27 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def read_field(value: Any, name: str, *kinds: type) -> Any:
-    """Return a field of a JSON object.
-
-    Args:
-        value: value of a response.
-        name: of the field.
-        kinds: allowed types; bool is not an int.
+def read_reply(content: bytes | str, model: type[Model]) -> Model:
+    """Return the JSON of a response as a model; of another type nothing is converted.
 
     Raises:
-        MalformedReply: `value` is not an object, or has no such field of these types.
+        MalformedReply: it is not JSON, or a field is missing or of another type.
 
     Example:
-        >>> read_field({"id": 7}, "id", int)
+        >>> class Version(BaseModel):
+        ...     number: int
+        >>> read_reply('{"number": 7}', Version).number
         7
     """
-    if not isinstance(value, dict) or name not in value:
-        found = f"an object with {excerpt(str(list(value)))}" if isinstance(value, dict) else value
-        raise MalformedReply(f"expected an object with '{name}', got {excerpt(repr_of(found))}")
-    found = value[name]
-    if type(found) not in kinds:
-        allowed = " or ".join(kind.__name__ for kind in kinds)
-        raise MalformedReply(f"'{name}' is {excerpt(repr_of(found))}; expected {allowed}")
-    return found
+    value = parse_json(content)
+    try:
+        return model.model_validate(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the response"
+        raise MalformedReply(
+            excerpt(f"{place}: {first['msg']}, got {repr_of(first['input'])}")
+        ) from error
 
 
 def repr_of(value: Any) -> str:

@@ -1,13 +1,12 @@
 """The agent of a recipe: its settings, results, and commands."""
 
-import json
 import sys
 
 import pytest
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.environments.agent import Agent, AgentRequest, AgentResult, handle_request, read_output
-from litgrpo.environments.agent_examples import run_calculator, solve
+from litgrpo.environments.agent_examples import run_calculator
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.workers.commands import MAX_OUTPUT
@@ -124,10 +123,6 @@ def test_an_encoder_decoder_model_raises():
         grpo.configure_model()
 
 
-def test_the_example_agent_names_the_package_that_it_needs():
+def test_the_calculator_of_the_example_agent_survives_any_arguments():
     assert run_calculator({"expression": "6*7"}) == "42"
     assert run_calculator({}) == "error"
-    if "openai" in sys.modules:
-        return
-    with pytest.raises(ImportError, match="pip install openai"):
-        solve({"prompt": json.dumps(1)}, "", "")

@@ -4,13 +4,16 @@ import copy
 import json
 import logging
 import pickle
+import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
 from litgrpo.rewards import Criterion, LLMJudge, Reward, RewardFailure, Scorer
-from litgrpo.rewards.llm_judge import SCORE, RequestRejected
+from litgrpo.rewards.llm_judge import CACHE_FILE, SCORE, Replies, RequestRejected
 from tests.support.hostile_server import RESPONSES, HostileServer
 from tests.support.hostile_server import reply as send_reply
 
@@ -68,6 +71,11 @@ def grade(text, times):
     return reply(f"Well.\n**Score: {8 if 'clear' in text else 4}/10**")
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+
+
 @pytest.fixture
 def serve(monkeypatch):
     servers = []
@@ -84,15 +92,15 @@ def serve(monkeypatch):
 
 
 def judge(server, tmp_path, criteria=None, **settings):
-    settings = {
-        "cache_dir": str(tmp_path / "cache"),
-        "backoff_s": 0.001,
-        "max_retries": 2,
-    } | settings
+    settings = {"cache_dir": str(tmp_path / "cache"), "max_retries": 2} | settings
     criteria = criteria or {"clear": CRITERIA["clear"]}
     found = LLMJudge(server.address, "m", criteria, api_key_env="JUDGE_KEY", **settings)
     found.load()
     return found
+
+
+def read_files(folder):
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def test_the_reward_is_the_weighted_mean_of_the_marks_over_the_highest(serve, tmp_path):
@@ -101,7 +109,6 @@ def test_the_reward_is_the_weighted_mean_of_the_marks_over_the_highest(serve, tm
     asked = judge(server, tmp_path, CRITERIA)
     assert asked(["p", "q"], ["a", "b"], noted.__setitem__) == [0.7, 0.7]
     assert noted["judge_calls"] == 4
-    assert noted["judge_tokens"] == 44
     assert all("Answer:\na" in text or "Answer:\nb" in text for text in server.asked)
     assert server.keys == {f"Bearer {KEY}"}
 
@@ -162,7 +169,7 @@ def test_a_completion_abstains_whatever_a_server_sends(name, tmp_path, monkeypat
         asked.counts["answered"] = 1  # a rejected first request would be a mistake in the recipe
         assert asked(["p"], ["a"]) == [None]
     assert asked.counts["failed"] == asked.counts["calls"] == 1
-    assert KEY not in "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    assert KEY.encode() not in read_files(tmp_path)
 
 
 CHAT = {"choices": [{"message": {"content": "Score: 8"}}], "usage": {"total_tokens": 11}}
@@ -200,31 +207,6 @@ def test_a_malformed_chat_completion_abstains(changes, tmp_path, monkeypatch, ca
     caplog.text.encode()  # no half characters in the log
 
 
-@pytest.mark.parametrize(
-    "usage",
-    [None, [], "11", {}, {"total_tokens": None}, {"total_tokens": "11"}, {"total_tokens": True}]
-    + [{"total_tokens": n} for n in (0, -1, -(10**12), 10**15, 10**300, 1.5, 1e300)],
-)
-def test_the_token_budget_does_not_depend_on_absurd_counts(usage, tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    with HostileServer(lambda: send_reply(CHAT | {"usage": usage})) as server:
-        server.address = server.url + "/v1"
-        asked = judge(server, tmp_path, timeout_s=20.0, max_retries=0, max_total_tokens=100_000)
-        assert asked(["p"], ["a"]) == [0.8]
-    assert 50 < asked.counts["tokens"] < 500  # estimated from the texts
-
-
-def test_malformed_replies_count_for_the_token_budget(tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    with HostileServer(
-        lambda: send_reply({"choices": [], "usage": {"total_tokens": 70}})
-    ) as server:
-        server.address = server.url + "/v1"
-        asked = judge(server, tmp_path, timeout_s=20.0, max_retries=2)
-        assert asked(["p"], ["a"]) == [None]
-    assert asked.counts["tokens"] == 210
-
-
 @pytest.mark.parametrize("half", ["\ud83d", "a\udc00b"])
 def test_half_a_character_costs_its_own_row(half, serve, tmp_path):
     server = serve(grade)
@@ -254,7 +236,7 @@ def test_a_key_that_a_server_repeats_is_masked(said, status, serve, tmp_path, ca
         asked(["p"], ["b"])
     except ValueError as error:
         problem = str(error)
-    files = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    files = read_files(tmp_path).decode(errors="replace")
     shown = (problem + files + caplog.text + "".join(capfd.readouterr())).lower()
     assert KEY[:9] not in shown
     assert status == 500 or "<masked>" in shown or said == "far behind"
@@ -297,14 +279,50 @@ def test_a_masked_key_is_asked_for_again(tmp_path):
         made.load()
 
 
-@pytest.mark.parametrize("content", ["[" * 200_000, "null", '{"reply": 5}', "", '{"reply": NaN}'])
-def test_a_damaged_cache_file_is_asked_again(content, serve, tmp_path):
+@pytest.mark.parametrize("damage", ["other bytes", "a folder", "a link", "another table"])
+def test_a_file_of_replies_that_cannot_be_used_is_named_and_left_as_it_is(
+    damage, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    path, other = tmp_path / "cache" / CACHE_FILE, tmp_path / "other"
+    path.parent.mkdir()
+    if damage == "other bytes":
+        path.write_bytes(b"reply " * 1000)
+    elif damage == "a folder":
+        path.mkdir()
+    elif damage == "a link":
+        path.symlink_to(other)
+    else:
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE replies (name TEXT)")
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(ValueError, match=rf"cache_dir: {path}"):
+        judge(SimpleNamespace(address="http://h/v1"), tmp_path)
+    assert (path.read_bytes() if path.is_file() else b"") == before
+    assert not other.exists()
+
+
+def test_a_file_of_replies_that_is_damaged_during_a_run_costs_requests_only(
+    serve, tmp_path, caplog
+):
     server = serve(grade)
-    judge(server, tmp_path)(["p"], ["a"])
-    (kept,) = tmp_path.rglob("*.json")
-    kept.write_text(content)
-    assert judge(server, tmp_path)(["p"], ["a"]) == [0.8]
+    asked = judge(server, tmp_path)
+    (tmp_path / "cache" / CACHE_FILE).write_bytes(b"reply " * 1000)
+    for text in "ab":
+        assert asked(["p"], [text]) == [0.8]
     assert len(server.asked) == 2
+    assert caplog.text.count("cannot be used") == 1
+
+
+def test_writers_of_one_file_of_replies_lose_nothing(tmp_path):
+    # Each statement has a connection, so that threads are to SQLite what processes are.
+    replies, again = Replies(tmp_path), Replies(tmp_path)
+    replies.prepare()
+    again.prepare()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda n: (replies, again)[n % 2].put(str(n), f"reply {n}"), range(200)))
+    assert [again.get(str(n)) for n in range(200)] == [f"reply {n}" for n in range(200)]
+    assert not replies.failed
 
 
 def test_rubbish_abstains_and_is_counted_and_not_kept(serve, tmp_path):
@@ -345,23 +363,42 @@ def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve,
     resumed.load_state_dict(asked.state_dict())
     assert resumed(["p"], ["new"]) == [None]
     assert len(server.asked) == 2
-    by_tokens = judge(server, tmp_path, max_total_tokens=11, max_concurrent_requests=1)
-    assert by_tokens(["p"] * 2, ["e", "f"]).count(None) == 1
 
 
-def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
-    server, asked = serve(grade), []
-    for rank in range(3):
-        each = judge(server, tmp_path, max_requests=5, max_concurrent_requests=1, cache_dir=None)
-        each.rank, each.num_processes = rank, 3
-        rewards = each(["p"] * 4, ["a", "b", "c", "d"])
-        asked.append(4 - rewards.count(None))
-        state = each.state_dict()
-    assert asked == [2, 2, 1]
-    assert len(server.asked) == 5
-    alone = judge(server, tmp_path, max_requests=5)  # one process resumes for three
-    alone.load_state_dict(state)
-    assert alone.counts["calls"] == 3
+def test_each_try_again_counts_as_a_request(serve, tmp_path):
+    server = serve(lambda text, times: (500, b"", {}))
+    asked = judge(server, tmp_path, max_requests=2, max_retries=9)
+    assert asked(["p"] * 2, ["a", "b"]) == [None] * 2
+    assert (len(server.asked), asked.counts["over_budget"]) == (2, 2)
+
+
+def test_a_server_gets_no_key_and_no_header_of_another_one(monkeypatch):
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID"):
+        monkeypatch.setenv(f"OPENAI_{name}", KEY)
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: Bearer {KEY}\nX-Other: {KEY}")
+    with HostileServer(lambda: send_reply(CHAT)) as server:
+        asked = LLMJudge(server.url, "m", CRITERIA, cache_dir=None, api_key_env=None)
+        assert asked(["p"], ["a"]) == [0.8]
+    assert KEY.encode() not in b"".join(server.requests)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Retry-After: " + value
+        for value in (b"nan", b"-1", b"1e999", b"x" * 9000, b"\xff", b"9" * 99)
+    ]
+    + [b"Retry-After: Fri, 31 Dec 99999999999 23:59:59 GMT", b"x-should-retry: \xff"]
+    + [b"Content-Type: \xff;;=", b"Location: http://[", b"Content-Encoding: \xff"],
+)
+@pytest.mark.parametrize("status", [b"200 \xff", b"307 a", b"429 a", b"999 a"])
+def test_a_completion_abstains_whatever_headers_a_server_sends(status, header, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    answer = b"HTTP/1.1 " + status + b"\r\n" + header + b"\r\nContent-Length: 2\r\n\r\n{}"
+    with HostileServer(lambda: [answer]) as server:
+        asked = LLMJudge(server.url, "m", CRITERIA, cache_dir=None, api_key_env=None, max_retries=1)
+        asked.counts["answered"] = 1
+        assert asked(["p"], ["a"]) == [None]
 
 
 def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path):
@@ -394,7 +431,6 @@ def test_https_for_a_server_without_tls_ends_in_one_line(serve, tmp_path):
     asked.url = asked.url.replace("http://", "https://")
     with pytest.raises(RequestRejected, match="Use http:// for a server without TLS"):
         asked(["p"], ["a"])
-    assert asked.counts["calls"] == 1
     asked.counts["answered"] = 1  # a proxy may break later: the row is left out
     assert asked(["p"], ["a"]) == [None]
 
@@ -416,9 +452,9 @@ def test_the_key_is_in_no_file_and_no_copy(serve, tmp_path):
     asked(["p"], ["a"])
     assert KEY.encode() not in pickle.dumps(copy.deepcopy(asked).__getstate__()["body"])
     assert KEY not in repr(vars(asked))
-    files = [path.read_text() for path in tmp_path.rglob("*.json")]
-    assert len(files) == 1
-    assert KEY not in files[0]
+    files = read_files(tmp_path)
+    assert b"Score: 8" in files
+    assert KEY.encode() not in files
 
 
 def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
@@ -434,6 +470,7 @@ def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
     ("settings", "message"),
     [
         ({"base_url": "api.openai.com"}, "is no address"),
+        ({"base_url": "http://h:99999/v1"}, "is no address"),
         ({"base_url": "https://me:pass@host/v1"}, "must not hold"),
         ({"api_key_env": "sk-123"}, "not the key itself"),
         ({"api_key_env": "UNSET_KEY"}, "UNSET_KEY is not set"),

@@ -31,14 +31,13 @@ def texts_as(input_format: str, tokenizer):
             yield tokenizer(*given, return_tensors="pt")
 
 
-# Only BERT's tokenizer has a format for a pair; it and Gemma 2 always have a padding token.
+# Only BERT's tokenizer has a separator; it and Gemma 2 always have a padding token.
 CASES = [
     (architecture, input_format, pad)
     for architecture in SIZES
-    for input_format in ("chat", "pair", "text")
+    for input_format in ("chat", "pair" if architecture == "bert" else "text")
     for pad in (True, False)
-    if (input_format != "pair" or architecture == "bert")
-    and (pad or architecture not in ("bert", "gemma2"))
+    if (pad or architecture not in ("bert", "gemma2"))
 ]
 
 
@@ -46,14 +45,13 @@ CASES = [
 def test_scores_in_batches_are_those_of_plain_transformers_one_by_one(
     architecture, input_format, pad, tmp_path
 ):
-    folder = write_classifier(tmp_path, architecture, chat=CHAT, pad=pad)
+    chat = CHAT if input_format == "chat" else None
+    folder = write_classifier(tmp_path, architecture, chat=chat, pad=pad)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = one_by_one(folder, texts_as(input_format, tokenizer))[:, 0]
     assert expected.std() > 0.1  # the texts matter
     for max_batch_tokens in (1, 200, 100_000):
-        scores = RewardModel(folder, input_format=input_format, max_batch_tokens=max_batch_tokens)(
-            PROMPTS, TEXTS
-        )
+        scores = RewardModel(folder, max_batch_tokens=max_batch_tokens)(PROMPTS, TEXTS)
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -65,16 +63,6 @@ def test_an_end_token_as_padding_token_reads_the_score_where_plain_transformers_
     inputs = texts_as("chat", AutoTokenizer.from_pretrained(folder))
     expected = one_by_one(folder, inputs)[:, 0]
     torch.testing.assert_close(RewardModel(folder)(PROMPTS, TEXTS), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_form_follows_from_the_tokenizer(tmp_path):
-    forms = {}
-    for architecture, chat in (("llama", CHAT), ("bert", None), ("llama", None)):
-        name = f"{architecture}{bool(chat)}"
-        judge = RewardModel(write_classifier(tmp_path / name, architecture, chat=chat))
-        judge.load()
-        forms[name] = judge.input.input_format
-    assert forms == {"llamaTrue": "chat", "bertFalse": "pair", "llamaFalse": "text"}
 
 
 def test_the_conversation_is_judged_and_not_the_policys_rendering_of_it(tmp_path):
@@ -92,9 +80,10 @@ def test_the_conversation_is_judged_and_not_the_policys_rendering_of_it(tmp_path
     ("architecture", "input_format"), [("llama", "chat"), ("llama", "text"), ("bert", "pair")]
 )
 def test_special_tokens_that_the_answer_spells_are_plain_text(architecture, input_format, tmp_path):
-    folder = write_classifier(tmp_path, architecture, chat=CHAT)
+    chat = CHAT if input_format == "chat" else None
+    folder = write_classifier(tmp_path, architecture, chat=chat)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    judge = RewardModel(folder, input_format=input_format)
+    judge = RewardModel(folder)
     judge.load()
     asked, special = [{"role": "user", "content": "2+2"}], set(tokenizer.all_special_ids)
     expected = [n for n in judge.input.encode(asked, "4")["input_ids"] if n in special]
@@ -152,7 +141,7 @@ def test_input_over_the_limit_loses_the_start_of_the_prompt(judge_of_160, caplog
     # <bos>[user]...[assistant]ok is 160 tokens of one byte each, the begin token included.
     left = 160 - len("_[user][assistant]ok")
     assert torch.equal(scores, judge_of_160([asked[-left:], "short"], ["ok", "ok"]))
-    assert judge_of_160.counts == {"over the limit": 1, "masked": 0}
+    assert judge_of_160.input.counts == {"over the limit": 1, "masked": 0}
     assert "1 inputs were over its limit of 160 tokens" in caplog.text
 
 
@@ -173,13 +162,7 @@ def test_system_messages_stay_and_earlier_messages_go_first(judge_of_160):
 def test_an_answer_over_the_limit_is_masked_and_no_other(judge_of_160):
     scores = judge_of_160(PROMPTS, [TEXTS[0], "y" * 400, TEXTS[2], TEXTS[3]])
     assert scores.isnan().tolist() == [False, True, False, False]
-    assert judge_of_160.counts["masked"] == 1
-
-
-def test_masking_instead_of_truncation_is_a_choice(tmp_path):
-    judge = RewardModel(write_classifier(tmp_path), max_length=40, long_inputs="mask")
-    assert judge(PROMPTS, TEXTS).isnan().tolist() == [True, False, False, True]
-    assert judge.counts == {"over the limit": 2, "masked": 2}
+    assert judge_of_160.input.counts["masked"] == 1
 
 
 def test_the_limit_is_the_smaller_one_of_model_and_tokenizer(tmp_path):
@@ -310,8 +293,6 @@ def test_the_policy_as_its_own_judge_is_refused_with_the_reason(tmp_path):
     ("settings", "message"),
     [
         ({"output": "score"}, "output is 'score'; it must be one of: logit, probability"),
-        ({"input_format": "jinja"}, "input_format is 'jinja'"),
-        ({"long_inputs": "drop"}, "long_inputs is 'drop'"),
         ({"dtype": "fp32"}, "dtype is 'fp32'"),
         ({"max_length": 0}, "max_length is 0; it must be at least 1"),
         ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),
@@ -332,6 +313,3 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
         file.rename(tmp_path / f"_{file.name}")
     with pytest.raises(ValueError, match="has no tokenizer files"):
         RewardModel(folder).load()
-    folder = write_classifier(tmp_path)
-    with pytest.raises(ValueError, match=r"has no chat template; give input_format: text or pair"):
-        RewardModel(folder, input_format="chat").load()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
-from litgrpo.rewards.llm_judge import Criterion, Rubric
 from litgrpo.rewards.reward_model import Judge, load_judges
+from litgrpo.rewards.rubric import Criterion, Rubric
 
 TEXTS = ["short and right", "wrong", "", "right"]
 PROMPTS = ["p"] * 4

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
-# Tests that need one of them are skipped without it; pytest imports this file in any case.
-try:
-    import openai
-except ModuleNotFoundError:
-    openai = None
+import openai
+
+# Tests that need it are skipped without it; pytest imports this file in any case.
 try:
     import agents
 except ModuleNotFoundError:

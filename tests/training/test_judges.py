@@ -80,9 +80,7 @@ def test_the_policy_as_its_own_judge_is_refused_before_training(policy, tmp_path
     with pytest.raises(ValueError, match="is the policy itself"):
         trainer(tmp_path).fit(grpo, data())
     assert grpo.policy is None  # not even loaded
-    asked_for = module(
-        policy, RewardModel(policy, allow_policy_as_reward=True, input_format="text")
-    )
+    asked_for = module(policy, RewardModel(policy, allow_policy_as_reward=True))
     trainer(tmp_path).fit(asked_for, data())
     assert asked_for.iteration == 1
 

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("LITGRPO_VLLM_PYTHON", "")
@@ -62,8 +62,8 @@ def wait(url, process, log, limit_s=300):
     while time.monotonic() - began < limit_s:
         assert process.poll() is None, log.read_text()[-3000:]
         try:
-            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+            if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
                 return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             time.sleep(0.5)
     raise AssertionError(f"no server after {limit_s} s: {log.read_text()[-3000:]}")

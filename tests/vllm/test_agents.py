@@ -1,7 +1,6 @@
 """Training inside agents, and with tools, whose replies a real vLLM server samples."""
 
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -31,10 +30,8 @@ pytestmark = [
 MODEL = "builtin:tiny-calculator"  # its tied head is a separate module in vLLM
 AGENTS, GROUP, LENGTH = ("calculate", "talk", "branch", "parallel"), 2, 60
 ROWS = [row | {"agent": "calculate"} for row in calculator.train()[:8]]
-# The same loop with the client of the API, where it is installed.
-SOLVE = Agent("tests.support.agents.calculate", call_format="tags")
-if find_spec("openai"):
-    SOLVE = Agent("litgrpo.environments.agent_examples.solve", call_format="tags")
+# The same loop with the client of the API.
+SOLVE = Agent("litgrpo.environments.agent_examples.solve", call_format="tags")
 
 
 @pytest.fixture(scope="module")

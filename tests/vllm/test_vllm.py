@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import httpx
+import httpx2
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -184,7 +184,7 @@ def test_weights_change_while_rows_are_sampled_and_each_token_names_its_own(unif
 
 def running_requests(url):
     """Return the number of rows that a server is sampling."""
-    for line in httpx.get(f"{url}/metrics", trust_env=False).text.splitlines():
+    for line in httpx2.get(f"{url}/metrics", trust_env=False).text.splitlines():
         if line.startswith("vllm:num_requests_running"):
             return float(line.split()[-1])
     raise AssertionError("no metric of running requests")

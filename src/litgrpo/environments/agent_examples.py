@@ -6,13 +6,9 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from litgrpo.environments.examples import calculate
+import openai
 
-# Imported with this module, so that worker processes share the library; see `solve`.
-try:
-    import openai
-except ModuleNotFoundError:
-    openai = None
+from litgrpo.environments.examples import calculate
 
 MAX_REPLIES = 3
 CALL_COST = 0.1
@@ -45,12 +41,7 @@ def solve(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         row: `prompt` is the problem.
         base_url: of the API.
         api_key: of the row.
-
-    Raises:
-        ImportError: the package `openai` is not installed.
     """
-    if openai is None:
-        raise ImportError("this agent needs the package openai: pip install openai")
     client = _client(base_url).with_options(api_key=api_key)
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     num_calls, text = 0, ""

@@ -30,22 +30,23 @@ from litgrpo.rewards.process_runner import ProcessRunner
 from litgrpo.rewards.runner import InProcessRunner, RewardFailure, RewardRunner
 
 if TYPE_CHECKING:
-    from litgrpo.rewards.llm_judge import Criterion, LLMJudge, Rubric
+    from litgrpo.rewards.llm_judge import LLMJudge
     from litgrpo.rewards.reward import Reward
     from litgrpo.rewards.reward_model import Judge, RewardModel
+    from litgrpo.rewards.rubric import Criterion, Rubric
     from litgrpo.rewards.scorer import PendingRewards, Scorer
 
 # {name: module} of the names whose modules import torch, which takes a second. They are imported
 # on first use, because a worker process imports this package for a user's reward function that
 # uses `pure` or `correctness`, and should start in a tenth of a second.
 NEED_TORCH = {
-    "Criterion": "llm_judge",
+    "Criterion": "rubric",
     "Judge": "reward_model",
     "LLMJudge": "llm_judge",
     "PendingRewards": "scorer",
     "Reward": "reward",
     "RewardModel": "reward_model",
-    "Rubric": "llm_judge",
+    "Rubric": "rubric",
     "Scorer": "scorer",
 }
 

@@ -390,8 +390,7 @@ def find_state_owner(function: Any) -> Any:
         function = function.func
     owner = getattr(function, "__self__", function)
     methods = (getattr(owner, name, None) for name in ("state_dict", "load_state_dict"))
-    is_model = hasattr(owner, "parameters") or is_marked(function, "in_process")
-    return owner if all(map(callable, methods)) and not is_model else None
+    return owner if all(map(callable, methods)) and not hasattr(owner, "parameters") else None
 
 
 def attach_state(scores: Scores, function: Any) -> None:

@@ -30,9 +30,6 @@ from litgrpo.text.chat_templates import TemplateError, render_messages
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
-InputFormat = Literal["chat", "pair", "text"]
-INPUT_FORMATS: tuple[InputFormat, ...] = get_args(InputFormat)
-LongInputs = Literal["truncate", "mask"]
 Output = Literal["logit", "probability"]
 Encoded = dict[str, list[int]]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -44,7 +41,6 @@ class Judge(ABC):
     """A reward that is too heavy to copy: it is loaded once and runs in the training process."""
 
     in_process = True
-    has_budget = False  # of calls or tokens, which a checkpoint remembers
     runs_in_background = (
         False  # for others, so that `begin` can be called before the rewards are needed
     )
@@ -63,16 +59,8 @@ class Judge(ABC):
         """One reward for each of N completions; arguments as those of any reward function."""
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start to judge, if it `waits`; the call with the same arguments gives the rewards."""
+        """Start to judge in the background; the call with the same arguments gives the rewards."""
         del args, kwargs
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what was spent of the budget."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume with the budget of a checkpoint."""
-        del state
 
 
 def load_judges(functions: Iterable[object], device: torch.device | str, policy: str) -> None:
@@ -88,31 +76,22 @@ def background_judges(functions: Mapping[str, object]) -> dict[str, Judge]:
     return {name: judge for name, judge in judges.items() if judge.runs_in_background}
 
 
-def judges_with_budget(functions: Mapping[str, object]) -> dict[str, Judge]:
-    """Those among some reward functions that are judges with a budget."""
-    judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
-    return {name: judge for name, judge in judges.items() if judge.has_budget}
-
-
 class RewardModel(Judge):
     """The score that a reward model, or any other sequence classification model, gives.
 
     The model is frozen, not part of checkpoints, and computes in its own precision, independent of
-    the trainer's. A score that is not a number masks its completion. Input over the model's limit
-    loses the start of what was asked; the completion is never cut, and one that does not fit alone
-    is masked.
+    the trainer's. It reads prompt and completion in its tokenizer's chat template; without one as
+    two texts if the tokenizer has a separator token, else as one text. A score that is not a number
+    masks its completion. Input over the model's limit loses the start of what was asked; the
+    completion is never cut, and one that does not fit alone is masked.
 
     Args:
         pretrained: hub id or folder of an `AutoModelForSequenceClassification`.
         label: the label whose score is the reward, by name or number; needed if there are several.
         output: the label's `logit`, or its `probability` among the labels (the sigmoid where there
             is one label, or where labels do not exclude each other).
-        input_format: `chat` (the model's chat template), `pair` (two texts with a separator), or
-            one `text`. Default: chat where its tokenizer has a chat template, else
-            pair where it has a separator token, else text.
         tokenizer: hub id or folder; default: the model's own.
         max_length: maximum tokens of prompt and completion; default: the model's limit.
-        long_inputs: `truncate` the start of the prompt, or `mask` the completion.
         max_batch_tokens: padded tokens that go through the model at once, in batches of about equal
             length; only memory and speed depend on it.
         dtype: of the weights and of the arithmetic.
@@ -128,39 +107,31 @@ class RewardModel(Judge):
     """
 
     @check_argument_types()
-    def __init__(  # noqa: PLR0913 (each is a line of a recipe)
+    def __init__(
         self,
         pretrained: str,
         *,
         label: int | str | None = None,
         output: Output = "logit",
-        input_format: InputFormat | None = None,
         tokenizer: str | None = None,
         max_length: int | None = None,
-        long_inputs: LongInputs = "truncate",
         max_batch_tokens: int = 8192,
         dtype: Dtype = "float32",
         device: str = POLICY,
         allow_policy_as_reward: bool = False,
     ) -> None:
         one_of("reward model: output", output, get_args(Output))
-        one_of("reward model: input_format", input_format, (None, *INPUT_FORMATS))
-        one_of("reward model: long_inputs", long_inputs, get_args(LongInputs))
         one_of("reward model: dtype", dtype, get_args(Dtype))
         at_least("reward model: max_length", max_length, 1)
         at_least("reward model: max_batch_tokens", max_batch_tokens, 1)
         self.pretrained, self.label, self.output = pretrained, label, output
-        self.input_format = input_format
         self.tokenizer_path = tokenizer or pretrained
-        self.max_length, self.long_inputs = max_length, long_inputs
-        self.max_batch_tokens = max_batch_tokens
+        self.max_length, self.max_batch_tokens = max_length, max_batch_tokens
         self.dtype, self.device = getattr(torch, dtype), device
         self.allow_policy_as_reward = allow_policy_as_reward
         self.model: Any = None
         self.input: JudgeInput | None = None
         self.column = 0
-        # How many inputs were over the limit, and how many of these were masked.
-        self.counts: Counter[str] = Counter()
         self.pad_id: int | None = None
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
@@ -178,17 +149,8 @@ class RewardModel(Judge):
         if self.model is not None:
             return
         tokenizer, model = self._load_files()
-        # The richest form that the tokenizer has.
-        has = {"chat": tokenizer.chat_template, "pair": tokenizer.sep_token_id, "text": ""}
-        richest = next(name for name in INPUT_FORMATS if has[name] is not None)
-        input_format = self.input_format or richest
-        require(
-            input_format != "chat" or has["chat"] is not None,
-            f"reward model: the tokenizer of {self.tokenizer_path!r} has no chat template; give"
-            " input_format: text or pair, or a `tokenizer` that has one",
-        )
         limit = self.max_length or own_limit(model.config, tokenizer)
-        self.input = JudgeInput(tokenizer, input_format, limit, self.long_inputs, self.counts)
+        self.input = JudgeInput(tokenizer, limit)
         self.column = column_of(self.label, model.config.id2label, self.pretrained)
         self.pad_id = model.config.get_text_config().pad_token_id
         place = (device or "cpu") if self.device == POLICY else self.device
@@ -372,35 +334,29 @@ class JudgeInput:
 
     Args:
         tokenizer: the model's.
-        input_format: the tokenizer's `chat` format, a `pair` of texts, or one `text`.
-        max_length: maximum tokens of an input.
-        long_inputs: `truncate` cuts the start of what was asked, system messages excepted; `mask`
-            gives up. What was answered is never cut.
-        counts: how many were over the limit, and how many of these were masked.
+        max_length: maximum tokens of an input. A longer one loses the start of what was asked,
+            system messages excepted; what was answered is never cut.
+        counts: how many were over the limit, and how many of these do not fit and are masked.
     """
 
     tokenizer: Any
-    input_format: InputFormat
     max_length: float
-    long_inputs: LongInputs = "truncate"
     counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, asked: Messages, answer: str) -> Encoded | None:
         """Token ids, and segment ids where the model has them; None for what does not fit."""
         encoded = self.encode(asked, answer)
-        over = self._over(encoded)
-        if not over:
+        if not self._over(encoded):
             return encoded
-        shorter, excess = asked, 0
-        while over and self.long_inputs == "truncate":
+        shorter: Messages | None = asked
+        excess = 0
+        while shorter is not None and (over := self._over(encoded)):
             excess += over  # a cut in the middle of a word may leave more tokens than expected
-            left = without_start(asked, excess, self.tokenizer)
-            if left is None:
-                break
-            shorter = left
-            over = self._over(encoded := self.encode(shorter, answer))
-        self._count(fits=not over)
-        return None if over else encoded
+            shorter = without_start(asked, excess, self.tokenizer)
+            if shorter is not None:
+                encoded = self.encode(shorter, answer)
+        self._count(fits=shorter is not None)
+        return None if shorter is None else encoded
 
     def encode(self, asked: Messages, answer: str) -> Encoded:
         """Token ids without a limit; special tokens as the tokenizer or its chat format says.
@@ -411,14 +367,14 @@ class JudgeInput:
             ValueError: the chat template rejected the messages.
         """
         special = Placeholders(self.tokenizer)
-        if self.input_format == "chat":
+        if self.tokenizer.chat_template is not None:
             answered = [{"role": "assistant", "content": answer}]
             try:
                 text = render_messages(self.tokenizer, [*asked, *special.hide_messages(answered)])
             except TemplateError as error:
                 raise ValueError(
-                    f"reward model: the chat template rejected the messages: {error}. Set"
-                    " input_format: text or pair to use the model without it."
+                    f"reward model: the chat template rejected the messages: {error}. Give a"
+                    " `tokenizer` whose template accepts them, or that has none."
                 ) from error
             if special.texts:
                 ids = encode_with_placeholders(text, special.texts, self.tokenizer)
@@ -430,7 +386,9 @@ class JudgeInput:
             encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         else:
             question = "\n".join(message["content"] for message in asked)
-            texts = (question, answer) if self.input_format == "pair" else (question + answer,)
+            # Without a separator, a pair may have a begin token in the middle.
+            has_separator = self.tokenizer.sep_token_id is not None
+            texts = (question, answer) if has_separator else (question + answer,)
             split = special.finds_special(answer)
             encoded = self.tokenizer(*texts, verbose=False, split_special_tokens=split)
         names = ("input_ids", "token_type_ids")

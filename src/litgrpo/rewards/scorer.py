@@ -31,7 +31,7 @@ from litgrpo.rewards.reward import (
     parameters,
     resolve_functions,
 )
-from litgrpo.rewards.reward_model import background_judges, judges_with_budget
+from litgrpo.rewards.reward_model import background_judges
 from litgrpo.rewards.runner import RewardRunner, StartedCalls
 from litgrpo.types import TASK, RewardTable, Rollout
 
@@ -463,17 +463,14 @@ class Scorer:
         return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {component: state} of judges with a budget and of objects that have a state.
+        """Return {component: state} of the objects that have a state.
 
         An object that runs in worker processes returns its state with each call.
         """
         known = self.runner.states
-        own = {
+        return {
             name: known[name] if name in known else owner.state_dict()
             for name, owner in self._state_owners().items()
-        }
-        return own | {
-            name: judge.state_dict() for name, judge in judges_with_budget(self.functions).items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -482,11 +479,9 @@ class Scorer:
             if name in state:
                 owner.load_state_dict(state[name])
                 self.runner.states[name] = state[name]
-        for name, judge in judges_with_budget(self.functions).items():
-            judge.load_state_dict(state.get(name, {}))
 
     def _state_owners(self) -> dict[str, Any]:
-        """{component: object with `state_dict` and `load_state_dict`}, without judges."""
+        """{component: object with `state_dict` and `load_state_dict`}."""
         owners = {name: find_state_owner(each) for name, each in self.functions.items()}
         return {name: owner for name, owner in owners.items() if owner is not None}
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("openai", reason="openai is not installed")
-
 from litgrpo.environments.agent import Agent
 from tests.support.agent_rollouts import (
     GROUP,

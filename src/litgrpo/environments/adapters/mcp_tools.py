@@ -14,9 +14,10 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx2
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import (
@@ -34,7 +35,7 @@ from litgrpo.environments.adapters.mcp_process import (
     exchange_messages,
 )
 from litgrpo.environments.tool import EpisodeError, Tool
-from litgrpo.http_client import event_loop, make_limits, wait_for
+from litgrpo.http_client import LimitedClient, event_loop, wait_for
 from litgrpo.text.secrets import fill_variables
 from litgrpo.text.visible import excerpt
 
@@ -132,11 +133,8 @@ class McpServer:
             if process is not None:
                 transport: Any = exchange_messages(process)
             else:
-                http = import_package("httpx2", INSTALL)
-                limits = http.Timeout(START_S, read=CALL_S)
-                client = http.AsyncClient(
-                    headers=self.headers, timeout=limits, **make_limits(http, MAX_BYTES)
-                )
+                limits = httpx2.Timeout(START_S, read=CALL_S)
+                client = LimitedClient(MAX_BYTES, headers=self.headers, timeout=limits)
                 sends = import_package("mcp.client.streamable_http", INSTALL)
                 transport = sends.streamable_http_client(
                     self.url, http_client=await stack.enter_async_context(client)
@@ -385,7 +383,7 @@ def _import_mcp() -> Any:
     # It logs what a server wrote, which would reach the terminal; errors say what went wrong.
     logging.getLogger("mcp").addHandler(logging.NullHandler())
     require(
-        hasattr(mcp, "Client") and find_spec("httpx2") is not None,
+        hasattr(mcp, "Client"),
         f"mcp_servers needs version 2 of the package mcp; `pip install {INSTALL}` installs it.",
     )
     return mcp

@@ -13,25 +13,28 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
+from pydantic import AliasPath, BaseModel, Field, create_model
 
 from litgrpo.arguments import find_page, require
 from litgrpo.http_client import (
     MIB,
-    ConnectionLost,
+    REQUEST_ERRORS,
+    LimitedClient,
     MalformedReply,
-    Reply,
-    TLSFailed,
+    Model,
     close_client,
-    make_client,
-    read_field,
+    describe_error,
+    describe_response,
+    is_tls_mistake,
+    make_direct_transport,
+    read_reply,
     repr_of,
-    send,
     wait_for,
 )
 from litgrpo.rollout.engines.served import (
@@ -43,6 +46,7 @@ from litgrpo.rollout.engines.served import (
 )
 from litgrpo.text.visible import excerpt
 
+Value = TypeVar("Value")
 # Version of weights that litgrpo set: iteration, number of the publish, run.
 VERSION = re.compile(r"(\d{1,9})-(\d{1,9})-(\w+)", re.ASCII)
 # Largest responses: of the routes for weights and settings, and for each generated token.
@@ -54,6 +58,53 @@ MISSING_ROUTE = (
     "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out; see "
     f"{find_page('docs/explanation/scale.md')}."
 )
+
+
+class ServedModel(BaseModel):
+    """The model of a server, or one of its adapters."""
+
+    id: str
+
+
+class Tokens(BaseModel):
+    """Response of `TOKENIZE`."""
+
+    tokens: list[int]
+    max_model_len: int
+
+
+class Logprob(BaseModel):
+    """Log-probability of a token of a prompt."""
+
+    logprob: float
+
+
+class TokenLogprob(Logprob):
+    """Log-probability of a generated token."""
+
+    token_id: int
+
+
+class WeightSpan(BaseModel):
+    """Version of the weights that sampled tokens from `start` on."""
+
+    version: str | None
+    start: int | None
+
+
+class Generated(BaseModel):
+    """Response of `GENERATE`; an aborted request may have no tokens."""
+
+    choices: list[Any] = Field(min_length=1, max_length=1)
+    finish_reason: str | None = Field(validation_alias=AliasPath("choices", 0, "finish_reason"))
+    token_ids: list[int] | None = Field(None, validation_alias=AliasPath("choices", 0, "token_ids"))
+    logprobs: list[TokenLogprob] | None = Field(
+        None, validation_alias=AliasPath("choices", 0, "logprobs", "content")
+    )
+    weight_versions: list[WeightSpan] | None = Field(
+        None, validation_alias=AliasPath("choices", 0, "weight_versions")
+    )
+    prompt_tokens: int | None = Field(None, validation_alias=AliasPath("usage", "prompt_tokens"))
 
 
 class ServerFailure(RuntimeError):
@@ -153,9 +204,15 @@ class Server:
         self.known_public: bool | None = None  # not resolved yet
 
     @cached_property
-    def client(self) -> httpx.AsyncClient:
+    def client(self) -> LimitedClient:
         """HTTP client with persistent connections and without a proxy."""
-        client = make_client(base_url=self.url, direct=True)
+        client = LimitedClient(
+            MAX_BYTES,
+            self.timeout_s,
+            base_url=self.url,
+            trust_env=False,
+            transport=make_direct_transport(),
+        )
         weakref.finalize(self, close_client, client)
         return client
 
@@ -163,7 +220,7 @@ class Server:
         """Return True if its host name resolves to a public address.
 
         Raises:
-            ConnectionLost: the host name cannot be resolved in time.
+            OSError: the host name cannot be resolved in time.
         """
         parts, loop = urlsplit(self.url), asyncio.get_running_loop()
         try:
@@ -171,18 +228,16 @@ class Server:
                 found = await loop.getaddrinfo(
                     parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
                 )
-        except (OSError, ValueError) as error:  # includes timeouts and malformed names
-            raise ConnectionLost(str(error)) from error
+        except ValueError as error:  # a malformed name
+            raise OSError(str(error)) from error
         return any(ipaddress.ip_address(each[4][0]).is_global for each in found)
 
-    async def _send(self, method: str, path: str, max_bytes: int, **options: Any) -> Reply:
+    async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         if not self.allow_public and self.known_public is None:
             self.known_public = await self._is_public()
         if self.known_public and not self.allow_public:
             raise public_url_error(self.url)
-        return await send(
-            self.client, method, path, timeout_s=self.timeout_s, max_bytes=max_bytes, **options
-        )
+        return await self.client.request(method, path, **options)
 
     def call(
         self,
@@ -191,9 +246,8 @@ class Server:
         body: Any = None,
         params: dict[str, str] | None = None,
         max_bytes: int = MAX_BYTES,
-        is_json: bool = True,
-    ) -> Any:
-        """Send a request and return the JSON of its response.
+    ) -> httpx2.Response:
+        """Send a request and return its response.
 
         Args:
             method: HTTP method.
@@ -201,91 +255,101 @@ class Server:
             body: sent as JSON.
             params: query.
             max_bytes: largest response.
-            is_json: False for a route whose response is a text, which is not returned.
 
         Raises:
             ServerUnavailable: the server cannot be reached, closes the connection, takes longer
                 than `timeout_s`, or reports an internal error (5xx).
             ServerFailure: the server rejects the request (4xx), redirects it, or the response is
-                too large or not JSON.
+                too large or compressed.
         """
+        options = {"json": body, "params": params, "extensions": {"max_bytes": max_bytes}}
         try:
-            reply = wait_for(self._send(method, path, max_bytes, body=body, params=params))
-            if reply.is_server_error:
-                internal = reply.status == HTTPStatus.INTERNAL_SERVER_ERROR
-                failure = InternalError if internal else ServerUnavailable
-                raise failure(f"{self.url}{path} ({reply.describe()})")
-            if not reply.is_success:
-                missing = reply.status in (404, 405) and path not in (COMPLETIONS, TOKENIZE)
-                hint = f" {MISSING_ROUTE}" if missing else ""
-                kind = NotFound if reply.status == HTTPStatus.NOT_FOUND else ServerFailure
-                raise kind(f"{self.url}{path} rejected the request ({reply.describe()}).{hint}")
-            return reply.json() if is_json and reply.content else {}
-        except TLSFailed as error:
-            raise ServerFailure(f"{self.url} cannot be reached: {error}") from error
-        except ConnectionLost as error:
-            raise ServerUnavailable(f"{self.url} ({error})") from error
-        except MalformedReply as error:
-            raise ServerFailure(
-                f"{self.url}{path} returned an invalid response: {error}"
-            ) from error
+            response = wait_for(self._send(method, path, **options))
+        except httpx2.DecodingError as error:
+            raise self._invalid(path, error) from error
+        except REQUEST_ERRORS as error:
+            if is_tls_mistake(error):
+                problem = f"{self.url} cannot be reached: {describe_error(error)}"
+                raise ServerFailure(problem) from error
+            raise ServerUnavailable(f"{self.url} ({describe_error(error)})") from error
+        if response.is_server_error:
+            internal = response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+            failure = InternalError if internal else ServerUnavailable
+            raise failure(f"{self.url}{path} ({describe_response(response)})")
+        if not response.is_success:
+            missing = response.status_code in (404, 405) and path not in (COMPLETIONS, TOKENIZE)
+            hint = f" {MISSING_ROUTE}" if missing else ""
+            kind = NotFound if response.status_code == HTTPStatus.NOT_FOUND else ServerFailure
+            raise kind(
+                f"{self.url}{path} rejected the request ({describe_response(response)}).{hint}"
+            )
+        return response
 
-    def read(self, method: str, path: str, *names: str, kind: type, **params: str) -> Any:
+    def _invalid(self, path: str, problem: object) -> ServerFailure:
+        return ServerFailure(f"{self.url}{path} returned an invalid response: {problem}")
+
+    def read(
+        self,
+        model: type[Model],
+        method: str,
+        path: str,
+        body: Any = None,
+        params: dict[str, str] | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> Model:
+        """Send a request and return its response as a model.
+
+        Raises:
+            ServerUnavailable, ServerFailure: see `call`; the response is not JSON of this type.
+        """
+        response = self.call(method, path, body, params, max_bytes)
+        try:
+            return read_reply(response.content, model)
+        except MalformedReply as error:
+            raise self._invalid(path, error) from error
+
+    def read_field(
+        self, kind: type[Value], method: str, path: str, *names: str | int, **options: Any
+    ) -> Value:
         """Send a request and return a field of its response.
 
         Args:
+            kind: type of the field.
             method: HTTP method.
             path: route.
-            names: of the objects around the field, and of the field.
-            kind: type of the field.
-            params: query.
-
-        Raises:
-            ServerUnavailable, ServerFailure: see `call`; the field is missing or of another type.
+            names: of the objects and lists around the field, and of the field.
+            options: see `read`.
         """
-        found = self.call(method, path, params=params)
-        try:
-            for name in names[:-1]:
-                found = read_field(found, name, dict)
-            return read_field(found, names[-1], kind)
-        except MalformedReply as error:
-            raise ServerFailure(
-                f"{self.url}{path} returned an invalid response: {error}"
-            ) from error
+        model = _make_model(kind, *names)  # type: ignore[arg-type]
+        value: Value = self.read(model, method, path, **options).value
+        return value
 
-    def post(self, path: str, body: Any = None, **params: str) -> Any:
+    def post(self, path: str, body: Any = None, **params: str) -> httpx2.Response:
         """Send a POST request; see `call`."""
         return self.call("POST", path, body, params)
 
     @property
     def version(self) -> str:
         """Version of its weights."""
-        return str(self.read("GET", "/weight_info", "weight_version", kind=str))
+        return self.read_field(str, "GET", "/weight_info", "weight_version")
 
     def list_models(self) -> list[str]:
-        """Return the names of the model and of its adapters.
-
-        Raises:
-            ServerFailure: the response is not a list of names.
-        """
-        found = self.read("GET", "/v1/models", "data", kind=list)
-        try:
-            return [read_field(each, "id", str) for each in found]
-        except MalformedReply as error:
-            raise ServerFailure(f"{self.url}/v1/models returned {error}.") from error
+        """Return the names of the model and of its adapters."""
+        models = self.read_field(list[ServedModel], "GET", "/v1/models", "data")
+        return [model.id for model in models]
 
     def read_config(self, *names: str) -> str:
-        """Return a text of the server's configuration; see `read`."""
+        """Return a text of the server's configuration."""
         names = ("vllm_config", *names)
-        return str(self.read("GET", "/server_info", *names, kind=str, config_format="json"))
+        params = {"config_format": "json"}
+        return self.read_field(str, "GET", "/server_info", *names, params=params)
 
     @cached_property
     def copies_head(self) -> bool:
         """True if it samples with a copy of the output head; see `weight_transfer.HEAD`."""
         if self.read_config("device_config", "device") != "cpu":
             return False
-        found = self.post("/collective_rpc", {"method": "get_model_inspection"})
-        return has_head(str(found))
+        return has_head(self.post("/collective_rpc", {"method": "get_model_inspection"}).text)
 
     def check_logprobs(self, mode: str) -> None:
         """Raise if the server returns log-probabilities of another distribution than it samples.
@@ -296,10 +360,10 @@ class Server:
         Raises:
             ServerFailure: the server was started with another mode.
         """
-        found = self.read_config("model_config", "logprobs_mode")
-        if found != mode:
+        served_mode = self.read_config("model_config", "logprobs_mode")
+        if served_mode != mode:
             raise ServerFailure(
-                f"{self.url} runs with --logprobs-mode {excerpt(found)}; start it with "
+                f"{self.url} runs with --logprobs-mode {excerpt(served_mode)}; start it with "
                 f"--logprobs-mode {mode}."
             )
 
@@ -322,7 +386,8 @@ class Server:
         try:
             yield
             options = {"reset_running_requests": "true"} if in_flight else {}
-            if not self.read("POST", "/reset_prefix_cache", "success", kind=bool, **options):
+            route = "/reset_prefix_cache"
+            if not self.read_field(bool, "POST", route, "success", params=options):
                 raise ServerUnavailable(f"{self.url} (it could not reset its prefix cache)")
             self.post("/update_weight_version", {"new_version": version})
         finally:
@@ -355,28 +420,28 @@ class Server:
         if is_adapter:
             body["model"] = version
         try:
-            response = self.call("POST", GENERATE, body, max_bytes=max_bytes)
+            response = self.read(Generated, "POST", GENERATE, body, max_bytes=max_bytes)
         except NotFound as error:
             if is_adapter:
                 raise StaleWeights("another adapter") from error
             raise
+        if response.finish_reason not in ("stop", "length"):
+            reason = excerpt(str(response.finish_reason))
+            raise ServerUnavailable(f"{self.url} (finish_reason {reason!r})")
+        # A weight update during the request gives several versions.
+        spans = [(str(span.version), span.start) for span in response.weight_versions or ()]
+        spans = spans or [("None", 0)]
+        if is_adapter:  # the server would have rejected another name
+            spans = [(version, 0)]
+        wrong = [
+            sampled
+            for sampled, _ in spans
+            if sampled != version and not (in_flight and is_newer(sampled, version))
+        ]
+        if wrong:
+            raise StaleWeights(excerpt(" and ".join(sorted(wrong))))
         try:
-            choice = read_choice(response)
-            if choice["finish_reason"] not in ("stop", "length"):
-                reason = excerpt(str(choice["finish_reason"]))
-                raise ServerUnavailable(f"{self.url} (finish_reason {reason!r})")
-            # A weight update during the request gives several versions.
-            spans = read_versions(choice)
-            if is_adapter:  # the server would have rejected another name
-                spans = [(version, 0)]
-            wrong = [
-                found
-                for found, _ in spans
-                if found != version and not (in_flight and is_newer(found, version))
-            ]
-            if wrong:
-                raise StaleWeights(excerpt(" and ".join(sorted(wrong))))
-            result = read_result(response, choice, request)
+            result = read_result(response, request)
             if in_flight:
                 versions = token_versions(spans, len(result.ids))
                 result = replace(result, versions=versions)
@@ -391,12 +456,9 @@ class Server:
         Raises:
             ServerUnavailable, ServerFailure: see `call`.
         """
-        found = self.post(TOKENIZE, {"prompt": text, "add_special_tokens": False})
-        try:
-            ids = read_field(found, "tokens", list)
-            return ids, read_field(found, "max_model_len", int)
-        except MalformedReply as error:
-            raise ServerFailure(f"{self.url} returned {error}.") from error
+        body = {"prompt": text, "add_special_tokens": False}
+        response = self.read(Tokens, "POST", TOKENIZE, body)
+        return response.tokens, response.max_model_len
 
     def prompt_logprobs(self, ids: list[int], start: int) -> list[float]:
         """Return the log-probabilities of the tokens of a row from `start` on.
@@ -416,15 +478,26 @@ class Server:
         # A server generates at least one token; it is not used.
         body = {"prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
         max_bytes = MIB + MAX_BYTES_PER_TOKEN * len(ids)
-        response = self.call("POST", COMPLETIONS, body, max_bytes=max_bytes)
+        entries = self.read_field(
+            list[dict[str, Logprob] | None],
+            *("POST", COMPLETIONS, "choices", 0, "prompt_logprobs"),
+            body=body,
+            max_bytes=max_bytes,
+        )
         try:
-            entries = read_field(read_choice(response), "prompt_logprobs", list)
             if len(entries) != len(ids):
                 raise MalformedReply(f"log-probabilities of {len(entries)} tokens, not {len(ids)}")
             pairs = zip(ids[start:], entries[start:], strict=True)
             return [read_prompt_logprob(entry, token) for token, entry in pairs]
         except MalformedReply as error:
             raise ServerFailure(f"{self.url} returned {error}.") from error
+
+
+@cache
+def _make_model(kind: type[Value], *names: str | int) -> Any:
+    """Return the type of a response of which one field is read."""
+    field = Field(validation_alias=AliasPath(*names))  # type: ignore[arg-type]
+    return create_model("Response", value=(kind, field))
 
 
 def has_head(inspection: str) -> bool:
@@ -440,7 +513,7 @@ def has_head(inspection: str) -> bool:
     return "(lm_head): ParallelLMHead" in inspection
 
 
-def read_prompt_logprob(entry: Any, token: int) -> float:
+def read_prompt_logprob(entry: dict[str, Logprob] | None, token: int) -> float:
     """Return the log-probability of a token of a prompt.
 
     Args:
@@ -450,38 +523,15 @@ def read_prompt_logprob(entry: Any, token: int) -> float:
     Raises:
         MalformedReply: it is missing, or no log-probability.
     """
-    found = read_field(read_field(entry, str(token), dict), "logprob", float, int)
-    if not MIN_LOGPROB <= found <= MAX_LOGPROB:
+    if entry is None or str(token) not in entry:
+        raise MalformedReply(f"no log-probability of token {token}")
+    logprob = entry[str(token)].logprob
+    if not MIN_LOGPROB <= logprob <= MAX_LOGPROB:
         raise MalformedReply(
-            f"log-probability {repr_of(found)}; expected {MIN_LOGPROB:g} to 0 (--logprobs-mode "
+            f"log-probability {repr_of(logprob)}; expected {MIN_LOGPROB:g} to 0 (--logprobs-mode "
             "raw_logprobs or processed_logprobs)"
         )
-    return float(found)
-
-
-def read_choice(response: Any) -> dict[str, Any]:
-    """Return the only choice of a response, with its finish reason.
-
-    Raises:
-        MalformedReply: it has none or several, or no finish reason.
-    """
-    choices = read_field(response, "choices", list)
-    if len(choices) != 1:
-        raise MalformedReply(f"{len(choices)} choices; expected 1")
-    read_field(choices[0], "finish_reason", str, type(None))
-    return dict(choices[0])
-
-
-def read_versions(choice: dict[str, Any]) -> list[tuple[str, int | None]]:
-    """Return the versions of the weights that sampled a choice, and their first tokens.
-
-    Raises:
-        MalformedReply: a field is missing or of another type.
-    """
-    spans = read_field(choice, "weight_versions", list, type(None)) or []
-    versions = [str(read_field(span, "version", str, type(None))) for span in spans] or ["None"]
-    begins = [read_field(span, "start", int, type(None)) for span in spans] or [0]
-    return list(zip(versions, begins, strict=True))
+    return logprob
 
 
 def is_newer(found: str, version: str) -> bool:
@@ -528,20 +578,18 @@ def token_versions(spans: list[tuple[str, int | None]], num_tokens: int) -> list
     return [number for number, size in zip(numbers, sizes, strict=True) for _ in range(size)]
 
 
-def read_result(response: Any, choice: dict[str, Any], request: SampleRequest) -> SampleResult:
+def read_result(response: Generated, request: SampleRequest) -> SampleResult:
     """Return tokens and log-probabilities of a response.
 
     Raises:
-        MalformedReply: a field is missing or of another type, or the parts contradict each other.
+        MalformedReply: a field is missing, or the parts contradict each other.
     """
-    ids = read_field(choice, "token_ids", list)
-    entries = read_field(read_field(choice, "logprobs", dict), "content", list)
-    named = [read_field(entry, "token_id", int) for entry in entries]
-    logprobs = [read_field(entry, "logprob", float, int) for entry in entries]
-    prompt_tokens = read_field(read_field(response, "usage", dict), "prompt_tokens", int)
-    if prompt_tokens != len(request.ids) or named != ids:
+    ids, logprobs, prompt_tokens = response.token_ids, response.logprobs, response.prompt_tokens
+    if ids is None or logprobs is None:
+        raise MalformedReply("a response without token_ids or logprobs")
+    if prompt_tokens != len(request.ids) or [each.token_id for each in logprobs] != ids:
         raise MalformedReply(
             f"tokens for another prompt ({prompt_tokens} tokens instead of {len(request.ids)}), or "
             "log-probabilities of other tokens"
         )
-    return SampleResult(ids, logprobs, choice["finish_reason"])
+    return SampleResult(ids, [each.logprob for each in logprobs], str(response.finish_reason))

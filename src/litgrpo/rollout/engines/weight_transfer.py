@@ -289,13 +289,13 @@ class AdapterSender(FolderSender):
         self.send_checked(server)
         run = version.rpartition("-")[2]
         for name in (name for name in names if name.rpartition("-")[2] == run):
-            server.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
+            server.post("/v1/unload_lora_adapter", {"lora_name": name})
         return True
 
     def send(self, server: Server) -> None:
         """See `WeightSender.send`."""
         body = {"lora_name": Path(self.location).name, "lora_path": self.location}
-        server.call("POST", "/v1/load_lora_adapter", body, is_json=False)
+        server.post("/v1/load_lora_adapter", body)
 
 
 def check_adapter(policy: Policy) -> None:
@@ -405,7 +405,7 @@ class NcclSender(WeightSender):
             NCCLTrainerWeightTransferEngine,
         )
 
-        workers = server.read("GET", "/get_world_size", "world_size", kind=int)
+        workers = server.read_field(int, "GET", "/get_world_size", "world_size")
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
