@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import os
 import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 
+from litgrpo.text import strict_json
 from litgrpo.text.visible import excerpt
 
 MIB = 2**20
@@ -226,7 +226,7 @@ def close_client(client: httpx2.AsyncClient) -> None:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON text without NaN and infinity.
+    """Return the value of a response; see `litgrpo.text.strict_json.parse_json`.
 
     Raises:
         MalformedReply: it is not JSON, or too deep.
@@ -236,15 +236,11 @@ def parse_json(content: bytes | str) -> Any:
         {'a': [1, None]}
     """
     try:
-        return json.loads(content, parse_constant=_reject_constant)
+        return strict_json.parse_json(content)
     except RecursionError as error:
         raise MalformedReply("the response is not JSON: it is nested too deeply") from error
     except ValueError as error:
         raise MalformedReply(f"the response is not JSON: {excerpt(str(error))}") from error
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def read_reply(content: bytes | str, model: type[Model]) -> Model:
