@@ -5,11 +5,17 @@ import sys
 import pytest
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.environments.agent import Agent, AgentRequest, AgentResult, handle_request, read_output
+from litgrpo.environments.agent import (
+    MAX_OUTPUT,
+    Agent,
+    AgentRequest,
+    AgentResult,
+    handle_request,
+    read_output,
+)
 from litgrpo.environments.agent_examples import run_calculator
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.rollout.episodes import EpisodeSettings
-from litgrpo.workers.commands import MAX_OUTPUT
 from tests.support.training import module
 
 REQUEST = AgentRequest({"prompt": "6*7?", "answer": 42}, 3, "http://127.0.0.1:1/v1", "key")

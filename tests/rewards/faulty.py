@@ -95,18 +95,6 @@ def raises(completions):
     return lengths(completions)
 
 
-def floods(completions):
-    if "bad" in completions:
-        print("x" * 10_000_000)
-    return lengths(completions)
-
-
-def floods_from_c(completions):
-    while "bad" in completions:
-        os.write(1, b"x" * 65536)
-    return lengths(completions)
-
-
 def wrong_length(completions):
     return [1.0] if "bad" in completions and len(completions) > 1 else lengths(completions)
 

@@ -68,8 +68,6 @@ FAULTS = {
     "leaves": "SystemExit",
     "interrupts": "KeyboardInterrupt",
     "raises": "KeyError",
-    "floods": "printed more than 5 MB",
-    "floods_from_c": "printed more than 5 MB",
     "wrong_length_for_the_bad": "wrong length",
 }
 VALUES = {"returned nan": math.nan, "returned list": [1]}
@@ -136,9 +134,9 @@ def test_every_row_has_its_turn_however_many_hang() -> None:
 
 def test_what_a_function_prints_is_seen(runner, capfd) -> None:
     score(runner, faulty.prints)
-    printed = capfd.readouterr().out
-    assert "judging 8" in printed
-    assert "a complaint" in printed
+    printed = capfd.readouterr()
+    assert "judging 8" in printed.out
+    assert "a complaint" in printed.err
 
 
 def test_independent_functions_run_side_by_side(runner, tmp_path, caplog) -> None:
@@ -251,7 +249,7 @@ def test_a_runner_can_be_copied_and_starts_its_own_workers(runner) -> None:
 
     score(runner, faulty.lengths)
     twin = copy.deepcopy(runner)
-    assert not twin.pool.launchers
+    assert twin.pool.launcher is None
     assert score(twin, faulty.lengths)[0].valid.all()
     twin.close()
     assert isinstance(copy.deepcopy(InProcessRunner()), InProcessRunner)

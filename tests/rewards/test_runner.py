@@ -174,20 +174,6 @@ def test_leaving_the_program_costs_the_row_only() -> None:
     assert scorer.failures == {"r": {"SystemExit": 1}}
 
 
-def test_ten_megabytes_of_printing_are_not_shown_and_cost_the_row(capsys) -> None:
-    def chatty(completions):
-        for text in completions:
-            print("x" * 10_000_000 if text == "bad" else "a word")
-        return [1.0] * len(completions)
-
-    table, scorer = score(chatty)
-    assert table.valid.tolist() == [[True, True, False, True]]
-    assert scorer.failures == {"r": {"PrintedTooMuch": 1}}
-    printed = capsys.readouterr().out
-    assert "a word" in printed
-    assert len(printed) < 100_000
-
-
 def test_a_slow_question_is_told_with_its_completion(caplog) -> None:
     def slow(completions):
         if len(completions) > 1:

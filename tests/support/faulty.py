@@ -1,4 +1,4 @@
-"""Environments that hang, crash, flood their output, or are not deterministic."""
+"""Environments that hang, crash, or are not deterministic."""
 
 import os
 import random
@@ -59,18 +59,12 @@ def hangs(_):
         sum(range(10**9))
 
 
-def floods(_):
-    while True:
-        print("x" * 65536)
-
-
 def raises(error):
     raise error
 
 
 FAULTS = {
     "hang": hangs,
-    "flood": floods,
     "die": lambda _: os._exit(3),
     "die once": Echo.dies_once,
     "raise": lambda _: raises(KeyError("bad")),

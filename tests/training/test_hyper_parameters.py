@@ -150,7 +150,10 @@ ATTACKS = {
     ],
     "precision": [
         {"class_path": "logging.FileHandler", "init_args": {"filename": "created"}},
-        {"class_path": "litgrpo.workers.pool.subprocess.Popen", "init_args": {"args": "true"}},
+        {
+            "class_path": "litgrpo.environments.agent.subprocess.Popen",
+            "init_args": {"args": "true"},
+        },
     ],
     "engine": [
         {"class_path": "litgrpo.workers.pool.WorkerPool", "init_args": {"size": 1}},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,10 +17,10 @@ from litgrpo.environments.base import FailedEpisode
 from litgrpo.environments.episode import seed_rngs
 from litgrpo.environments.tool import resolve
 from litgrpo.environments.tool_calls import CallFormat, format_of
-from litgrpo.workers.commands import MAX_OUTPUT, run_command
 from litgrpo.workers.failures import cause_of
 
 HANDLER = "litgrpo.environments.agent:handle_request"
+MAX_OUTPUT = 1_000_000  # bytes of an answer, and of what a command may print to stdout
 RESULT = (
     "expected None, a text (the answer), a number (the reward), or a dict with `completion` and "
     "`reward`"
@@ -157,6 +159,41 @@ class Agent:
         return AgentResult.read(resolve(returned))
 
 
+def run_command(command: Sequence[str], text: str) -> str:
+    """Run a command in the worker's process group, and return what it printed to stdout.
+
+    Args:
+        command: program and arguments.
+        text: its stdin.
+
+    Raises:
+        RuntimeError: it could not be started, printed too much, or exited with an error.
+
+    Example:
+        >>> run_command(["cat"], "hello")
+        'hello'
+    """
+    # A file as stdin: a pipe would block if the command reads nothing and prints much.
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "replace"))
+        file.seek(0)
+        try:
+            process = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise RuntimeError(f"{command[0]}: {error.strerror or error}") from error
+        with process:
+            assert process.stdout is not None
+            printed = process.stdout.read(MAX_OUTPUT + 1)
+            if len(printed) > MAX_OUTPUT:
+                process.kill()
+                raise RuntimeError(f"{command[0]} printed more than {MAX_OUTPUT:,} bytes")
+            code = process.wait()
+    if code:
+        how = f"died of signal {-code}" if code < 0 else f"exited with {code}"
+        raise RuntimeError(f"{command[0]} {how}")
+    return printed.decode("utf-8", "replace")
+
+
 def read_output(text: str) -> AgentResult:
     """Convert what a command printed: a JSON object, or the answer as a text.
 
@@ -176,7 +213,7 @@ def read_output(text: str) -> AgentResult:
 def handle_request(
     loaded: dict[str, Any], request: AgentRequest, send: Any
 ) -> AgentResult | FailedEpisode:
-    """Answer a request in a worker; see `workers.worker.Handler`."""
+    """Answer a request in a worker; see `workers.pool.Handler`."""
     (agent,) = loaded["agent"]
     try:
         return agent.run(request)

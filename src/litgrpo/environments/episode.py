@@ -134,7 +134,7 @@ class EpisodePlayer:
 def handle_request(
     loaded: dict[str, Any], request: PlayRequest, send: Any
 ) -> Observation | StepResult | FailedEpisode:
-    """Answer a request in a worker; see `workers.worker.Handler`."""
+    """Answer a request in a worker; see `workers.pool.Handler`."""
     # A worker answers many requests; the player keeps its episodes between them.
     if "player" not in loaded:
         loaded["player"] = EpisodePlayer(*loaded["environment"])

@@ -20,10 +20,10 @@ from litgrpo.environments.base import (
 from litgrpo.environments.episode import InProcessEpisodes, PlayRequest
 from litgrpo.environments.response_log import ResponseLog
 from litgrpo.workers.failures import TIMEOUT, WorkerError
-from litgrpo.workers.pool import Worker, WorkerPool
+from litgrpo.workers.pool import WorkerPool
+from litgrpo.workers.process import MAX_LOADING, Worker
 
 MAX_WORKERS = 64
-MAX_UNFORKED = 4  # limit if the environment cannot be forked: each process imports it again
 OnTimeout = Literal["fail", "reply"]
 TIMEOUT_REPLY = "The answer took too long and was given up."
 HANDLER = "litgrpo.environments.episode:handle_request"
@@ -243,10 +243,10 @@ class EpisodeWorkers(EpisodePool):
                 "a hang cannot be stopped."
             )
         if not self.processes:
-            first = self.pool.launch()
+            first = self.pool.take()
             self.processes = [WorkerSlot(first)]
-            if first is not None and first.launcher.used_up:
-                self.most_workers = min(self.most_workers, MAX_UNFORKED)
+            if self.pool.launcher is not None and not self.pool.launcher.preloads:
+                self.most_workers = min(self.most_workers, MAX_LOADING)
         if self.pool.failed:
             raise ValueError(f"the environment's module {self.pool.failed['environment']}")
 

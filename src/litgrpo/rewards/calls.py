@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from litgrpo.arguments import require
 from litgrpo.workers.failures import WorkerError, cause_of, to_picklable
-from litgrpo.workers.worker import Send
+from litgrpo.workers.process import Send
 
 MARKS = ("whole_batch", "pure", "isolated", "in_process")
 

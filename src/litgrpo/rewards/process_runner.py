@@ -31,7 +31,8 @@ from litgrpo.rewards.calls import (
 )
 from litgrpo.rewards.runner import RewardRunner, StartedCalls, run_in_process
 from litgrpo.workers.failures import WorkerError
-from litgrpo.workers.pool import Worker, WorkerPool
+from litgrpo.workers.pool import WorkerPool
+from litgrpo.workers.process import Worker
 
 OWN_PACKAGE = "litgrpo.rewards."
 MAX_WORKERS = 4

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
 from math import nan
 from typing import Any
 
@@ -27,7 +24,7 @@ from litgrpo.rewards.calls import (
     make_failed_scores,
     score_coroutines,
 )
-from litgrpo.workers.failures import MAX_PRINTED, MAX_SHOWN, cause_of
+from litgrpo.workers.failures import cause_of
 
 log = logging.getLogger(__name__)
 
@@ -266,10 +263,6 @@ class RewardRunner(ABC):
                 )
 
 
-class PrintedTooMuch(RuntimeError):
-    """A reward function printed more than the limit."""
-
-
 class InProcessRunner(RewardRunner):
     """Runs the functions in the training process, one after the other; coroutines concurrently.
 
@@ -335,33 +328,8 @@ def _score(runner: RewardRunner, call: Call) -> Scores:
 
 def _call_rows(runner: RewardRunner, call: Call, rows: range) -> Scores:
     """Call the function for some rows."""
-    started, limit = time.monotonic(), _LimitedOutput(sys.stdout)
+    started = time.monotonic()
     given = call.arguments(slice(rows.start, rows.stop))
-    with redirect_stdout(limit), redirect_stderr(limit):
-        scores = call_function(call.function, given, len(rows), call.notes)
+    scores = call_function(call.function, given, len(rows), call.notes)
     runner.warn_if_slow(call, time.monotonic() - started, rows)
-    # Also where the function caught it.
-    return (
-        scores if limit.printed <= MAX_PRINTED else make_failed_scores(len(rows), PrintedTooMuch())
-    )
-
-
-class _LimitedOutput(io.TextIOBase):
-    """Hands on what is printed, until it is too much."""
-
-    def __init__(self, target: Any) -> None:
-        self.target, self.printed = target, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        self.printed += len(text)
-        if self.printed > MAX_PRINTED:
-            raise PrintedTooMuch(f"more than {MAX_PRINTED} characters in one call")
-        self.target.write(text[: max(0, MAX_SHOWN + len(text) - self.printed)])
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(ValueError):  # this may be collected, which flushes, when that is closed
-            self.target.flush()
+    return scores

@@ -7,9 +7,7 @@ from pathlib import Path
 
 MAX_CAUSE = 300  # characters of an exception's own text in a one-line message
 MAX_TRACEBACK = 20_000  # characters
-MAX_PRINTED = 5_000_000  # characters that a worker may print while it answers one message
-MAX_SHOWN = 20_000  # characters of them that are kept for error messages
-TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
+TIMEOUT = "TimeoutError"
 # Stack frames of these files are skipped: a cause names the line of the user's code.
 INTERNAL = tuple(
     str(Path(__file__).parents[1] / path)
@@ -24,7 +22,7 @@ INTERNAL = tuple(
 
 
 class WorkerError(Exception):
-    """Failure of user code: the cause in one line, and the traceback or output.
+    """Failure of user code: the cause in one line, and the traceback or stack.
 
     Example:
         >>> str(WorkerError("exited with 3", "last words"))

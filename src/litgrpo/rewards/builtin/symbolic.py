@@ -15,7 +15,7 @@ from typing import Any
 
 from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.pool import WorkerPool
-from litgrpo.workers.worker import Send
+from litgrpo.workers.process import Send
 
 MEMORY_BYTES = 1 << 30  # of one comparison
 MAX_SLOW = 8  # comparisons of a call that reach the time limit; then it is a quarter

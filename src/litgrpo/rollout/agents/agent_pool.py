@@ -11,10 +11,10 @@ from litgrpo.arguments import at_least
 from litgrpo.environments.agent import HANDLER, Agent, AgentRequest, AgentResult
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.workers.failures import TIMEOUT, WorkerError
-from litgrpo.workers.pool import Worker, WorkerPool
+from litgrpo.workers.pool import WorkerPool
+from litgrpo.workers.process import MAX_LOADING, Worker
 
 MAX_WORKERS = 64
-MAX_UNFORKED = 4  # limit if agents cannot be forked: each process imports their libraries again
 
 
 class AgentPool:
@@ -23,7 +23,7 @@ class AgentPool:
     Args:
         agent: the agent.
         timeout_s: seconds that it may take until its first call, between a reply and its next call,
-            and after its last one; not counting time spent waiting for a CPU.
+            and after its last one.
         num_workers: maximal number of processes; default: one per row, up to 64.
 
     Example::
@@ -104,8 +104,8 @@ class AgentPool:
     def restart_limit(self, row: int) -> None:
         """Start the time limit of an agent, which has its reply."""
         if row in self.running:
-            self.running[row].begin(self.timeout_s)
             self.since[row] = time.monotonic()
+            self.running[row].deadline = self.since[row] + self.timeout_s
 
     @property
     def is_done(self) -> bool:
@@ -127,8 +127,8 @@ class AgentPool:
             if self.pool.failed:
                 raise ValueError(f"the agent's module {self.pool.failed['agent']}")
             assert worker is not None
-            if worker.launcher.used_up:
-                self.size = min(self.size, MAX_UNFORKED)
+            if self.pool.launcher is not None and not self.pool.launcher.preloads:
+                self.size = min(self.size, MAX_LOADING)
             row, request = self.waiting.popleft()
             self.running[row], self.since[row] = worker, time.monotonic()
             self.pool.send(worker, request, self.timeout_s)
