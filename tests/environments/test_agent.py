@@ -10,8 +10,8 @@ from litgrpo.environments.agent import (
     Agent,
     AgentRequest,
     AgentResult,
-    handle_request,
     read_output,
+    run_agent,
 )
 from litgrpo.environments.agent_examples import run_calculator
 from litgrpo.environments.base import FailedEpisode
@@ -23,7 +23,7 @@ INLINE = {"turn_format": "inline"}
 
 
 def run(agent, request=REQUEST):
-    return handle_request({"agent": (agent,)}, request, None)
+    return run_agent(agent, request, None)
 
 
 def test_what_an_agent_returns_becomes_reward_and_completion():
@@ -111,7 +111,6 @@ def test_settings_that_are_not_allowed_raise(arguments, said):
     ("settings", "said"),
     [
         ({"episode": EpisodeSettings(**INLINE, on_timeout="reply")}, "episode.on_timeout"),
-        ({"episode": EpisodeSettings(**INLINE, record_responses=True)}, "record_responses"),
         ({"episode": EpisodeSettings(**INLINE, max_observation_tokens=9)}, "observation_tokens"),
         ({"episode": EpisodeSettings(**INLINE, num_workers=0)}, "num_workers is 0"),
         ({"objective": Objective(observation_nll_coef=0.1)}, "observation_nll_coef is 0.1"),

@@ -4,14 +4,14 @@ import logging
 import os
 import signal
 import threading
+import time
 
 import pytest
 
-from litgrpo.environments.base import EnvironmentFailure, EpisodeStart, FailedEpisode, StepResult
+from litgrpo.environments.base import EpisodeStart, FailedEpisode, FailureCounter
 from litgrpo.environments.episode import InProcessEpisodes
-from litgrpo.environments.response_log import ResponseLog
 from litgrpo.environments.workers import TIMEOUT_REPLY, EpisodeWorkers, episode_pool
-from tests.support.faulty import Echo, Meeting
+from tests.support.faulty import Dice, Echo, Meeting
 from tests.support.workers import starts, step_all, texts
 
 
@@ -20,7 +20,7 @@ def pool_of():
     pools = []
 
     def make(environment, **settings):
-        pools.append(EpisodeWorkers(environment, **{"max_failed_frac": 1.0, **settings}))
+        pools.append(EpisodeWorkers(environment, **settings))
         return pools[-1]
 
     yield make
@@ -28,18 +28,22 @@ def pool_of():
         pool.close()
 
 
+def num_workers(pool):
+    return len([worker for worker in pool.pool.workers if not worker.is_lost])
+
+
 def test_episodes_of_a_group_begin_alike_and_go_their_own_ways(pool_of) -> None:
-    pool = pool_of(Echo(), num_workers=3)
+    pool = pool_of(Echo())
     for _ in range(2):
         assert pool.reset(starts()) == ["seed 0", "seed 0", "seed 1", "seed 1"]
         first = step_all(pool, {n: f"turn {n}" for n in range(4)})
         assert texts(first) == {n: f"1 turn {n}" for n in range(4)}
         assert texts(step_all(pool, {2: "again"})) == {2: "2 again"}
-    assert len(pool.pool.workers) == 3
+    assert num_workers(pool) == 4  # each plays its next episode in the second batch
 
 
 FAULTS = {
-    "die": "exited with 3, twice",
+    "die": "exited with 3",
     "hang": "timed out after 1 s",
     "raise": "KeyError: 'bad' (faulty.py, line ",
     "leave": "SystemExit: 3 (faulty.py",
@@ -49,21 +53,23 @@ FAULTS = {
 }
 
 
-def test_a_fault_costs_its_episode_and_the_others_are_rebuilt(pool_of, caplog) -> None:
-    pool = pool_of(Echo(), timeout_s=1.0, num_workers=1)
+def test_a_fault_costs_its_episode_only(pool_of, caplog) -> None:
+    pool = pool_of(Echo(), timeout_s=1.0)
     for fault, reason in FAULTS.items():
         caplog.clear()
-        pool.failures.reasons.clear()  # the first is told
+        failures = FailureCounter()
+        failures.reset(starts())
         assert pool.reset(starts())[3] == "seed 1"
         step_all(pool, {n: f"turn {n}" for n in range(4)})
+        heard = step_all(pool, {0: "a", 1: fault, 2: "b", 3: "c"})
         with caplog.at_level(logging.WARNING):
-            heard = step_all(pool, {0: "a", 1: fault, 2: "b", 3: "c"})
+            failures.count(heard)
         failed = heard.pop(1)
         assert isinstance(failed, FailedEpisode)
         assert failed.reason.startswith(reason)
         assert texts(heard) == {0: "2 a", 2: "2 b", 3: "2 c"}
         assert heard[3].state == (1, "turn 3", "c")
-        assert pool.failures.reasons == {failed.reason: 1}
+        assert failures.reasons == {failed.reason: 1}
         assert "completion 1 of prompt 0 failed" in caplog.text
         assert ("in hangs" in caplog.text) is (fault == "hang")  # the place of it
 
@@ -74,32 +80,67 @@ def test_a_reset_that_hangs_or_dies_fails_its_row(pool_of) -> None:
         EpisodeStart({"bad": bad}, 0, (0, 0, 0, n)) for n, bad in enumerate(("hang", "", "die"))
     ]
     assert pool.reset(rows) == [
-        FailedEpisode("timed out after 1 s"), "seed 0", FailedEpisode("exited with 3, twice"),
+        FailedEpisode("timed out after 1 s"), "seed 0", FailedEpisode("exited with 3"),
     ]  # fmt: skip
     assert texts(step_all(pool, {1: "a"})) == {1: "1 a"}
 
 
-def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before(
-    pool_of, tmp_path
-) -> None:
-    pool = pool_of(Echo(str(tmp_path)), num_workers=1)
-    pool.reset(starts(1))
-    step_all(pool, {0: "a"})
-    (heard,) = step_all(pool, {0: "die once"}).values()
-    assert heard == StepResult("2 die once", 1.0, state=(0, "a", "die once"))
-    assert (tmp_path / "steps").read_text().split("\n")[:-1] == [
-        *("reset", "a", "die once", "reset", "a", "die once"),
-    ]
-
-
 def test_a_step_that_takes_too_long_may_be_answered_by_a_fixed_sentence(pool_of) -> None:
-    pool = pool_of(Echo(), timeout_s=1.0, on_timeout="reply", num_workers=1)
+    pool = pool_of(Echo(), timeout_s=1.0, on_timeout="reply")
     pool.reset(starts(2))
     step_all(pool, {0: "a", 1: "b"})
     heard = step_all(pool, {0: "hang", 1: "c"})
     assert texts(heard) == {0: TIMEOUT_REPLY, 1: "2 c"}
     # the turn never reached the environment
     assert step_all(pool, {0: "d"})[0].state == (0, "a", "d")
+
+
+def test_episodes_beyond_the_processes_wait_until_others_are_over(pool_of) -> None:
+    pool = pool_of(Echo(), num_workers=2)
+    assert pool.reset(starts(6)) == [f"seed {n // 2}" for n in range(6)]
+    for n in range(6):
+        pool.send(n, f"turn {n}")
+    heard = {}
+    while len(heard) < 2:
+        heard |= pool.receive(wait=True)
+    assert texts(heard) == {0: "1 turn 0", 1: "1 turn 1"}
+    assert pool.receive(wait=False) == {}
+    pool.end(0)
+    assert texts(pool.receive(wait=True)) == {2: "1 turn 2"}
+    pool.send(1, "raise")  # a failure is an end
+    pool.send(2, "more")
+    heard = {}
+    while len(heard) < 3:
+        heard |= pool.receive(wait=True)
+    assert isinstance(heard.pop(1), FailedEpisode)
+    assert texts(heard) == {2: "2 more", 3: "1 turn 3"}
+    for n in (2, 3, 4, 5):
+        pool.end(n)
+    assert num_workers(pool) == 2
+    assert pool.reset(starts(2)) == ["seed 0", "seed 0"]
+
+
+def test_a_caller_that_waits_for_an_episode_without_a_process_is_told(pool_of) -> None:
+    pool = pool_of(Echo(), num_workers=1)
+    pool.reset(starts(2))
+    step_all(pool, {0: "a"})
+    pool.send(1, "b")
+    with pytest.raises(ValueError, match=r"num_workers is 1, but .*group_size or more"):
+        pool.receive(wait=True)
+
+
+def test_512_episodes_are_played_by_few_workers(pool_of) -> None:
+    pool = pool_of(Echo(), num_workers=4)
+    assert pool.reset(starts(512))[511] == "seed 255"
+    for n in range(512):
+        pool.send(n, str(n))
+    heard = {}
+    while len(heard) < 512:
+        arrived = pool.receive(wait=True)
+        heard |= arrived
+        for n in arrived:
+            pool.end(n)
+    assert texts(heard) == {n: f"1 {n}" for n in range(512)}
 
 
 def test_steps_that_wait_do_so_side_by_side(pool_of, tmp_path) -> None:
@@ -109,35 +150,33 @@ def test_steps_that_wait_do_so_side_by_side(pool_of, tmp_path) -> None:
     assert set(texts(step_all(pool, dict.fromkeys(range(8), "x"))).values()) == {"all here"}
 
 
-def test_long_texts_are_cut_and_too_many_failures_stop_the_run(pool_of) -> None:
-    pool = pool_of(Echo(), max_failed_frac=0.5, max_observation_chars=10)
-    pool.reset(starts())
-    heard = step_all(pool, {0: "raise", 1: "raise", 3: "long"})
-    assert texts(heard)[3] == "ababa ... (90 characters left out) ... babab"
-    message = r"3 of 4 episodes failed; the first is .*completion 0 of prompt 0: KeyError: 'bad'"
-    with pytest.raises(EnvironmentFailure, match=message):
-        step_all(pool, {2: "raise"})
-
-
-def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -> None:
-    pool = pool_of(Echo(), num_workers=2)
-    pool.reset(starts())
-    launcher = pool.pool.launcher
-    ours = list(pool.pool.workers)
-    alone = pool.single_process_pool()
+def test_global_generators_are_seeded_for_each_episode(pool_of) -> None:
+    pool = pool_of(Dice())
     for _ in range(2):
-        assert alone.reset(starts(2)) == ["seed 0", "seed 0"]
-        assert texts(step_all(alone, {0: "a", 1: "b"})) == {0: "1 a", 1: "1 b"}
-    assert len(pool.pool.workers) == 3
-    alone.close()
-    assert pool.pool.launcher is launcher
-    assert pool.pool.workers == ours
-    assert texts(step_all(pool, {3: "on"})) == {3: "1 on"}
+        first, second, *others = pool.reset(starts())
+        assert first == second != others[0] == others[1]
+        turns = texts(step_all(pool, dict.fromkeys(range(4), "x")))
+        assert turns[0] == turns[1] != turns[2]
+
+
+def test_long_texts_are_cut(pool_of) -> None:
+    pool = pool_of(Echo(), max_observation_chars=10)
+    pool.reset(starts(1))
+    assert texts(step_all(pool, {0: "long"})) == {0: "ababa ... (90 characters left out) ... babab"}
 
 
 def test_what_cannot_be_sent_is_refused(pool_of) -> None:
     with pytest.raises(ValueError, match=r"cannot be sent .*TypeError.*episode.num_workers: 0"):
         pool_of(Echo(folder=threading.Lock())).reset(starts())
+
+
+def test_what_cannot_be_loaded_is_refused(pool_of) -> None:
+    class Unloadable(Echo):
+        def __reduce__(self):
+            return os._exit, (3,)
+
+    with pytest.raises(ValueError, match=r"environment's module exited with 3 while loading"):
+        pool_of(Unloadable()).reset(starts())
 
 
 @pytest.mark.parametrize(
@@ -153,35 +192,22 @@ def test_impossible_settings_are_refused(settings, message) -> None:
         EpisodeWorkers(Echo(), **settings)
 
 
-def test_no_workers_play_in_this_process_and_keep_no_journal(tmp_path) -> None:
+def test_no_workers_play_in_this_process() -> None:
     assert isinstance(episode_pool(Echo(), num_workers=0), InProcessEpisodes)
     assert isinstance(episode_pool(Echo(), num_workers=2), EpisodeWorkers)
-    with pytest.raises(ValueError, match=r"episode.record_responses needs worker processes"):
-        episode_pool(Echo(), num_workers=0, response_log=ResponseLog(tmp_path, tmp_path))
 
 
-def test_a_worker_killed_from_outside_is_replaced(pool_of) -> None:
+def test_a_worker_killed_from_outside_fails_its_episode_and_is_replaced(pool_of) -> None:
     pool = pool_of(Echo())
     pool.reset(starts())
-    step_all(pool, {0: "a"})
-    for worker in list(pool.pool.workers):
-        os.kill(worker.pid, signal.SIGKILL)
-    assert texts(step_all(pool, {0: "b", 3: "c"})) == {0: "2 b", 3: "1 c"}
+    step_all(pool, {0: "a", 3: "b"})
+    os.kill(pool.episodes[0].worker.pid, signal.SIGKILL)
+    heard = step_all(pool, {0: "b", 3: "c"})
+    assert heard[0] == FailedEpisode("died of SIGKILL")
+    assert texts(heard)[3] == "2 c"
     os.kill(pool.pool.launcher.server.pid, signal.SIGKILL)
-    assert texts(step_all(pool, {0: "d"})) == {0: "3 d"}
-
-
-def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
-    first, second = (
-        pool_of(Echo(str(tmp_path)), response_log=ResponseLog(tmp_path / "response_log", tmp_path))
-        for _ in range(2)
-    )
-    first.reset(starts(2))
-    before = step_all(first, {0: "a", 1: "b"})
-    (tmp_path / "steps").unlink()
-    assert second.reset(starts(2)) == ["seed 0", "seed 0"]
-    assert step_all(second, {0: "a", 1: "b"}) == before
-    assert not (tmp_path / "steps").exists()
-    # A new turn reaches an environment that has replayed the recorded ones.
-    assert step_all(second, {0: "new"})[0] == StepResult("2 new", 1.0, state=(0, "a", "new"))
-    assert (tmp_path / "steps").read_text().split() == ["reset", "a", "new"]
+    for worker in pool.pool.workers:  # they end with their server
+        while not (worker.is_lost or worker.connection.poll()):
+            time.sleep(0.01)
+    assert step_all(pool, {3: "d"})[3] == FailedEpisode("died of SIGKILL")
+    assert pool.reset(starts()) == ["seed 0", "seed 0", "seed 1", "seed 1"]

@@ -29,8 +29,8 @@ from litgrpo.rewards.process_runner import (
     split_rows,
     stays_in_process,
 )
+from litgrpo.rewards.worker_pool import FunctionPool
 from litgrpo.workers.failures import WorkerError
-from litgrpo.workers.pool import WorkerPool
 from tests.rewards import faulty
 
 TEXTS = ["a", "bb", "bad", "dddd", "e", "ff", "ggg", "hhhh"]
@@ -309,7 +309,7 @@ def test_state_is_what_a_function_may_change() -> None:
 
 def batch(function=len, rows=4, num_workers=2) -> Batch:
     call = Call("r", function, {"completions": ["x"] * rows}, {}, rows)
-    return Batch(InProcessRunner(timeout_s=64.0), WorkerPool(num_workers, HANDLER), {0: call}, {})
+    return Batch(InProcessRunner(timeout_s=64.0), FunctionPool(num_workers, HANDLER), {0: call}, {})
 
 
 def fail(asked, task) -> list[Task]:
@@ -375,7 +375,7 @@ def test_rows_of_coroutines_wait_together_and_are_asked_alone_where_their_worker
 
 def test_remembered_rows_are_not_asked():
     call = Call("r", len, {"completions": ["x"] * 3}, {}, 3)
-    asked = Batch(InProcessRunner(), WorkerPool(1, HANDLER), {0: call}, {0: {1: 5.0}})
+    asked = Batch(InProcessRunner(), FunctionPool(1, HANDLER), {0: call}, {0: {1: 5.0}})
     assert asked.queue[0].unanswered == {0: (0, [0, 2])}
     assert asked.results[0].values[1] == 5.0
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from litgrpo.environments.base import EnvironmentFailure, StepResult
+from litgrpo.environments.episode import InProcessEpisodes
+from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey, episode_seed
 from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Purpose, draw_uniforms
@@ -132,7 +134,6 @@ def test_an_episode_that_failed_has_its_reason_and_the_others_none():
 
 
 def test_episodes_of_an_evaluation_are_named_by_its_iteration(monkeypatch):
-    """The response log belongs to that iteration, so a resumed run gets the same responses."""
     starts = []
     _, rollouter, _ = play_episodes(purpose="val", iteration=3)
     begin = rollouter.episodes.pool.reset
@@ -251,3 +252,29 @@ def test_a_turn_may_abstain_and_an_episode_may_end_at_once():
     assert rollout.turn_rewards.isnan().all()
     assert rollout.turn_rewards.shape == (8, 1)
     assert all(each.done for each in rollout.episodes)
+
+
+@pytest.mark.parametrize(("architecture", "num_workers"), [("qwen2", 2), ("t5", 4)])
+def test_episodes_that_wait_for_a_process_are_the_same(architecture, num_workers):
+    """Also where the rows of a group cannot leave the batch, and where a group waits in parts."""
+    rollouts = []
+    for pool in (InProcessEpisodes(Echo()), EpisodeWorkers(Echo(), num_workers=num_workers)):
+        policy = tiny_policy(architecture)
+        rollouter = rollouter_of(policy, episodes=episodes_of(pool), max_completion_length=60)
+        rollouts.append(rollouter.generate(PROMPTS, "train"))
+        pool.close()
+    here, queued = rollouts
+    assert len(here.completion_ids) > num_workers
+    assert here.turns.max() > 0
+    assert torch.equal(here.completion_ids, queued.completion_ids)
+    assert torch.equal(here.turn_rewards.nan_to_num(-1), queued.turn_rewards.nan_to_num(-1))
+
+
+def test_a_group_that_decodes_together_needs_a_process_for_each_row():
+    pool = EpisodeWorkers(Echo(), num_workers=2)
+    rollouter = rollouter_of(
+        tiny_policy("t5"), episodes=episodes_of(pool), max_completion_length=60
+    )
+    with raises_for("model.episode.num_workers is 2", "model.group_size"):
+        rollouter.generate(PROMPTS, "train")
+    pool.close()

@@ -37,21 +37,10 @@ class Echo:
             with open(Path(self.folder) / "steps", "a") as file:
                 file.write(f"{word}\n")
 
-    def first_time(self, word):
-        marker = Path(self.folder) / f"first-{word}"
-        first = not marker.exists()
-        marker.touch()
-        return first
-
     def answer(self, word):
         if word in FAULTS:
             return FAULTS[word](self)
         return StepResult(f"{len(self.actions) - 1} {word}", reward=1.0, state=tuple(self.actions))
-
-    def dies_once(self):
-        if self.first_time("death"):
-            os._exit(3)
-        return StepResult(f"{len(self.actions) - 1} die once", 1.0, state=tuple(self.actions))
 
 
 def hangs(_):
@@ -66,7 +55,6 @@ def raises(error):
 FAULTS = {
     "hang": hangs,
     "die": lambda _: os._exit(3),
-    "die once": Echo.dies_once,
     "raise": lambda _: raises(KeyError("bad")),
     "leave": lambda _: raises(SystemExit(3)),
     "dict": lambda _: {"said": "a"},

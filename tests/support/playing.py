@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from litgrpo.environments.base import EpisodePool
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.turn_format import InlineFormat
@@ -43,7 +44,7 @@ def plain_opener(prompts, row, added):
 
 def episodes_of(pool, **settings):
     """Episodes of a pool, or of an environment in this process; turns of four tokens."""
-    pool = pool if isinstance(pool, InProcessEpisodes) else InProcessEpisodes(pool)
+    pool = pool if isinstance(pool, EpisodePool) else InProcessEpisodes(pool)
     given = {
         "max_turns": 3,
         "max_turn_tokens": 4,

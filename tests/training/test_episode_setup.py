@@ -104,7 +104,7 @@ def test_environments_run_in_processes_unless_they_are_to_run_here():
         module(environment=Once()), EpisodeSettings(timeout_s=3, num_workers=2)
     )
     assert isinstance(apart, EpisodeWorkers)
-    assert (apart.timeout_s, apart.most_workers) == (3, 2)
+    assert (apart.timeout_s, apart.max_parallel) == (3, 2)
     apart.close()
 
 

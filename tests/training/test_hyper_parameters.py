@@ -156,7 +156,7 @@ ATTACKS = {
         },
     ],
     "engine": [
-        {"class_path": "litgrpo.workers.pool.WorkerPool", "init_args": {"size": 1}},
+        {"class_path": "litgrpo.workers.process.WorkerPool", "init_args": {"size": 1}},
         {"class_path": f"{LOUD}.Engine", "init_args": {}},
         {
             "class_path": "litgrpo.rollout.engines.vllm.ServerEngine",

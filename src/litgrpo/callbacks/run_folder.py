@@ -36,7 +36,6 @@ ORDER = "order.txt"  # names of checkpoints in the order in which they were save
 LOCK = ".lock"
 ROLLOUTS = "rollouts"
 FINAL_MODEL, FINAL_ADAPTER = "final_model", "final_adapter"
-RESPONSES = "tool_responses"
 NAME = re.compile(r"iteration=(\d+)\.ckpt")
 # A run that failed before its first iteration leaves none of these.
 RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
@@ -124,10 +123,10 @@ def check_links(folder: Path) -> None:
     Raises:
         ValueError: names the link.
     """
-    names = (*RUN_FILES, RESPONSES, LOCK)
+    names = (*RUN_FILES, LOCK)
     found = [path for path in _list(folder) if any(path.match(name) for name in names)]
     # Files of these are written in place; others get their names when they are complete.
-    for name in (FINAL_MODEL, FINAL_ADAPTER, RESPONSES):
+    for name in (FINAL_MODEL, FINAL_ADAPTER):
         found += _list(folder / name)
     for path in found:
         require(

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.losses import MicroBatchTokenMean
-from litgrpo.environments.base import EpisodeStart, StepResult
+from litgrpo.environments.base import (
+    EpisodePool,
+    EpisodeStart,
+    FailedEpisode,
+    Message,
+    StepResult,
+)
 from litgrpo.environments.episode import InProcessEpisodes
-from litgrpo.environments.response_log import find_deviations
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.episodes import EpisodeRunner, Episodes, EpisodeSettings
@@ -72,23 +77,72 @@ def count_unreproducible_responses(episodes: EpisodeRunner | None, prompts: Prom
 
     Args:
         episodes: of the run.
-        prompts: a few; the first is run twice alone, and once next to the others.
+        prompts: a few; the first is played three times, at last after the others.
     """
-    pool = episodes.pool.single_process_pool() if isinstance(episodes, Episodes) else None
-    if not pool:
+    if not isinstance(episodes, Episodes):
         return 0.0
     rows = [
         {name: values[n] for name, values in prompts.columns.items()} | {"prompt": text}
         for n, text in enumerate(prompts.prompts)
     ]
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(rows)]
-    try:
-        found = find_deviations(pool, starts, [prompts.prompts[0], "1", "<answer>2</answer>"])
-    finally:
-        pool.close()
+    found = find_deviations(episodes.pool, starts, [prompts.prompts[0], "1", "<answer>2</answer>"])
     for line in found[:1]:
         log.warning("the environment, %s", line)
     return float(len(found))
+
+
+# Responses of an episode, that of `reset` first.
+Transcript = list[str | list[Message] | StepResult | FailedEpisode]
+
+
+def find_deviations(
+    pool: EpisodePool, starts: Sequence[EpisodeStart], actions: Sequence[str]
+) -> list[str]:
+    """Play an episode, play it again, and after others; describe responses that differ.
+
+    One process plays them one after the other. This reveals state that outlives an episode (class
+    attributes, module variables) and non-deterministic inputs (clock, network, system random
+    numbers). Worker processes seed the global random generators for each episode.
+
+    Args:
+        pool: plays single episodes.
+        starts: the first is compared; the others are played before it.
+        actions: turns of every episode.
+
+    Returns:
+        One line for each response that differs.
+    """
+    first, again, *_, last = (
+        play_episode(pool, start, actions) for start in (starts[0], *starts, starts[0])
+    )
+    found = _find_differences(first, again, "played again")
+    return found + _find_differences(first, last, "played after others")
+
+
+def play_episode(pool: EpisodePool, start: EpisodeStart, actions: Sequence[str]) -> Transcript:
+    """Play an episode to its end; return its responses."""
+    transcript: Transcript = list(pool.reset([start]))
+    for action in actions:
+        last = transcript[-1]
+        if isinstance(last, FailedEpisode) or (isinstance(last, StepResult) and last.done):
+            break
+        pool.send(0, action)
+        transcript.append(pool.receive(wait=True)[0])
+    pool.end(0)
+    return transcript
+
+
+def _find_differences(first: Transcript, second: Transcript, how: str) -> list[str]:
+    """Describe differing responses; a missing one counts as different."""
+    missing = FailedEpisode("nothing")
+    longer = max(len(first), len(second))
+    padded = [[*each, *[missing] * (longer - len(each))] for each in (first, second)]
+    return [
+        f"{f'turn {turn}' if turn else 'reset'}, {how}: got {two!r:.80}, expected {one!r:.80}"
+        for turn, (one, two) in enumerate(zip(*padded, strict=True))
+        if one != two
+    ]
 
 
 def mark_stop_strings(rollout: Rollout, stops: StopStrings | None) -> Tensor:

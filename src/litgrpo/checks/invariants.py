@@ -152,8 +152,7 @@ class Invariant(Enum):
         10,
         "the environment is reproducible",
         "the environment keeps state outside of an episode (an attribute of its class, a list of "
-        "its module), or reads a clock, a disk or a network; set `model.episode.record_responses: "
-        "true` for tools that do so on purpose",
+        "its module), or reads a clock, a disk or a network",
         True,
     )
 

@@ -18,8 +18,8 @@ from litgrpo.environments.episode import seed_rngs
 from litgrpo.environments.tool import resolve
 from litgrpo.environments.tool_calls import CallFormat, format_of
 from litgrpo.workers.failures import cause_of
+from litgrpo.workers.process import Send
 
-HANDLER = "litgrpo.environments.agent:handle_request"
 MAX_OUTPUT = 1_000_000  # bytes of an answer, and of what a command may print to stdout
 RESULT = (
     "expected None, a text (the answer), a number (the reward), or a dict with `completion` and "
@@ -210,11 +210,8 @@ def read_output(text: str) -> AgentResult:
     return AgentResult.read(text)
 
 
-def handle_request(
-    loaded: dict[str, Any], request: AgentRequest, send: Any
-) -> AgentResult | FailedEpisode:
-    """Answer a request in a worker; see `workers.pool.Handler`."""
-    (agent,) = loaded["agent"]
+def run_agent(agent: Agent, request: AgentRequest, send: Send) -> AgentResult | FailedEpisode:
+    """Answer a request in a worker."""
     try:
         return agent.run(request)
     except BaseException as error:  # an agent may raise anything, also SystemExit

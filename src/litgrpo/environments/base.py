@@ -9,9 +9,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from litgrpo.arguments import at_least, at_most
-from litgrpo.workers.failures import WorkerError
-
 Message = dict[str, Any]  # {"role": "user" | "tool", "content": ...}, as chat templates take them
 
 
@@ -160,6 +157,7 @@ class FailedEpisode:
 
     Args:
         reason: one line, such as `timed out` or `ValueError: ...`.
+        details: of a lost process, such as the stack of a step that hung.
 
     Example:
         >>> FailedEpisode("timed out after 10 s").reason
@@ -167,10 +165,16 @@ class FailedEpisode:
     """
 
     reason: str
+    details: str = field(default="", compare=False)
 
 
 class EpisodePool(ABC):
-    """Plays episodes of one environment in parallel, as texts without tokens."""
+    """Plays episodes of one environment in parallel, as texts without tokens.
+
+    Attributes: `max_parallel`, the number of episodes that it can play at once; None: no limit.
+    """
+
+    max_parallel: int | None = None
 
     @abstractmethod
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
@@ -190,6 +194,10 @@ class EpisodePool(ABC):
         """
 
     @abstractmethod
+    def end(self, episode: int) -> None:
+        """End an episode that gets no further turn."""
+
+    @abstractmethod
     def receive(self, *, wait: bool) -> dict[int, StepResult | FailedEpisode]:
         """Return the results that arrived since the last call.
 
@@ -204,16 +212,10 @@ class EpisodePool(ABC):
     def close(self) -> None:
         """End all episodes and worker processes."""
 
-    def single_process_pool(self) -> EpisodePool | None:
-        """Return a pool with one process, to check that the environment is deterministic.
-
-        Returns:
-            None if the environment need not be deterministic.
-        """
-        return None
-
 
 log = logging.getLogger(__name__)
+
+MAX_FAILED_FRAC = 0.5  # of the episodes of a batch
 
 
 class EnvironmentFailure(RuntimeError):
@@ -223,55 +225,46 @@ class EnvironmentFailure(RuntimeError):
 
 
 class FailureCounter:
-    """Counts failed episodes, logs the first, and stops the run if too many fail.
-
-    Args:
-        max_failed_frac: allowed fraction of failed episodes per batch.
+    """Counts failed episodes, logs the first, and stops the run if more than half of a batch fail.
 
     Example:
-        >>> failures = FailureCounter(max_failed_frac=0.5)
+        >>> failures = FailureCounter()
         >>> failures.reset([EpisodeStart({}, 0, (0, 0, 0, n)) for n in range(4)])
         >>> failures.count({3: FailedEpisode("timed out")})
         >>> failures.failed
         {3: 'timed out'}
     """
 
-    def __init__(self, max_failed_frac: float) -> None:
-        at_least("episode.max_failed_frac", max_failed_frac, 0)
-        at_most("episode.max_failed_frac", max_failed_frac, 1)
-        self.max_failed_frac = max_failed_frac
+    def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()  # of the whole run
         self.starts: Sequence[EpisodeStart] = ()
         self.failed: dict[int, str] = {}
-        self.details: dict[int, str] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> None:
         """Start a new batch."""
-        self.starts, self.failed, self.details = starts, {}, {}
+        self.starts, self.failed = starts, {}
 
-    def record_details(self, episode: int, error: WorkerError) -> None:
-        """Keep a lost worker's output for the warning, such as the stack of a step that hung."""
-        self.details[episode] = str(error)
-
-    def count(self, failed: Mapping[int, FailedEpisode]) -> None:
-        """Add the failures of some episodes of the batch.
+    def count(self, results: Mapping[int, object]) -> None:
+        """Add the failures among the results of some episodes of the batch.
 
         Raises:
-            EnvironmentFailure: more than `max_failed_frac` failed.
+            EnvironmentFailure: more than `MAX_FAILED_FRAC` failed.
         """
-        for episode, each in failed.items():
+        for episode, each in results.items():
+            if not isinstance(each, FailedEpisode):
+                continue
             before = self.reasons.total()
             self.failed[episode] = each.reason
             self.reasons[each.reason] += 1
             if not before:
                 log.warning(
                     "%s failed and is excluded from training: %s. %s",
-                    *(self._describe(episode), each.reason, self.details.get(episode, "")),
+                    *(self._describe(episode), each.reason, each.details),
                 )
             elif self.reasons.total().bit_length() > before.bit_length():  # the total doubled
                 listed = ", ".join(f"{why}: {n}" for why, n in self.reasons.most_common(3))
                 log.warning("%d episodes failed so far (%s)", self.reasons.total(), listed)
-        if len(self.failed) > self.max_failed_frac * len(self.starts):
+        if len(self.failed) > MAX_FAILED_FRAC * len(self.starts):
             first = min(self.failed)
             raise EnvironmentFailure(
                 f"environment: {len(self.failed)} of {len(self.starts)} episodes failed; the first"

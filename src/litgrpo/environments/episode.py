@@ -8,62 +8,35 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np  # imported here, so that its generator exists before the first seeding
+import numpy as np
 
 from litgrpo.environments.base import (
     Environment,
     EpisodePool,
     EpisodeStart,
     FailedEpisode,
-    FailureCounter,
     Message,
     StepResult,
 )
 from litgrpo.workers.failures import cause_of
 
 Observation = str | list[Message]
-Generators = dict[str, Any]
-
-
-class PlayRequest(NamedTuple):
-    """Request to reset an episode, to continue it, or both.
-
-    Args:
-        batch: number of the batch; a new number ends the episodes of the previous one.
-        episode: index in the batch.
-        start: resets the episode; None continues it.
-        actions: turns to step through. The result of the last is returned, or that of `reset`.
-
-    Example:
-        >>> PlayRequest(batch=1, episode=0, start=None, actions=("7",)).actions
-        ('7',)
-    """
-
-    batch: int
-    episode: int
-    start: EpisodeStart | None
-    actions: tuple[str, ...]
 
 
 class EpisodePlayer:
-    """Plays the episodes of one process, one call at a time.
-
-    Each episode has separate states of the global generators of `random`, numpy and torch. They are
-    seeded at its reset and restored before each of its steps. An episode that draws from them is
-    therefore independent of the other episodes in its process.
+    """Plays an episode with a copy of an environment; the next one begins with another copy.
 
     Args:
-        environment: prototype; every episode is played by a copy.
+        environment: prototype.
         max_chars: length limit of an observation; longer ones are cut in the middle.
         caught: exceptions that fail the episode instead of propagating.
 
     Example:
         >>> from litgrpo.environments.examples import NumberGame
         >>> player = EpisodePlayer(NumberGame(maximum=1))
-        >>> start = EpisodeStart({}, 0, (0, 0, 0, 0))
-        >>> player.play(PlayRequest(0, 0, start, ("1",))).reward
+        >>> player.play(EpisodeStart({}, 0, (0, 0, 0, 0)), ["1"]).reward
         1.0
     """
 
@@ -74,90 +47,44 @@ class EpisodePlayer:
         caught: tuple[type[BaseException], ...] = (BaseException,),
     ) -> None:
         self.environment, self.max_chars, self.caught = environment, max_chars, caught
-        self.batch = -1
-        self.copies: dict[int, Environment] = {}
-        self.seeds: dict[int, int] = {}
-        self.generators: dict[int, Generators] = {}
-        self.current: int | None = None  # episode whose generator states are active
+        self.copy: Environment | None = None
 
-    def play(self, request: PlayRequest) -> Observation | StepResult | FailedEpisode:
-        """Run a request; return the result of its last turn."""
-        if request.batch != self.batch:
-            self.close()
-            self.batch = request.batch
+    def play(
+        self, start: EpisodeStart | None, actions: Sequence[str]
+    ) -> Observation | StepResult | FailedEpisode:
+        """Begin an episode, continue it, or both.
+
+        Args:
+            start: row and seed of a new episode; None continues the last one.
+            actions: turns to step through.
+
+        Returns:
+            The result of the last turn; without turns that of `reset`.
+        """
         try:
-            return self._play(request.episode, request.start, request.actions)
+            return self._play(start, actions)
         except self.caught as error:
             return FailedEpisode(cause_of(error))
 
-    def _play(
-        self, episode: int, start: EpisodeStart | None, actions: tuple[str, ...]
-    ) -> Observation | StepResult:
+    def _play(self, start: EpisodeStart | None, actions: Sequence[str]) -> Observation | StepResult:
         result: Observation | StepResult = ""
-        self.switch_to(episode if start is None else None)
         if start is not None:
-            self._end(episode)
-            self.seeds[episode], self.current = start.seed, episode
-            seed_rngs(start.seed)
+            self.close()
             # Copies: an environment may change its own attributes or the row.
-            self.copies[episode] = copy.deepcopy(self.environment)
-            opening = self.copies[episode].reset(copy.deepcopy(start.row), start.seed)
+            self.copy = copy.deepcopy(self.environment)
+            opening = self.copy.reset(copy.deepcopy(start.row), start.seed)
             result = shorten(check_observation(opening), self.max_chars)
+        assert self.copy is not None
         for action in actions:
-            step = check_result(self.copies[episode].step(action))
+            step = check_result(self.copy.step(action))
             result = replace(step, observation=shorten(step.observation, self.max_chars))
         return result
 
-    def switch_to(self, episode: int | None) -> None:
-        """Save the generator states of the current episode and restore those of another."""
-        if self.current == episode:
-            return
-        if self.current is not None:
-            self.generators[self.current] = get_rng_states()
-        if episode is not None:
-            set_rng_states(self.generators[episode], self.seeds[episode])
-        self.current = episode
-
-    def _end(self, episode: int) -> None:
-        """Close an episode's environment, if it has `close`."""
-        environment = self.copies.pop(episode, None)
+    def close(self) -> None:
+        """End the episode: close its environment, if it has `close`."""
+        environment, self.copy = self.copy, None
         if environment is not None and hasattr(environment, "close"):
             environment.close()
-
-    def close(self) -> None:
-        """End all episodes."""
-        self.current = None
-        for episode in list(self.copies):
-            self._end(episode)
-
-
-def handle_request(
-    loaded: dict[str, Any], request: PlayRequest, send: Any
-) -> Observation | StepResult | FailedEpisode:
-    """Answer a request in a worker; see `workers.pool.Handler`."""
-    # A worker answers many requests; the player keeps its episodes between them.
-    if "player" not in loaded:
-        loaded["player"] = EpisodePlayer(*loaded["environment"])
-    player: EpisodePlayer = loaded["player"]
-    return player.play(request)
-
-
-def get_rng_states() -> Generators:
-    """Return the states of the global generators of `random`, numpy and, if imported, torch."""
-    states: Generators = {"random": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-    if "torch" in sys.modules:
-        states["torch"] = sys.modules["torch"].get_rng_state()
-    return states
-
-
-def set_rng_states(states: Generators, seed: int) -> None:
-    """Restore generator states; seed torch if it was imported after they were saved."""
-    random.setstate(states["random"])
-    np.random.set_state(states["numpy"])
-    if "torch" in states:
-        sys.modules["torch"].set_rng_state(states["torch"])
-    elif "torch" in sys.modules:
-        sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
 
 
 def seed_rngs(seed: int) -> None:
@@ -235,13 +162,12 @@ def _cut(text: Any, max_chars: int) -> Any:
 class InProcessEpisodes(EpisodePool):
     """Plays episodes in this process: fastest for tools that take no time.
 
-    An exception fails its episode, but a hang or a crash stops the run. The process's random
-    generators are restored after each call.
+    An exception fails its episode, but a hang or a crash stops the run. All episodes and the
+    training share the global random generators, which are not seeded.
 
     Args:
         environment: prototype; every episode is played by a copy.
         max_observation_chars: length limit of an observation; longer ones are cut in the middle.
-        max_failed_frac: allowed fraction of failed episodes per batch; more stop the run.
 
     Example:
         >>> from litgrpo.environments.examples import NumberGame
@@ -254,62 +180,37 @@ class InProcessEpisodes(EpisodePool):
     """
 
     def __init__(
-        self,
-        environment: Environment,
-        *,
-        max_observation_chars: int | None = None,
-        max_failed_frac: float = 0.5,
+        self, environment: Environment, *, max_observation_chars: int | None = None
     ) -> None:
-        self.player = EpisodePlayer(environment, max_observation_chars, (Exception, SystemExit))
-        self.failures = FailureCounter(max_failed_frac)
-        self.batch = 0
+        self.environment, self.max_chars = environment, max_observation_chars
+        self.players: list[EpisodePlayer] = []
         self.ready: dict[int, Any] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; earlier episodes end.
-
-        Raises:
-            EnvironmentFailure: too many episodes failed.
-        """
-        self.batch, self.ready = self.batch + 1, {}
-        self.failures.reset(starts)
-        for episode, start in enumerate(starts):
-            self._play(PlayRequest(self.batch, episode, start, ()))
-        openings = self.receive(wait=True)
-        return [openings[episode] for episode in range(len(starts))]
+        """Reset one episode for each start; earlier episodes end."""
+        self.close()
+        caught = (Exception, SystemExit)  # Ctrl-C must reach the run
+        self.players = [EpisodePlayer(self.environment, self.max_chars, caught) for _ in starts]
+        openings: list[Any] = [
+            player.play(start, ()) for player, start in zip(self.players, starts, strict=True)
+        ]
+        return openings
 
     def send(self, episode: int, action: str) -> None:
         """Step an episode at once; see `EpisodePool.send`."""
-        self._play(PlayRequest(self.batch, episode, None, (action,)))
+        self.ready[episode] = self.players[episode].play(None, (action,))
+
+    def end(self, episode: int) -> None:
+        """Close the episode's environment."""
+        self.players[episode].close()
 
     def receive(self, *, wait: bool) -> dict[int, Any]:
-        """Return the results that arrived since the last call.
-
-        Raises:
-            EnvironmentFailure: too many episodes failed.
-        """
+        """Return the results that arrived since the last call."""
         ready, self.ready = self.ready, {}
-        self.failures.count(
-            {n: each for n, each in ready.items() if isinstance(each, FailedEpisode)}
-        )
         return ready
-
-    def single_process_pool(self) -> EpisodePool:
-        """Return another pool of the same environment."""
-        player = self.player
-        return InProcessEpisodes(
-            player.environment, max_observation_chars=player.max_chars, max_failed_frac=1.0
-        )
 
     def close(self) -> None:
         """End all episodes."""
-        self.player.close()
-
-    def _play(self, request: PlayRequest) -> None:
-        # Training draws from the same global generators; an episode must not advance them.
-        outer = get_rng_states()
-        try:
-            self.ready[request.episode] = self.player.play(request)
-            self.player.switch_to(None)
-        finally:
-            set_rng_states(outer, 0)
+        for player in self.players:
+            player.close()
+        self.players, self.ready = [], {}

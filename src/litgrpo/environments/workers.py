@@ -1,64 +1,60 @@
-"""Episodes in parallel worker processes, which are killed if a step hangs."""
+"""Episodes in worker processes, each in its own, which is killed if a step hangs."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-from litgrpo.arguments import above, at_least, one_of, require
+from litgrpo.arguments import above, at_least, one_of
 from litgrpo.environments.base import (
     Environment,
     EpisodePool,
     EpisodeStart,
     FailedEpisode,
-    FailureCounter,
     Message,
     StepResult,
 )
-from litgrpo.environments.episode import InProcessEpisodes, PlayRequest
-from litgrpo.environments.response_log import ResponseLog
+from litgrpo.environments.episode import EpisodePlayer, InProcessEpisodes, seed_rngs
 from litgrpo.workers.failures import TIMEOUT, WorkerError
-from litgrpo.workers.pool import WorkerPool
-from litgrpo.workers.process import MAX_LOADING, Worker
+from litgrpo.workers.process import Send, Worker, WorkerPool, receive
 
 MAX_WORKERS = 64
 OnTimeout = Literal["fail", "reply"]
 TIMEOUT_REPLY = "The answer took too long and was given up."
-HANDLER = "litgrpo.environments.episode:handle_request"
+
+
+class PlayRequest(NamedTuple):
+    """Request to a worker; see `EpisodePlayer.play`."""
+
+    start: EpisodeStart | None
+    actions: tuple[str, ...]
+
+
+def answer_request(player: EpisodePlayer, request: PlayRequest, send: Send) -> Any:
+    """Answer a request in a worker; a new episode seeds the global random generators."""
+    if request.start is not None:
+        seed_rngs(request.start.seed)
+    return player.play(*request)
 
 
 @dataclass(eq=False)
 class RunningEpisode:
-    """State of an episode in the parent process, sufficient to replay it in another worker.
+    """An episode.
 
     Args:
         number: index in its batch.
         start: row, seed and key.
-        process: slot of the worker that plays it.
-        actions: all turns, the key of the response log.
-        stepped: turns to replay, without those that timed out.
-        held_by: worker that has the episode in memory.
-        num_lost: workers lost while playing the current turn.
+        actions: turns that the environment has received, or is to receive.
+        worker: process that plays it; None: it waits for one, or has not had its first turn.
     """
 
     number: int
     start: EpisodeStart
-    process: WorkerSlot
     actions: list[str] = field(default_factory=list)
-    stepped: list[str] = field(default_factory=list)
-    held_by: Worker | None = None
-    num_lost: int = 0
-
-
-@dataclass(eq=False)
-class WorkerSlot:
-    """A worker, replaced when it is lost, and the queue of its episodes."""
-
     worker: Worker | None = None
-    waiting: deque[RunningEpisode] = field(default_factory=deque)
-    playing: RunningEpisode | None = None
 
 
 def episode_pool(
@@ -68,15 +64,9 @@ def episode_pool(
     timeout_s: float = 10.0,
     on_timeout: OnTimeout = "fail",
     max_observation_chars: int | None = None,
-    response_log: ResponseLog | None = None,
 ) -> EpisodePool:
     """Return a pool of worker processes, or with `num_workers=0` one in this process."""
     if num_workers == 0:
-        require(
-            response_log is None,
-            "model.episode.record_responses needs worker processes; model.episode.num_workers is "
-            "0. Leave it out.",
-        )
         return InProcessEpisodes(environment, max_observation_chars=max_observation_chars)
     return EpisodeWorkers(
         environment,
@@ -84,27 +74,25 @@ def episode_pool(
         timeout_s=timeout_s,
         on_timeout=on_timeout,
         max_observation_chars=max_observation_chars,
-        response_log=response_log,
     )
 
 
 class EpisodeWorkers(EpisodePool):
-    """Plays episodes in worker processes, one per episode up to a limit.
+    """Plays episodes in worker processes, at most one at a time in each.
 
-    If a step times out, crashes or floods its output, its process is killed and replaced. The other
-    episodes of that process are reset with their seeds, and their turns are replayed.
+    If a step times out or crashes, its process is killed, and its episode fails. If there are more
+    episodes than processes, the rest wait until others are over. They are reset once more then,
+    because what `reset` adds to the prompts is needed before the first turn of any.
 
     Args:
         environment: prototype; every episode is played by a copy.
-        timeout_s: time limit of `reset` and `step`, not counting time spent waiting for a CPU.
+        timeout_s: time limit of `reset` and `step`.
         on_timeout: `fail` excludes an episode whose step times out; `reply` returns `late` to the
-            policy, as if the turn had not reached the environment.
+            policy, as if the turn had not reached the environment, which plays the turns before it
+            again.
         num_workers: maximal number of processes; default: one per episode, up to 64.
         max_observation_chars: length limit of an observation; longer ones are cut in the middle.
-        max_failed_frac: allowed fraction of failed episodes per batch; more stop the run.
         late: observation after a timeout, with `on_timeout: reply`.
-        response_log: log for tools that are not deterministic.
-        pool: pool of another owner, whose launcher has loaded the environment; stays open.
 
     Example::
 
@@ -122,26 +110,23 @@ class EpisodeWorkers(EpisodePool):
         on_timeout: OnTimeout = "fail",
         num_workers: int | None = None,
         max_observation_chars: int | None = None,
-        max_failed_frac: float = 0.5,
         late: str | list[Message] = TIMEOUT_REPLY,
-        response_log: ResponseLog | None = None,
-        pool: WorkerPool | None = None,
     ) -> None:
         above("model.episode.timeout_s", timeout_s, 0)
         one_of("model.episode.on_timeout", on_timeout, ("fail", "reply"))
         at_least("model.episode.num_workers", num_workers, 1)
         at_least("model.episode.max_observation_chars", max_observation_chars, 1)
-        self.objects = (environment, max_observation_chars)
+        self.player = EpisodePlayer(environment, max_observation_chars)
         self.timeout_s = timeout_s
         self.reply = StepResult(late) if on_timeout == "reply" else None
-        self.most_workers = num_workers or MAX_WORKERS
-        self.response_log = response_log
-        self.failures = FailureCounter(max_failed_frac)
-        self.is_guest = pool is not None
-        self.pool = pool or WorkerPool(self.most_workers, HANDLER)
-        self.batch = 0
-        self.processes: list[WorkerSlot] = []
-        self.playing: list[RunningEpisode] = []
+        self.max_parallel: int = num_workers or MAX_WORKERS
+        self.pool: WorkerPool | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.episodes: list[RunningEpisode] = []
+        self.waiting: deque[RunningEpisode] = deque()  # for a process
+        self.stepping: dict[Worker, RunningEpisode] = {}
         self.ready: dict[int, Any] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
@@ -152,21 +137,15 @@ class EpisodeWorkers(EpisodePool):
 
         Raises:
             ValueError: the environment cannot be sent to a process, or loaded there.
-            EnvironmentFailure: too many episodes failed.
         """
-        self.pool.kill_busy()
-        self.batch, self.ready = self.batch + 1, {}
-        self.failures.reset(starts)
-        self._register()
-        wanted = min(len(starts), self.most_workers)
-        for process in self.processes:
-            process.waiting, process.playing = deque(), None
-        self.processes += [WorkerSlot() for _ in range(wanted - len(self.processes))]
-        self.playing = [
-            RunningEpisode(n, s, self.processes[n % wanted]) for n, s in enumerate(starts)
-        ]
-        for episode in self.playing:
-            self._look_up_or_queue(episode)
+        pool = self._start_pool()
+        pool.take_all_back()
+        self._clear()
+        self.episodes = [RunningEpisode(n, start) for n, start in enumerate(starts)]
+        # The first keep their process. It would be taken from them if the others came later.
+        most = self.max_parallel
+        self.waiting.extend([*self.episodes[most:], *self.episodes[:most]])
+        self._assign()
         openings: dict[int, Any] = {}
         while len(openings) < len(starts):
             openings |= self.receive(wait=True)
@@ -174,148 +153,100 @@ class EpisodeWorkers(EpisodePool):
 
     def send(self, episode: int, action: str) -> None:
         """Send a turn to an episode; `receive` returns the result."""
-        playing = self.playing[episode]
+        playing = self.episodes[episode]
         playing.actions.append(action)
-        playing.stepped.append(action)
-        playing.num_lost = 0
-        self._look_up_or_queue(playing)
+        if playing.worker is None:
+            self.waiting.append(playing)
+            self._assign()
+        else:
+            self._ask(playing, PlayRequest(None, (action,)))
+
+    def end(self, episode: int) -> None:
+        """End an episode: another one may have its process."""
+        worker, self.episodes[episode].worker = self.episodes[episode].worker, None
+        if worker is not None:
+            assert self.pool is not None
+            self.pool.give_back(worker)
+            self._assign()
 
     def receive(self, *, wait: bool) -> dict[int, Any]:
         """Return the results that arrived since the last call.
 
         Raises:
-            EnvironmentFailure: too many episodes failed.
+            ValueError: all processes have episodes that wait for the next turn, and the caller
+                waits for another episode.
         """
         while True:
-            # Output, or the loss of a worker whose turn is retried, also ends the pool's wait.
             blocking = wait and not self.ready
-            for worker, answer, _ in self.pool.receive(wait=blocking):
-                self._handle_reply(worker, answer)
-            if self.ready or not blocking or not any(each.playing for each in self.processes):
+            for worker, answer, _ in receive(self.stepping, wait=blocking):
+                self._record(self.stepping.pop(worker), answer)
+            if not blocking or self.ready or not self.stepping:
                 break
+        if wait and not self.ready and self.waiting:
+            raise ValueError(
+                f"model.episode.num_workers is {self.max_parallel}, but the model decodes all rows "
+                "of a group together: each of them needs a process. Set it to model.group_size or "
+                "more."
+            )
         ready, self.ready = self.ready, {}
-        self.failures.count(
-            {n: each for n, each in ready.items() if isinstance(each, FailedEpisode)}
-        )
         return ready
-
-    def single_process_pool(self) -> EpisodePool | None:
-        """Return a pool with one process, unless a response log marks the tools non-deterministic.
-
-        The two pools share the launcher, which has imported the environment.
-        """
-        if self.response_log is not None:
-            return None
-        environment, most = self.objects
-        return EpisodeWorkers(
-            environment,
-            timeout_s=self.timeout_s,
-            num_workers=1,
-            max_observation_chars=most,
-            max_failed_frac=1.0,
-            pool=self.pool,
-        )
 
     def close(self) -> None:
         """Kill all workers; they are started again when needed."""
-        if self.is_guest:
-            mine = [each.worker for each in self.processes if each.worker in self.pool.workers]
-            for worker in filter(None, mine):
-                self.pool.kill(worker)
-        else:
+        if self.pool is not None:
             self.pool.close()
-        self.processes, self.playing, self.ready = [], [], {}
-        if self.response_log is not None:
-            self.response_log.close()
+        self.pool = None
+        self._clear()
 
-    def _register(self) -> None:
-        """Load the environment in the launcher and start the first worker.
+    def _start_pool(self) -> WorkerPool:
+        """Return the processes; at first, load the environment in one.
 
         Raises:
-            ValueError: the environment cannot be pickled, or loading it broke the process.
+            ValueError: the environment cannot be pickled, or loaded.
         """
-        troubles = self.pool.register({"environment": self.objects})
-        if troubles:
+        if self.pool is not None:
+            return self.pool
+        try:
+            self.pool = WorkerPool(partial(answer_request, self.player), self.max_parallel)
+        except WorkerError as error:
+            raise ValueError(f"the environment's module {error}") from error
+        except Exception as error:  # pickling runs the environment's own code
             raise ValueError(
-                f"the environment cannot be sent to worker processes ({troubles['environment']})."
-                " Give it only what can be pickled, and open files, locks and connections in reset;"
-                " or set model.episode.num_workers: 0, which plays episodes in this process, where "
-                "a hang cannot be stopped."
-            )
-        if not self.processes:
-            first = self.pool.take()
-            self.processes = [WorkerSlot(first)]
-            if self.pool.launcher is not None and not self.pool.launcher.preloads:
-                self.most_workers = min(self.most_workers, MAX_LOADING)
-        if self.pool.failed:
-            raise ValueError(f"the environment's module {self.pool.failed['environment']}")
+                f"the environment cannot be sent to worker processes ({type(error).__name__}: "
+                f"{error}). Give it only what can be pickled, and open files, locks and connections"
+                " in reset; or set model.episode.num_workers: 0, which plays episodes in this "
+                "process, where a hang cannot be stopped."
+            ) from error
+        self.max_parallel = self.pool.size
+        return self.pool
 
-    def _look_up_or_queue(self, episode: RunningEpisode) -> None:
-        """Take the result from the response log, or queue the turn for its worker."""
-        recorded = None
-        if self.response_log is not None:
-            recorded = self.response_log.find(episode.start, tuple(episode.actions))
-        if recorded is None:
-            episode.process.waiting.append(episode)
-            self._ask_next(episode.process)
-            return
-        episode.held_by = (
-            None  # its state in memory misses this turn: replay it before the next one
-        )
-        if recorded == self.reply:  # the turn timed out, so the environment never saw it
-            episode.stepped.pop()
-        self.ready[episode.number] = recorded
+    def _assign(self) -> None:
+        """Give processes to the episodes that wait for one."""
+        assert self.pool is not None
+        while self.waiting and (worker := self.pool.take()) is not None:
+            episode = self.waiting.popleft()
+            episode.worker = worker
+            self._ask(episode, PlayRequest(episode.start, tuple(episode.actions)))
 
-    def _ask_next(self, process: WorkerSlot) -> None:
-        """Send the next queued turn if the worker is idle; replace a lost worker."""
-        if process.playing is not None or not process.waiting:
-            return
-        episode = process.playing = process.waiting.popleft()
-        if process.worker not in self.pool.workers:
-            process.worker = self.pool.launch()
-        worker = process.worker
-        if worker is None:
-            (error,) = self.pool.failed.values()
-            raise ValueError(f"the environment's module {error}")
-        # Another worker must reset the episode and replay all turns. Results depend only
-        # on row, seed and turns, so the replay reaches the same state. Each call has `timeout_s`.
-        if episode.held_by is worker:
-            start, turns = None, tuple(episode.stepped[-1:])
-            limit_s = self.timeout_s * len(turns)
-        else:
-            start, turns = episode.start, tuple(episode.stepped)
-            limit_s = self.timeout_s * (1 + len(turns))
-        episode.held_by = worker
-        self.pool.send(worker, PlayRequest(self.batch, episode.number, start, turns), limit_s)
+    def _ask(self, episode: RunningEpisode, request: PlayRequest) -> None:
+        assert episode.worker is not None
+        self.stepping[episode.worker] = episode
+        calls = len(request.actions) + (request.start is not None)
+        episode.worker.send(request, self.timeout_s * calls)
 
-    def _handle_reply(self, worker: Worker, answer: Any) -> None:
-        """Record a result, or retry the turn if its worker was lost for the first time."""
-        process = next(each for each in self.processes if each.worker is worker)
-        episode, process.playing = process.playing, None
-        assert episode is not None
+    def _record(self, episode: RunningEpisode, answer: Any) -> None:
+        """Keep the result of an episode, which leaves its process if it does not need it."""
         if isinstance(answer, WorkerError):
-            answer = self._handle_loss(episode, answer)
-        if answer is None:
-            process.waiting.appendleft(episode)  # retry first, in a new worker
-        else:
-            if self.response_log is not None:
-                answer = self.response_log.save(episode.start, tuple(episode.actions), answer)
-            self.ready[episode.number] = answer
-        self._ask_next(process)
-
-    def _handle_loss(
-        self, episode: RunningEpisode, error: WorkerError
-    ) -> StepResult | FailedEpisode | None:
-        """Return the result after the loss of a worker; None retries the turn.
-
-        A crash is retried once, because something outside the episode may have caused it, such as
-        the OOM killer. A timeout is not: the retry would only take as long again.
-        """
-        episode.num_lost += 1
-        self.failures.record_details(episode.number, error)
-        if error.cause == TIMEOUT and episode.actions and self.reply is not None:
-            episode.stepped.pop()
-            return self.reply
-        if error.cause == TIMEOUT:
-            return FailedEpisode(f"timed out after {self.timeout_s:g} s")
-        return FailedEpisode(f"{error.cause}, twice") if episode.num_lost > 1 else None
+            late = answer.cause == TIMEOUT
+            if late and episode.actions and self.reply is not None:
+                episode.actions.pop()
+                answer = self.reply
+            else:
+                reason = f"timed out after {self.timeout_s:g} s" if late else answer.cause
+                answer = FailedEpisode(reason, str(answer))
+        self.ready[episode.number] = answer
+        assert episode.worker is not None
+        is_over = isinstance(answer, FailedEpisode) or getattr(answer, "done", False)
+        has_no_turn = not episode.actions and episode.number >= self.max_parallel
+        if is_over or has_no_turn or episode.worker.is_lost:
+            self.end(episode.number)

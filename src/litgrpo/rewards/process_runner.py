@@ -30,8 +30,8 @@ from litgrpo.rewards.calls import (
     make_failed_scores,
 )
 from litgrpo.rewards.runner import RewardRunner, StartedCalls, run_in_process
+from litgrpo.rewards.worker_pool import FunctionPool
 from litgrpo.workers.failures import WorkerError
-from litgrpo.workers.pool import WorkerPool
 from litgrpo.workers.process import Worker
 
 OWN_PACKAGE = "litgrpo.rewards."
@@ -48,9 +48,9 @@ MUTATORS |= {"add", "discard", "update", "setdefault"}
 class ProcessRunner(RewardRunner):
     """Runs the functions in worker processes, several at a time; the default.
 
-    A function that hangs (even in C code) is killed after its time limit. One that crashes or
-    floods the terminal loses only the affected rows. litgrpo's own functions run in the training
-    process, which is faster. So does a function that cannot be pickled (with a warning).
+    A function that hangs (even in C code) is killed after its time limit. One that crashes loses
+    only the affected rows. litgrpo's own functions run in the training process, which is faster.
+    So does a function that cannot be pickled (with a warning).
 
     Args:
         timeout_s: seconds that one function may take per iteration: half of them for all rows
@@ -78,7 +78,7 @@ class ProcessRunner(RewardRunner):
         super().__init__(timeout_s, max_failed_frac, slow_warning_s)
         at_least("model.reward_runner.num_workers", num_workers, 1)
         at_least("model.reward_runner.cache_size", cache_size, 0)
-        self.pool = WorkerPool(num_workers or min(MAX_WORKERS, os.cpu_count() or 1), HANDLER)
+        self.pool = FunctionPool(num_workers or min(MAX_WORKERS, os.cpu_count() or 1), HANDLER)
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size
 
@@ -299,7 +299,7 @@ class Batch:
     def __init__(
         self,
         runner: RewardRunner,
-        pool: WorkerPool,
+        pool: FunctionPool,
         calls: Mapping[int, Call],
         known: Mapping[int, Mapping[int, float]],
     ) -> None:

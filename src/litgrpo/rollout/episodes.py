@@ -16,7 +16,14 @@ import torch
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.rendering import PromptDropped
-from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
+from litgrpo.environments.base import (
+    EpisodePool,
+    EpisodeStart,
+    FailedEpisode,
+    FailureCounter,
+    Message,
+    StepResult,
+)
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
 from litgrpo.rollout.turn_format import TurnFormat
@@ -46,12 +53,11 @@ class EpisodeSettings:
         timeout_s: seconds that an environment may take per turn.
         on_timeout: `fail` leaves the episode out of the loss; `reply` sends the policy a message,
             and the episode continues.
-        num_workers: processes for environments; 0: the training process, which a slow environment
-            blocks. None: one per episode, at most 64.
+        num_workers: maximal number of processes, each of which plays one episode at a time; further
+            episodes wait. 0: the training process, which a slow environment blocks. None: one per
+            episode, at most 64.
         max_observation_chars: maximal characters of an observation; longer ones are cut in the
             middle.
-        record_responses: keep responses in the run's folder and replay them when an iteration is
-            repeated after a resume: for non-deterministic tools, such as a search.
 
     Example:
         >>> EpisodeSettings(max_turns=4, turn_format="inline").max_turn_tokens
@@ -69,7 +75,6 @@ class EpisodeSettings:
     on_timeout: OnTimeout = "fail"
     num_workers: int | None = None
     max_observation_chars: int = 20_000
-    record_responses: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -334,13 +339,17 @@ class Episodes(EpisodeRunner):
     opener: Opener
     tools: Sequence[str] = ()
     waited: float = field(default=0.0, init=False)
+    failures: FailureCounter = field(default_factory=FailureCounter, init=False)
 
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
     ) -> Rollout:
         """See `EpisodeRunner.play`."""
+        starts = self.starts(requests, rollout_key)
+        self.failures.reset(starts)
         with self.waiting():
-            opened = self.pool.reset(self.starts(requests, rollout_key))
+            opened = self.pool.reset(starts)
+        self.failures.count(dict(enumerate(opened)))
         failures = [""] * len(opened)
         for row, failed in [
             (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
@@ -350,7 +359,12 @@ class Episodes(EpisodeRunner):
         listener = EpisodeListener(
             self, requests, [EpisodeRecord(failed=each) for each in failures]
         )
-        rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
+        # Rows beyond the episodes that play at once would only wait.
+        limits = [rows for rows in (requests.max_rows, self.pool.max_parallel) if rows is not None]
+        rows = min(limits, default=None)
+        rollout = engine.generate(
+            replace(requests, prompts=prompts, listener=listener, max_rows=rows)
+        )
         return listener.complete_rollout(replace(rollout, prompts=prompts))
 
     def close(self) -> None:
@@ -447,7 +461,11 @@ class EpisodeListener:
         with self.episodes.waiting():
             answers = self.episodes.pool.receive(wait=wait and not found and bool(self.asked))
         self.asked -= answers.keys()
-        return found | {row: self._encode_answer(row, answer) for row, answer in answers.items()}
+        self.episodes.failures.count(answers)
+        found |= {row: self._encode_answer(row, answer) for row, answer in answers.items()}
+        for row in [row for row, ids in found.items() if ids is None]:
+            self.episodes.pool.end(row)
+        return found
 
     def _encode_answer(self, row: int, answer: StepResult | FailedEpisode) -> list[int] | None:
         """Return the tokens of a row's observation; None: the episode is over."""

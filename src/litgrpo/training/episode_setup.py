@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from litgrpo.arguments import find_page
@@ -12,7 +11,6 @@ from litgrpo.data.modules import SourceData
 from litgrpo.data.rendering import build_prompt_format
 from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
-from litgrpo.environments.response_log import ResponseLog
 from litgrpo.environments.tools import Tools
 from litgrpo.environments.workers import episode_pool
 from litgrpo.instantiate import instantiate_environment
@@ -87,7 +85,7 @@ def check_environment(
 # Settings of observations that do not apply to the requests of an agent.
 NOT_FOR_AGENTS = (
     *("max_observation_tokens", "max_observation_chars", "close_truncated_turns"),
-    *("on_timeout", "record_responses"),
+    "on_timeout",
 )
 
 
@@ -102,7 +100,7 @@ def check_agent_settings(episode: EpisodeSettings) -> None:
     if given:
         raise ValueError(
             f"model.episode.{given[0]} has no effect with litgrpo.environments.Agent: its requests "
-            "are not cut, and it is not replayed. Leave it out."
+            "are not cut, and its time limit always ends it. Leave it out."
         )
     if episode.num_workers == 0:
         raise ValueError(
@@ -154,17 +152,12 @@ def build_episodes(
 
 def build_episode_pool(module: EpisodeModule, settings: EpisodeSettings) -> EpisodePool:
     """Build what runs many episodes concurrently."""
-    response_log = None
-    if settings.record_responses and is_attached(module):
-        folder = Path(module.trainer.default_root_dir)
-        response_log = ResponseLog(folder / "tool_responses", folder / "checkpoints")
     return episode_pool(
         module.environment,
         num_workers=settings.num_workers,
         timeout_s=settings.timeout_s,
         on_timeout=settings.on_timeout,
         max_observation_chars=settings.max_observation_chars,
-        response_log=response_log,
     )
 
 

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
@@ -151,13 +151,14 @@ class Launcher:
         """Return process id and status pipe of a new worker."""
         while True:
             status, data = self.server.connect_to_new_process(descriptors)
-            with open(data, "wb") as file, suppress(BrokenPipeError):
-                child = ForkedWorker(self.server.pid, dict(os.environ))
-                pickle.dump({"sys_path": _search_path(), "dir": os.getcwd()}, file)
-                pickle.dump(child, file)
-            with suppress(EOFError, OSError):
+            child = ForkedWorker(self.server.pid, dict(os.environ))
+            with open(data, "wb") as file, suppress(*GONE):
                 if wait_for([status], LOAD_S):
-                    return forkserver.read_signed(status), status
+                    pid = forkserver.read_signed(status)
+                    pickle.dump({"sys_path": _search_path(), "dir": os.getcwd()}, file)
+                    pickle.dump(child, file)
+                    file.flush()
+                    return pid, status
             os.close(status)
             # The server hung or died while it loaded the target, or the target started threads,
             # which a fork must not copy: the next server leaves the loading to its workers.
@@ -323,6 +324,7 @@ class Worker:
 
     def lose(self, reason: str | None) -> WorkerError:
         """Kill a worker that died (no reason given) or is late; return the error."""
+        started = server.descendants(self.pid)  # nobody's children once the signal has ended it
         if reason == TIMEOUT:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, SHOW_STACK)
@@ -330,16 +332,16 @@ class Worker:
         loading = " while loading" if self.is_loading else ""
         self.stack.seek(0)
         stack = self.stack.read(MAX_TRACEBACK).decode(errors="replace")
-        death = self.kill()
+        death = self.kill(started)
         event = f"the worker was killed: {reason}" if reason else f"the worker {death}"
         return WorkerError(f"{reason or death}{loading}", f"{event}. {stack}".strip())
 
-    def kill(self) -> str:
-        """Kill the worker and what it has started; return the cause of its death."""
+    def kill(self, started: Sequence[int] = ()) -> str:
+        """Kill the worker, its descendants and these processes; return the cause of its death."""
         if self.is_lost:
             return "was killed"
         self.busy, self.is_loading = False, False
-        for pid in server.descendants(self.pid):
+        for pid in {*started, *server.descendants(self.pid)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for kill in (os.killpg, os.kill):  # a worker just forked is not yet a group leader
@@ -352,6 +354,60 @@ class Worker:
         self.connection.close()
         self.release()
         return describe_exit(code)
+
+
+class WorkerPool:
+    """Workers with one target, each of them taken by one user at a time.
+
+    Args:
+        target: see `Launcher`.
+        size: maximal number of workers.
+
+    Raises:
+        WorkerError: the target cannot be loaded.
+    """
+
+    def __init__(self, target: Target, size: int) -> None:
+        self.launcher = Launcher(target)
+        first = self.launcher.start()
+        self.workers, self.free = [first], [first]
+        try:
+            first.load()
+        except WorkerError:
+            self.close()
+            raise
+        # Without the server's copy each process needs the time and the memory of loading.
+        self.size = size if self.launcher.preloads else min(size, MAX_LOADING)
+
+    def take(self) -> Worker | None:
+        """Return a free or new worker; None if all are taken."""
+        while self.free:
+            worker = self.free.pop()
+            if worker.is_idle:
+                return worker
+            worker.kill()  # it died
+        self.workers = [worker for worker in self.workers if not worker.is_lost]
+        if len(self.workers) >= self.size:
+            return None
+        self.workers.append(self.launcher.start())
+        return self.workers[-1]
+
+    def give_back(self, worker: Worker) -> None:
+        """Let others take a worker that is idle, or was lost."""
+        if not worker.is_lost:
+            self.free.append(worker)
+
+    def take_all_back(self) -> None:
+        """Kill the busy workers, whose answers are no longer needed, and free the others."""
+        for worker in [worker for worker in self.workers if worker.busy]:
+            worker.kill()
+        self.free = [worker for worker in self.workers if not worker.is_lost]
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self.workers:
+            worker.kill()
+        self.launcher.close()
 
 
 def receive(workers: Iterable[Worker], *, wait: bool) -> list[WorkerReply]:

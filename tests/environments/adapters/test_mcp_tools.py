@@ -6,7 +6,7 @@ from litgrpo.arguments import check_imports
 from litgrpo.environments import Agent, EpisodeError, Tools
 from litgrpo.environments.adapters.mcp_tools import McpServer, McpTools
 from litgrpo.environments.base import EpisodeStart, FailedEpisode
-from litgrpo.environments.episode import EpisodePlayer, PlayRequest
+from litgrpo.environments.episode import EpisodePlayer
 from litgrpo.text.secrets import mask_settings
 
 
@@ -93,6 +93,6 @@ def break_off() -> str:
 def test_a_tool_can_fail_its_episode():
     player = EpisodePlayer(Tools([break_off], call_format="python"))
     start = EpisodeStart({}, 0, (0, 0, 0, 0))
-    heard = player.play(PlayRequest(1, 0, start, ("[break_off()]",)))
+    heard = player.play(start, ("[break_off()]",))
     assert isinstance(heard, FailedEpisode)
     assert "EpisodeError: the database is gone" in heard.reason

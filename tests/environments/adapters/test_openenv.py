@@ -7,7 +7,7 @@ import pytest
 
 from litgrpo.environments.adapters.openenv import OpenEnv
 from litgrpo.environments.base import EpisodeStart, FailedEpisode
-from litgrpo.environments.episode import EpisodePlayer, PlayRequest
+from litgrpo.environments.episode import EpisodePlayer
 
 
 @dataclass
@@ -119,8 +119,8 @@ def test_a_malformed_answer_fails_its_episode(name, monkeypatch):
     monkeypatch.setattr(Server, "answer", MALFORMED[name])
     player = EpisodePlayer(echo(factory=Server))
     start = EpisodeStart({}, 3, (0, 0, 0, 0))
-    assert player.play(PlayRequest(0, 0, start, ())) == "seed 3"
-    assert isinstance(player.play(PlayRequest(0, 0, None, ("hello",))), FailedEpisode)
+    assert player.play(start, ()) == "seed 3"
+    assert isinstance(player.play(None, ("hello",)), FailedEpisode)
 
 
 @pytest.mark.parametrize("reward", [None, 1, np.float32(0.5), True])

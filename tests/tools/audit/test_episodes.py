@@ -34,7 +34,7 @@ class Paying:
 def found(environment, rewards=None, turn_texts=TURN_TEXTS):
     scorer = Scorer(rewards or {"environment": Reward()}, runner=InProcessRunner(max_failed_frac=1))
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(ROWS)]
-    pool = InProcessEpisodes(environment, max_failed_frac=1.0)
+    pool = InProcessEpisodes(environment)
     return audit_episodes(pool, environment, scorer, starts, SAMPLES, turn_texts, max_turns=3)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from litgrpo.rewards.worker_pool import FunctionPool
 from litgrpo.workers.failures import WorkerError
-from litgrpo.workers.pool import WorkerPool
 from litgrpo.workers.process import Send
 
 MEMORY_BYTES = 1 << 30  # of one comparison
@@ -122,5 +122,5 @@ class SymbolicComparison:
 
 
 _library = Library()
-_pool = WorkerPool(1, "litgrpo.rewards.builtin.symbolic:compare_in_worker")
+_pool = FunctionPool(1, "litgrpo.rewards.builtin.symbolic:compare_in_worker")
 lock = threading.Lock()  # of the pool

@@ -46,7 +46,6 @@ POLL_S = 0.005  # between looks for agents that ended
 QUIET_S = 0.25
 LINGER_S = 0.003  # for further parallel calls once every agent waits
 MAX_STOP_SETS = 64  # stop strings of requests that are kept
-MAX_FAILED_FRAC = 0.5  # of the rows of a rollout
 
 
 @dataclass(eq=False)
@@ -156,7 +155,7 @@ class AgentEpisodes(EpisodeRunner):
         self.pool = AgentPool(
             self.agent, timeout_s=settings.timeout_s, num_workers=settings.num_workers
         )
-        self.failures = FailureCounter(MAX_FAILED_FRAC)
+        self.failures = FailureCounter()
 
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
@@ -483,8 +482,6 @@ class AgentRollout:
         if row.limit and not result.reason.startswith("timed out"):
             return
         row.failed = result.reason
-        if number in self.pool.details:
-            self.episodes.failures.record_details(number, self.pool.details[number])
         self.episodes.failures.count({number: result})
 
     # --- the rollout ---

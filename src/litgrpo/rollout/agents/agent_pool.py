@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 
 from litgrpo.arguments import at_least
-from litgrpo.environments.agent import HANDLER, Agent, AgentRequest, AgentResult
+from litgrpo.environments.agent import Agent, AgentRequest, AgentResult, run_agent
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.workers.failures import TIMEOUT, WorkerError
-from litgrpo.workers.pool import WorkerPool
-from litgrpo.workers.process import MAX_LOADING, Worker
+from litgrpo.workers.process import Worker, WorkerPool, receive
 
 MAX_WORKERS = 64
 
@@ -39,10 +39,9 @@ class AgentPool:
         at_least("model.episode.num_workers", num_workers, 1)
         self.agent, self.timeout_s = agent, timeout_s
         self.size = num_workers or MAX_WORKERS
-        self.pool = WorkerPool(self.size, HANDLER)
+        self.pool: WorkerPool | None = None
         self.waiting: deque[tuple[int, AgentRequest]] = deque()
         self.running: dict[int, Worker] = {}
-        self.details: dict[int, WorkerError] = {}  # of lost workers
         self.left: dict[int, float] = {}  # seconds of the limits that are paused
         self.since: dict[int, float] = {}  # when a row's agent began to run without a call
         self.seconds: defaultdict[int, float] = defaultdict(float)  # for which it did so before
@@ -53,32 +52,41 @@ class AgentPool:
         Raises:
             ValueError: the agent cannot be sent to a process, or loaded there.
         """
-        self.pool.kill_busy()
-        self.running, self.details = {}, {}
+        if self.pool is None:
+            self.pool = self._start_pool()
+        self.pool.take_all_back()
+        self.running = {}
         self.since, self.left, self.seconds = {}, {}, defaultdict(float)
-        troubles = self.pool.register({"agent": (self.agent,)})
-        if troubles:
-            raise ValueError(
-                f"the agent cannot be sent to worker processes ({troubles['agent']}). Give it only "
-                "what can be pickled, and open connections in the function."
-            )
         self.waiting = deque(enumerate(requests))
         self._launch()
+
+    def _start_pool(self) -> WorkerPool:
+        """Load the agent in a process."""
+        try:
+            return WorkerPool(partial(run_agent, self.agent), self.size)
+        except WorkerError as error:
+            raise ValueError(f"the agent's module {error}") from error
+        except Exception as error:  # pickling runs the agent's own code
+            raise ValueError(
+                f"the agent cannot be sent to worker processes ({type(error).__name__}: {error}). "
+                "Give it only what can be pickled, and open connections in the function."
+            ) from error
 
     def receive(self) -> Mapping[int, AgentResult | FailedEpisode]:
         """Return {row: result} of the agents that ended since the last call; does not wait."""
         found: dict[int, AgentResult | FailedEpisode] = {}
-        for worker, answer, _ in self.pool.receive(wait=False):
+        assert self.pool is not None
+        for worker, answer, _ in receive(self.running.values(), wait=False):
             row = next(row for row, its in self.running.items() if its is worker)
             del self.running[row]
+            self.pool.give_back(worker)
             self._count_seconds(row, time.monotonic())
             if not isinstance(answer, WorkerError):
                 found[row] = answer
                 continue
-            self.details[row] = answer
             late = answer.cause == TIMEOUT
             reason = f"timed out after {self.timeout_s:g} s" if late else answer.cause
-            found[row] = FailedEpisode(reason)
+            found[row] = FailedEpisode(reason, str(answer))
         self._launch()
         return found
 
@@ -114,7 +122,9 @@ class AgentPool:
 
     def close(self) -> None:
         """Kill all agents."""
-        self.pool.close()
+        if self.pool is not None:
+            self.pool.close()
+        self.pool = None
         self.waiting, self.running = deque(), {}
 
     def _count_seconds(self, row: int, until: float) -> None:
@@ -122,13 +132,8 @@ class AgentPool:
             self.seconds[row] += until - self.since.pop(row)
 
     def _launch(self) -> None:
-        while self.waiting and len(self.running) < self.size:
-            worker = self.pool.take()
-            if self.pool.failed:
-                raise ValueError(f"the agent's module {self.pool.failed['agent']}")
-            assert worker is not None
-            if self.pool.launcher is not None and not self.pool.launcher.preloads:
-                self.size = min(self.size, MAX_LOADING)
+        assert self.pool is not None
+        while self.waiting and (worker := self.pool.take()) is not None:
             row, request = self.waiting.popleft()
             self.running[row], self.since[row] = worker, time.monotonic()
-            self.pool.send(worker, request, self.timeout_s)
+            worker.send(request, self.timeout_s)

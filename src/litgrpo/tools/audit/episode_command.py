@@ -82,7 +82,6 @@ def audit_environment(
         num_workers=min(WORKERS, episode.num_workers or WORKERS),
         timeout_s=episode.timeout_s,
         max_observation_chars=episode.max_observation_chars,
-        max_failed_frac=1.0,
     )
     size = rollout.group_size
     turn_texts = [each.assistant_texts for each in rollout.episodes]

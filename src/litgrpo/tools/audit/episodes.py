@@ -168,7 +168,7 @@ def audit_episodes(
     """Play episodes with scripted policies; compare their rewards with the initial policy's.
 
     Args:
-        pool: plays the environment; episodes that fail must not stop it.
+        pool: plays the environment.
         environment: the environment itself, whose tools are listed.
         scorer: the rewards; failures must not stop it.
         starts: B rows with their seeds.
@@ -231,6 +231,7 @@ def play(
                 _send_turn(pool, policy, number, episode)
             else:
                 running.discard(number)
+                pool.end(number)
     return played
 
 

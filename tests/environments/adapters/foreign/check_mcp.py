@@ -83,7 +83,7 @@ def test_a_lost_server_fails_the_episode_and_the_next_one_plays():
 
 
 def test_a_hanging_tool_is_killed_with_its_server():
-    pool = EpisodeWorkers(tools(), timeout_s=15, max_failed_frac=1.0)
+    pool = EpisodeWorkers(tools(), timeout_s=15)
     try:
         starts = [EpisodeStart({"level": n}, 0, (0, 0, 0, n)) for n in range(2)]
         assert pool.reset(starts) == ["", ""]

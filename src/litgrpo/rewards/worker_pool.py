@@ -44,7 +44,7 @@ class LoadedObjects:
         return self.troubles if message is None else self.handle(self.objects, message, send)
 
 
-class WorkerPool:
+class FunctionPool:
     """Worker processes that have loaded the objects of several names.
 
     Args:
@@ -53,9 +53,9 @@ class WorkerPool:
 
     Example::
 
-        pool = WorkerPool(2, "litgrpo.environments.episode:handle_request")
-        pool.register({"environment": (my_environment, None)})
-        pool.send(pool.take(), request, limit_s=10.0)
+        pool = FunctionPool(2, "litgrpo.rewards.calls:handle_message")
+        pool.register({"length": (my_function, {})})
+        pool.send(pool.take(), message, limit_s=10.0)
         replies = pool.receive(wait=True)
     """
 

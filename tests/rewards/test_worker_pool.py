@@ -9,8 +9,8 @@ import pytest
 from litgrpo.rewards import ProcessRunner
 from litgrpo.rewards.calls import Call, Message, Question
 from litgrpo.rewards.process_runner import HANDLER
+from litgrpo.rewards.worker_pool import FunctionPool
 from litgrpo.workers import process
-from litgrpo.workers.pool import WorkerPool
 from tests.rewards import faulty
 
 PART = {"r": (faulty.lengths, {})}
@@ -19,7 +19,7 @@ ONE_ROW = Message([Question("r", {"completions": ["a"]}, 1)], False, 60.0)
 
 @pytest.fixture
 def pool():
-    pool = WorkerPool(2, HANDLER)
+    pool = FunctionPool(2, HANDLER)
     yield pool
     pool.close()
 
