@@ -31,7 +31,7 @@ trainer = Trainer(max_epochs=-1, accelerator="cpu", logger=False, enable_checkpo
                   enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
 print("iterations", module.iteration, "failures", dict(module.scorer.failures))
-print("workers left", len(runner.pool.launchers))
+print("workers left", len(runner.pool.workers))
 """
 
 

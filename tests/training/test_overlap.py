@@ -129,7 +129,7 @@ def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(
         first.wait()
     grpo.teardown("fit")
     assert not runner.pool.workers
-    assert not runner.pool.launchers
+    assert runner.pool.launcher is None
 
 
 def test_time_before_wait_does_not_count_against_the_rows():

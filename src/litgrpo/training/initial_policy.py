@@ -90,8 +90,9 @@ def _find_initial_policy(module: EvaluatedModule, policy: Policy) -> Reference |
         return reference
     if policy.has_adapter:
         return BaseModelReference(policy)
-    # On XLA devices a second model would need new programs.
-    if not ends_run(module) or backend(module.device).static_shapes:
+    # A model that was given as an object has no folder. On XLA devices a second model would need
+    # new programs.
+    if not module.pretrained or not ends_run(module) or backend(module.device).static_shapes:
         return None
     # A model that is loaded in a validation must not consist of inference tensors.
     with torch.inference_mode(False), torch.no_grad():

@@ -60,7 +60,7 @@ def test_a_classifier_is_asked_too() -> None:
     assert judge("a?", "b", "shit", classifier=suspicious) == pytest.approx([0.1, 0.75, 0.0])
     path = f"{__name__}.suspicious"
     assert judge("a?", classifier=path) == pytest.approx([0.1])
-    with raises_for("classifier", "suspiciously", ".suspicious'"):
+    with raises_for("classifier", "suspiciously", "'suspicious'"):
         judge("a", classifier=path + "ly")
     with raises_for("classifier", "1", "2"):
         judge("a", "b", classifier=lambda texts: [0.0])
