@@ -169,13 +169,6 @@ def pure_hangs(completions):
 
 
 @pure
-def pure_counts(completions, path):
-    with open(path[0], "a") as file:
-        file.write("".join(f"{text}\n" for text in completions))
-    return lengths(completions)
-
-
-@pure
 def pure_waits(completions):
     time.sleep(0.05 * len(completions))
     return lengths(completions)

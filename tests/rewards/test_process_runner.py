@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from litgrpo.rewards.process_runner import (
     Attempt,
     Batch,
     Task,
-    find_state,
     split_rows,
     stays_in_process,
 )
@@ -160,24 +158,6 @@ def test_a_warm_worker_goes_on_with_its_state(runner) -> None:
     assert torch.equal(first.total, again.total)
 
 
-def test_samples_of_a_pure_function_are_shared_out_and_remembered(runner, tmp_path) -> None:
-    path = str(tmp_path / "asked")
-    columns = {"path": [path] * len(TEXTS)}
-    first, _ = score(runner, faulty.pure_counts, columns=columns)
-    again, _ = score(runner, faulty.pure_counts, [*TEXTS[:7], "new"], columns)
-    asked = Path(path).read_text().split()
-    assert sorted(asked) == sorted([*TEXTS, "new"])
-    assert torch.equal(first.total.flatten()[:7], again.total.flatten()[:7])
-    assert again.total[1, 3] == 3
-
-
-def test_the_memory_has_a_limit(tmp_path) -> None:
-    runner = ProcessRunner(num_workers=1, cache_size=3)
-    score(runner, faulty.pure_counts, columns={"path": [str(tmp_path / "asked")] * 8})
-    assert len(runner.cache) == 3
-    runner.close()
-
-
 def test_a_slow_sample_is_told_once(runner, caplog) -> None:
     runner.slow_warning_s = 0.04
     for _ in range(2):
@@ -238,7 +218,7 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
     assert not stays_in_process(call(len))
 
 
-@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"cache_size": -1}])
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"timeout_s": 0}])
 def test_impossible_settings_are_refused(settings) -> None:
     with pytest.raises(ValueError, match="reward_runner"):
         ProcessRunner(**settings)
@@ -274,42 +254,9 @@ def test_a_recipe_chooses_its_runner(tmp_path) -> None:
     assert isinstance(module.scorer.runner, InProcessRunner)
 
 
-def test_a_function_that_keeps_state_is_told_once_where_it_stays(runner, caplog) -> None:
-    calls: list[int] = []
-
-    def counting(completions):
-        calls.append(len(completions))
-        return [1.0] * len(completions)
-
-    for _ in range(2):
-        score(runner, counting)
-    assert not calls
-    assert caplog.text.count("keeps state in 'calls'") == 1
-    assert "InProcessRunner" in caplog.text
-    score(InProcessRunner(), counting)
-    assert calls == [len(TEXTS)]
-
-
-def test_state_is_what_a_function_may_change() -> None:
-    def outer():
-        number, table = 0, (1, 2)
-
-        def sets(completions):
-            nonlocal number
-            number += 1
-
-        def reads(completions):
-            return [number, table]
-
-        return sets, reads
-
-    assert [find_state(each) for each in outer()] == [["number"], []]
-    assert find_state(faulty.lengths) == find_state(len) == []
-
-
 def batch(function=len, rows=4, num_workers=2) -> Batch:
     call = Call("r", function, {"completions": ["x"] * rows}, {}, rows)
-    return Batch(InProcessRunner(timeout_s=64.0), FunctionPool(num_workers, HANDLER), {0: call}, {})
+    return Batch(InProcessRunner(timeout_s=64.0), FunctionPool(num_workers, HANDLER), {0: call})
 
 
 def fail(asked, task) -> list[Task]:
@@ -371,13 +318,6 @@ def test_rows_of_coroutines_wait_together_and_are_asked_alone_where_their_worker
     asked._record(together, 1, make_failed_scores(1, WorkerError("exited with 7")), 1.0, lost=True)
     assert asked.results[0].failures == {0: "KeyError"}
     assert [task.attempt for task in asked.queue][-1] is Attempt.ROW
-
-
-def test_remembered_rows_are_not_asked():
-    call = Call("r", len, {"completions": ["x"] * 3}, {}, 3)
-    asked = Batch(InProcessRunner(), FunctionPool(1, HANDLER), {0: call}, {0: {1: 5.0}})
-    assert asked.queue[0].unanswered == {0: (0, [0, 2])}
-    assert asked.results[0].values[1] == 5.0
 
 
 def test_stripes_hold_every_row_once() -> None:

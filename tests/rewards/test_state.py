@@ -1,11 +1,11 @@
-"""The state of reward objects: in checkpoints, in worker processes, announced if it is lost."""
+"""The state of reward objects, which checkpoints hold."""
 
 import pytest
 
-from litgrpo.rewards.process_runner import ProcessRunner, find_state
+from litgrpo.rewards.process_runner import ProcessRunner
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
-from tests.support.rewards_with_state import Novelty, SavedNovelty
+from tests.support.rewards_with_state import SavedNovelty
 
 RUNNERS = {
     "workers": lambda: ProcessRunner(num_workers=2),
@@ -33,28 +33,3 @@ def test_the_state_of_an_object_is_saved_and_restored(runner):
     finally:
         first.close()
         second.close()
-
-
-def test_a_worker_that_is_replaced_continues_with_the_state():
-    scorer = Scorer({"new": SavedNovelty()}, runner=ProcessRunner(num_workers=2))
-    try:
-        score(scorer, "a")
-        scorer.close()  # the next call starts other workers
-        assert score(scorer, "a", "b") == [0.0, 1.0]
-    finally:
-        scorer.close()
-
-
-def test_an_object_that_changes_itself_without_saving_is_announced():
-    assert find_state(Novelty()) == ["seen"]
-    assert find_state(Novelty().__call__) == ["seen"]
-    assert find_state(SavedNovelty()) == []
-
-    class Table:
-        def __init__(self):
-            self.words = ["a"]
-
-        def __call__(self, completions):
-            return [float(text in self.words) for text in completions]
-
-    assert find_state(Table()) == []

@@ -9,7 +9,7 @@ def count_calls(completions: list[str]) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-class Novelty:
+class SavedNovelty:
     """1 for a completion that was not seen before; its counts are state of a run."""
 
     def __init__(self) -> None:
@@ -20,10 +20,6 @@ class Novelty:
         self.seen.update(completions)
         log_metric("seen", self.seen.total())
         return rewards
-
-
-class SavedNovelty(Novelty):
-    """The same, with its counts in checkpoints."""
 
     def state_dict(self) -> dict[str, int]:
         return dict(self.seen)

@@ -32,10 +32,7 @@ def whole_batch(function: Function) -> Function:
 
 
 def pure(function: Function) -> Function:
-    """Mark a function whose reward of a row depends on that row only, and is always the same.
-
-    It is then called row by row, in several processes, and never twice for the same row.
-    """
+    """Mark a function whose reward of a row depends on that row only: rows go to all processes."""
     function.pure = True  # type: ignore[attr-defined]
     return function
 
@@ -152,7 +149,6 @@ class Scores:
         error: the first exception, if the function raised any.
         metrics: {name: the numbers that the function logged}.
         extras: {column: {row: what the function logged for it}}.
-        state: state of the function's object after the call; None if it has none.
     """
 
     values: list[float]
@@ -161,7 +157,6 @@ class Scores:
     error: Exception | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
-    state: Any = None
 
     def put(self, rows: Sequence[int], other: Scores) -> None:
         """Enter the scores of some rows, in the order of `rows`."""
@@ -393,13 +388,6 @@ def find_state_owner(function: Any) -> Any:
     return owner if all(map(callable, methods)) and not hasattr(owner, "parameters") else None
 
 
-def attach_state(scores: Scores, function: Any) -> None:
-    """Add the state of the function's object to the scores of a call that worked."""
-    owner = find_state_owner(function)
-    if owner is not None and scores.error is None:
-        scores.state = owner.state_dict()
-
-
 Answer = tuple[int, Scores, float]  # number of the question, scores, seconds that it took
 
 
@@ -411,14 +399,12 @@ class Question(NamedTuple):
         arguments: {parameter: value}.
         num_rows: how many.
         notes: which methods of `Notes` the function names.
-        state: state that the function's object has before the call; None leaves it.
     """
 
     name: str
     arguments: dict[str, Any]
     num_rows: int
     notes: tuple[str, ...] = ()
-    state: Any = None
 
 
 class Message(NamedTuple):
@@ -445,7 +431,6 @@ def handle_message(loaded: dict[str, Any], message: Message, send: Send) -> Answ
     function, given = _load_call(loaded, question)
     # Ctrl-C does not reach a worker, so every exception comes from the function.
     scores = call_function(function, given, question.num_rows, question.notes, (BaseException,))
-    attach_state(scores, function)
     return _pack_answer(0, scores, started)
 
 
@@ -457,7 +442,6 @@ async def _handle_coroutines(loaded: dict[str, Any], message: Message, send: Sen
         function, given = _load_call(loaded, question)
         rows, notes = question.num_rows, question.notes
         scores = await await_function(function, given, rows, notes, message.limit_s)
-        attach_state(scores, function)
         send(_pack_answer(number, scores, started))
 
     await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
@@ -465,9 +449,6 @@ async def _handle_coroutines(loaded: dict[str, Any], message: Message, send: Sen
 
 def _load_call(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[str, Any]]:
     function, settings = loaded[question.name]
-    owner = find_state_owner(function)
-    if owner is not None and question.state is not None:
-        owner.load_state_dict(question.state)
     return function, question.arguments | copy_settings(settings)
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dis
-import hashlib
-import inspect
 import os
-import pickle
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from math import ceil, nan
-from types import CellType
 from typing import Any
 
 from litgrpo.argument_types import check_argument_types
@@ -38,11 +33,6 @@ OWN_PACKAGE = "litgrpo.rewards."
 MAX_WORKERS = 4
 SLOW_IMPORT_S = 3.0
 HANDLER = "litgrpo.rewards.calls:handle_message"
-STORES = ("STORE_DEREF", "STORE_GLOBAL")
-CONTAINERS = (list, dict, set, bytearray, deque)
-# Methods that change a container.
-MUTATORS = {"append", "extend", "insert", "pop", "popleft", "appendleft", "remove", "clear"}
-MUTATORS |= {"add", "discard", "update", "setdefault"}
 
 
 class ProcessRunner(RewardRunner):
@@ -59,7 +49,6 @@ class ProcessRunner(RewardRunner):
             run.
         slow_warning_s: log a warning for the first call of a function that takes longer.
         num_workers: number of worker processes; default: one per core, at most 4.
-        cache_size: number of rewards of `pure` functions that are cached.
 
     Example:
         >>> ProcessRunner(timeout_s=20.0, num_workers=2).pool.size
@@ -73,14 +62,10 @@ class ProcessRunner(RewardRunner):
         max_failed_frac: float = 0.5,
         slow_warning_s: float = 1.0,
         num_workers: int | None = None,
-        cache_size: int = 100_000,
     ) -> None:
         super().__init__(timeout_s, max_failed_frac, slow_warning_s)
         at_least("model.reward_runner.num_workers", num_workers, 1)
-        at_least("model.reward_runner.cache_size", cache_size, 0)
         self.pool = FunctionPool(num_workers or min(MAX_WORKERS, os.cpu_count() or 1), HANDLER)
-        self.cache: OrderedDict[bytes, float] = OrderedDict()
-        self.cache_size = cache_size
 
     def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
         """Give the calls to workers; functions that stay in this process run in `wait`."""
@@ -107,51 +92,14 @@ class ProcessRunner(RewardRunner):
                 *(name, why),
             )
         sent = {n: call for n, call in foreign.items() if call.name not in troubles}
-        for call in sent.values():
-            for kept in find_state(call.function)[:1]:
-                self.warn_once(
-                    call.name,
-                    "reward '%s' keeps state in %r. It runs in worker processes, so what it"
-                    " changes there stays there, and is lost with a worker; reward_runner:"
-                    " InProcessRunner runs it in this process.",
-                    *(call.name, kept),
-                )
-        keys = {n: self._keys(call) for n, call in sent.items() if is_marked(call.function, "pure")}
-        known = {n: self._find_cached(row_keys) for n, row_keys in keys.items()}
-        batch = Batch(self, self.pool, sent, known)
+        batch = Batch(self, self.pool, sent)
         batch.dispatch()
-        return CallsInWorkers(self, calls, batch, keys)
+        return CallsInWorkers(self, calls, batch)
 
     def close(self) -> None:
         """End all processes; they start again when needed."""
         super().close()
         self.pool.close()
-
-    def _keys(self, call: Call) -> list[bytes]:
-        """Hash each row: the function's name and all its arguments."""
-        names = sorted(call.rows)
-        columns = [call.rows[name] for name in names]
-        constant = (call.name, names, call.settings, call.context)
-        try:
-            seed = pickle.dumps(constant)
-            rows = [pickle.dumps(row) for row in zip(*columns, strict=True)]
-        except Exception as error:  # pickling a foreign object may raise anything
-            self.warn_once(*(call.name, "rewards of '%s' are not remembered: %s", call.name, error))
-            return []
-        return [hashlib.blake2b(seed + row, digest_size=16).digest() for row in rows]
-
-    def _find_cached(self, keys: Sequence[bytes]) -> dict[int, float]:
-        """Return {row: reward} of the rows that are in the cache."""
-        return {row: self.cache[key] for row, key in enumerate(keys) if key in self.cache}
-
-    def remember(self, keys: Sequence[bytes], scores: Scores) -> None:
-        """Keep the rewards of rows that did not fail."""
-        for row, key in enumerate(keys):
-            if row not in scores.failures:
-                self.cache[key] = scores.values[row]
-                self.cache.move_to_end(key)
-        while len(self.cache) > self.cache_size:
-            self.cache.popitem(last=False)
 
 
 class CallsInWorkers(StartedCalls):
@@ -161,18 +109,11 @@ class CallsInWorkers(StartedCalls):
         runner: runner that started them.
         calls: one call per reward function.
         batch: the calls that workers run.
-        keys: {number of a call: cache key of each row}, of `pure` functions.
     """
 
-    def __init__(
-        self,
-        runner: ProcessRunner,
-        calls: Sequence[Call],
-        batch: Batch,
-        keys: Mapping[int, Sequence[bytes]],
-    ) -> None:
+    def __init__(self, runner: ProcessRunner, calls: Sequence[Call], batch: Batch) -> None:
         super().__init__(runner, calls)
-        self.process_runner, self.batch, self.keys = runner, batch, keys
+        self.process_runner, self.batch = runner, batch
 
     def collect(self) -> list[Scores]:
         """Run what stays in this process while the workers are busy, then wait for them."""
@@ -182,61 +123,16 @@ class CallsInWorkers(StartedCalls):
             results = dict(zip(here, scores, strict=True)) | self.batch.finish()
         finally:
             self.process_runner.pool.kill_busy()  # none, unless something was raised above
-        for n, row_keys in self.keys.items():
-            self.process_runner.remember(row_keys, results[n])
         return [results[n] for n in range(len(self.calls))]
 
 
-def find_state(function: Any) -> list[str]:
-    """Names outside of a function that it may change: variables that it sets, and containers.
-
-    Containers count in a closure and in a script or notebook; a module's own are often tables.
-
-    Example:
-        >>> def counting():
-        ...     calls = []
-        ...     return lambda completions: calls.append(1)
-        >>> find_state(counting())
-        ['calls']
-    """
-    while isinstance(function, partial):
-        function = function.func
-    if not inspect.isfunction(function):
-        return [] if find_state_owner(function) is not None else _find_changed_attributes(function)
-    code, closure = function.__code__, function.__closure__ or ()
-    stored = {i.argval for i in dis.get_instructions(code) if i.opname in STORES}
-    found = [name for name in (*code.co_freevars, *code.co_names) if name in stored]
-    seen = {
-        name: cell.cell_contents
-        for name, cell in zip(code.co_freevars, closure, strict=True)
-        if cell != CellType()
-    }
-    if function.__module__ == "__main__":
-        seen |= {n: v for n, v in function.__globals__.items() if n in code.co_names}
-    return found + [name for name, value in seen.items() if isinstance(value, CONTAINERS)]
-
-
-def _find_changed_attributes(owner: Any) -> list[str]:
-    """Names of attributes that a callable object sets, or changes as containers, when called."""
-    code = getattr(getattr(owner, "__func__", type(owner).__call__), "__code__", None)
-    if code is None:
-        return []
-    instructions = list(dis.get_instructions(code))
-    changed = [each.argval for each in instructions if each.opname == "STORE_ATTR"]
-    mutates = any(each.opname == "STORE_SUBSCR" for each in instructions)
-    if mutates or MUTATORS.intersection(code.co_names):
-        attributes = getattr(getattr(owner, "__self__", owner), "__dict__", {}).items()
-        changed += [n for n, v in attributes if n in code.co_names and isinstance(v, CONTAINERS)]
-    return changed
-
-
 def stays_in_process(call: Call) -> bool:
-    """Return True if a call runs only code of this package, or a model that is too large to copy.
+    """Return True if a call runs only code of this package, or an object that is not copied.
 
-    Objects that hold model weights (`in_process`) stay in the training process.
+    Such an object holds model weights (`in_process`), or a state that checkpoints hold.
     """
     function, settings = call.function, list(call.settings.values())
-    if is_marked(function, "in_process"):
+    if is_marked(function, "in_process") or find_state_owner(function) is not None:
         return True
     while isinstance(function, partial):
         settings += function.keywords.values()
@@ -293,7 +189,6 @@ class Batch:
         runner: holds the time-out and the list of slow calls.
         pool: the workers.
         calls: {number: call}.
-        known: {number: {row: reward}} that were remembered.
     """
 
     def __init__(
@@ -301,7 +196,6 @@ class Batch:
         runner: RewardRunner,
         pool: FunctionPool,
         calls: Mapping[int, Call],
-        known: Mapping[int, Mapping[int, float]],
     ) -> None:
         self.runner, self.pool, self.calls = runner, pool, calls
         self.results = {n: Scores([nan] * call.num_rows) for n, call in calls.items()}
@@ -313,9 +207,7 @@ class Batch:
         self.running: dict[Worker, Task] = {}
         coroutines: list[Rows] = []
         for n, call in calls.items():
-            remembered = known.get(n, {})
-            self.results[n].put(list(remembered), Scores(list(remembered.values())))
-            rows = [row for row in range(call.num_rows) if row not in remembered]
+            rows = list(range(call.num_rows))
             if call.is_coroutine:
                 coroutines.append((n, rows))
                 continue
@@ -379,9 +271,7 @@ class Batch:
 
     def _question(self, n: int, rows: list[int]) -> Question:
         call = self.calls[n]
-        # Any worker may answer, so the state goes with the question and comes back.
-        state = self.runner.states.get(call.name)
-        return Question(call.name, call.select(rows) | call.context, len(rows), call.notes, state)
+        return Question(call.name, call.select(rows) | call.context, len(rows), call.notes)
 
     def _fail_broken(self, task: Task) -> None:
         """Fail the rows of functions that broke the process which loaded them."""
@@ -397,8 +287,6 @@ class Batch:
         """Enter the scores of a question, or ask for each row what failed for several."""
         n, rows = task.unanswered.pop(number)
         call, result = self.calls[n], self.results[n]
-        if scores.state is not None:
-            self.runner.states[call.name] = scores.state
         self.runner.warn_if_slow(call, seconds, rows)
         if task.attempt is Attempt.ROW:
             self.remaining_s[n] -= seconds

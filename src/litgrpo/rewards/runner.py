@@ -19,7 +19,6 @@ from litgrpo.rewards.calls import (
     Scores,
     UnusableReward,
     call_function,
-    find_state_owner,
     is_marked,
     make_failed_scores,
     score_coroutines,
@@ -187,7 +186,6 @@ class RewardRunner(ABC):
         self.proven: set[str] = set()  # functions that have scored a row
         self.warned: set[str] = set()
         self.started: StartedCalls | None = None
-        self.states: dict[str, Any] = {}  # {reward: state of its object after the last call}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the settings and the counts.
@@ -304,8 +302,6 @@ def run_in_process(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
     )
     results = dict(zip(waiting, together, strict=True))
     results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
-    owners = {call.name: find_state_owner(call.function) for call in calls}
-    runner.states |= {name: each.state_dict() for name, each in owners.items() if each is not None}
     return [results[n] for n in range(len(calls))]
 
 

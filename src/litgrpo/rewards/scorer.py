@@ -463,22 +463,14 @@ class Scorer:
         return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {component: state} of the objects that have a state.
-
-        An object that runs in worker processes returns its state with each call.
-        """
-        known = self.runner.states
-        return {
-            name: known[name] if name in known else owner.state_dict()
-            for name, owner in self._state_owners().items()
-        }
+        """Return {component: state} of the objects that have a state."""
+        return {name: owner.state_dict() for name, owner in self._state_owners().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume with the states of a checkpoint."""
         for name, owner in self._state_owners().items():
             if name in state:
                 owner.load_state_dict(state[name])
-                self.runner.states[name] = state[name]
 
     def _state_owners(self) -> dict[str, Any]:
         """{component: object with `state_dict` and `load_state_dict`}."""
