@@ -8,7 +8,6 @@ import httpx2
 import pytest
 from pydantic import BaseModel
 
-from litgrpo import http_client
 from litgrpo.http_client import (
     ConnectionLost,
     LimitedClient,
@@ -18,22 +17,6 @@ from litgrpo.http_client import (
     read_reply,
 )
 from tests.support.hostile_server import LARGE, HostileServer, reply
-
-
-def test_all_threads_share_one_event_loop():
-    http_client._start_loop.cache_clear()
-    together, found = threading.Barrier(32), []
-
-    def ask():
-        together.wait()
-        found.append(http_client.event_loop())
-
-    threads = [threading.Thread(target=ask) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, found))) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "NaN", "[Infinity]", "9" * 5000, "{'a': 1}"])

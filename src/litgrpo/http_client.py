@@ -9,22 +9,22 @@ gigabytes.
 from __future__ import annotations
 
 import asyncio
-import functools
-import os
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 
+from litgrpo.event_loops import event_loop
 from litgrpo.text import strict_json
 from litgrpo.text.visible import excerpt
 
 MIB = 2**20
+LOOP = "http"  # name of the event loop of requests
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
 MAX_CONNECT_S = 10.0  # an address without a machine does not answer at all
@@ -166,37 +166,6 @@ def describe_response(response: httpx2.Response) -> str:
     return f"status {response.status_code}: {excerpt(response.content.decode('utf-8', 'replace'))}"
 
 
-# `functools.cache` alone would let two threads make a loop each, and connections belong to one.
-_one_loop = threading.Lock()
-
-
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of requests that threads wait for; it runs in a daemon thread."""
-    with _one_loop:
-        return _start_loop()
-
-
-@functools.cache
-def _start_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="litgrpo-http").start()
-    return loop
-
-
-# A forked process inherits the loop but not its thread.
-os.register_at_fork(after_in_child=_start_loop.cache_clear)
-
-
-def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a coroutine that runs in `event_loop`, from any other thread."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-    try:
-        return future.result()
-    except BaseException:  # also an interrupt: the response is not needed
-        future.cancel()
-        raise
-
-
 def call_within(seconds: float, call: Callable[[], Result]) -> Result:
     """Return the result of a client without a time limit; its thread stays behind if it is late.
 
@@ -221,8 +190,8 @@ def call_within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def close_client(client: httpx2.AsyncClient) -> None:
-    """Close the connections of a client that was used with `wait_for`."""
-    asyncio.run_coroutine_threadsafe(client.aclose(), event_loop())
+    """Close the connections of a client that was used in `LOOP`."""
+    asyncio.run_coroutine_threadsafe(client.aclose(), event_loop(LOOP))
 
 
 def parse_json(content: bytes | str) -> Any:

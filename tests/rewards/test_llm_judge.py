@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from litgrpo.event_loops import wait_for
 from litgrpo.rewards import Criterion, LLMJudge, Reward, RewardFailure, Scorer
 from litgrpo.rewards.llm_judge import CACHE_FILE, SCORE, Replies, RequestRejected
 from tests.support.hostile_server import RESPONSES, HostileServer
@@ -99,6 +100,10 @@ def judge(server, tmp_path, criteria=None, **settings):
     return found
 
 
+def ask(judge, *args, **columns):
+    return wait_for(judge(*args, **columns), "rewards")
+
+
 def read_files(folder):
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
@@ -107,7 +112,7 @@ def test_the_reward_is_the_weighted_mean_of_the_marks_over_the_highest(serve, tm
     server = serve(grade)
     noted = {}
     asked = judge(server, tmp_path, CRITERIA)
-    assert asked(["p", "q"], ["a", "b"], noted.__setitem__) == [0.7, 0.7]
+    assert ask(asked, ["p", "q"], ["a", "b"], noted.__setitem__) == [0.7, 0.7]
     assert noted["judge_calls"] == 4
     assert all("Answer:\na" in text or "Answer:\nb" in text for text in server.asked)
     assert server.keys == {f"Bearer {KEY}"}
@@ -117,11 +122,11 @@ def test_what_was_asked_before_is_read_from_the_cache_and_equal_texts_are_asked_
     serve, tmp_path
 ):
     server = serve(grade)
-    judge(server, tmp_path)(["p"] * 4, ["a", "a", "a", "b"])
+    ask(judge(server, tmp_path), ["p"] * 4, ["a", "a", "a", "b"])
     assert len(server.asked) == 2
     again = judge(server, tmp_path)
-    assert again(["p"], ["a"]) == [0.8]
-    assert judge(server, tmp_path, temperature=0.5)(["p"], ["a"]) == [0.8]
+    assert ask(again, ["p"], ["a"]) == [0.8]
+    assert ask(judge(server, tmp_path, temperature=0.5), ["p"], ["a"]) == [0.8]
     assert (len(server.asked), again.counts["cached"], again.counts["calls"]) == (3, 1, 0)
 
 
@@ -140,7 +145,7 @@ def test_what_was_asked_before_is_read_from_the_cache_and_equal_texts_are_asked_
 def test_what_may_pass_is_tried_again(serve, tmp_path, first):
     server = serve(lambda text, times: first if times == 1 else grade(text, times))
     asked = judge(server, tmp_path)
-    assert asked(["p"], ["a"]) == [0.8]
+    assert ask(asked, ["p"], ["a"]) == [0.8]
     assert (len(server.asked), asked.counts["failed"]) == (2, 0)
 
 
@@ -153,7 +158,7 @@ def test_a_slow_server_costs_the_slow_rows_only(serve, tmp_path, caplog):
         return grade(text, times)
 
     asked = judge(serve(answer), tmp_path, timeout_s=1.0, max_retries=0)
-    assert asked(["p"] * 2, ["slow one", "a"]) == [None, 0.8]
+    assert ask(asked, ["p"] * 2, ["slow one", "a"]) == [None, 0.8]
     never.set()
     assert asked.counts["failed"] == 1
     assert "no complete response within 1 s" in caplog.text
@@ -167,7 +172,7 @@ def test_a_completion_abstains_whatever_a_server_sends(name, tmp_path, monkeypat
         server.address = server.url + "/v1"
         asked = judge(server, tmp_path, timeout_s=0.5, max_retries=0, max_concurrent_requests=1)
         asked.counts["answered"] = 1  # a rejected first request would be a mistake in the recipe
-        assert asked(["p"], ["a"]) == [None]
+        assert ask(asked, ["p"], ["a"]) == [None]
     assert asked.counts["failed"] == asked.counts["calls"] == 1
     assert KEY.encode() not in read_files(tmp_path)
 
@@ -203,7 +208,7 @@ def test_a_malformed_chat_completion_abstains(changes, tmp_path, monkeypatch, ca
     with HostileServer(lambda: send_reply(CHAT | changes)) as server:
         server.address = server.url + "/v1"
         asked = judge(server, tmp_path, timeout_s=20.0, max_retries=0)
-        assert asked(["p"], ["a"]) == [None]
+        assert ask(asked, ["p"], ["a"]) == [None]
     caplog.text.encode()  # no half characters in the log
 
 
@@ -211,7 +216,7 @@ def test_a_malformed_chat_completion_abstains(changes, tmp_path, monkeypatch, ca
 def test_half_a_character_costs_its_own_row(half, serve, tmp_path):
     server = serve(grade)
     asked = judge(server, tmp_path)
-    assert asked([half, "p", "q"], ["a", half, "b"]) == [None, None, 0.8]
+    assert ask(asked, [half, "p", "q"], ["a", half, "b"]) == [None, None, 0.8]
     assert (len(server.asked), asked.counts["failed"]) == (1, 2)
 
 
@@ -232,8 +237,8 @@ def test_a_key_that_a_server_repeats_is_masked(said, status, serve, tmp_path, ca
     asked = judge(serve(lambda *_: first), tmp_path, max_retries=0)
     problem = ""
     try:
-        asked(["p"], ["a"])
-        asked(["p"], ["b"])
+        ask(asked, ["p"], ["a"])
+        ask(asked, ["p"], ["b"])
     except ValueError as error:
         problem = str(error)
     files = read_files(tmp_path).decode(errors="replace")
@@ -309,7 +314,7 @@ def test_a_file_of_replies_that_is_damaged_during_a_run_costs_requests_only(
     asked = judge(server, tmp_path)
     (tmp_path / "cache" / CACHE_FILE).write_bytes(b"reply " * 1000)
     for text in "ab":
-        assert asked(["p"], [text]) == [0.8]
+        assert ask(asked, ["p"], [text]) == [0.8]
     assert len(server.asked) == 2
     assert caplog.text.count("cannot be used") == 1
 
@@ -331,23 +336,23 @@ def test_rubbish_abstains_and_is_counted_and_not_kept(serve, tmp_path):
     texts = list(map(str, range(len(said))))
     asked = judge(server, tmp_path, template="{criterion} {completion}")
     for _ in range(2):
-        assert asked(["p"] * len(said), texts) == [None] * len(said)
+        assert ask(asked, ["p"] * len(said), texts) == [None] * len(said)
     assert asked.counts["unparsed"] == asked.counts["calls"] == 2 * len(said)
 
 
 def test_one_missing_mark_leaves_the_completion_out(serve, tmp_path):
     asked = judge(serve(lambda text, times: reply("Score: 4" if "short" in text else "?")),
                   tmp_path, CRITERIA)  # fmt: skip
-    assert asked(["p"], ["a"]) == [None]
+    assert ask(asked, ["p"], ["a"]) == [None]
 
 
 def test_a_server_that_dies_is_given_up_after_a_few(serve, tmp_path):
     server = serve(grade)
     asked = judge(server, tmp_path, max_concurrent_requests=2, max_retries=1)
-    assert asked(["p"], ["a"]) == [0.8]
+    assert ask(asked, ["p"], ["a"]) == [0.8]
     server.shutdown()
     server.server_close()
-    assert asked(["p"] * 20, list(map(str, range(20)))) == [None] * 20
+    assert ask(asked, ["p"] * 20, list(map(str, range(20)))) == [None] * 20
     assert asked.counts["failed"] == 20
     assert asked.counts["calls"] <= 1 + 3 * 2
 
@@ -356,19 +361,19 @@ def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve,
     server = serve(grade)
     asked = judge(server, tmp_path, max_requests=2, max_concurrent_requests=1)
     with caplog.at_level(logging.WARNING):
-        rewards = asked(["p"] * 4, list("abcd"))
+        rewards = ask(asked, ["p"] * 4, list("abcd"))
     assert sorted(map(str, rewards)) == ["0.8", "0.8", "None", "None"]
     assert caplog.text.count("is spent") == 1
     resumed = judge(server, tmp_path, max_requests=2)
     resumed.load_state_dict(asked.state_dict())
-    assert resumed(["p"], ["new"]) == [None]
+    assert ask(resumed, ["p"], ["new"]) == [None]
     assert len(server.asked) == 2
 
 
 def test_each_try_again_counts_as_a_request(serve, tmp_path):
     server = serve(lambda text, times: (500, b"", {}))
     asked = judge(server, tmp_path, max_requests=2, max_retries=9)
-    assert asked(["p"] * 2, ["a", "b"]) == [None] * 2
+    assert ask(asked, ["p"] * 2, ["a", "b"]) == [None] * 2
     assert (len(server.asked), asked.counts["over_budget"]) == (2, 2)
 
 
@@ -378,7 +383,7 @@ def test_a_server_gets_no_key_and_no_header_of_another_one(monkeypatch):
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: Bearer {KEY}\nX-Other: {KEY}")
     with HostileServer(lambda: send_reply(CHAT)) as server:
         asked = LLMJudge(server.url, "m", CRITERIA, cache_dir=None, api_key_env=None)
-        assert asked(["p"], ["a"]) == [0.8]
+        assert ask(asked, ["p"], ["a"]) == [0.8]
     assert KEY.encode() not in b"".join(server.requests)
 
 
@@ -398,7 +403,7 @@ def test_a_completion_abstains_whatever_headers_a_server_sends(status, header, m
     with HostileServer(lambda: [answer]) as server:
         asked = LLMJudge(server.url, "m", CRITERIA, cache_dir=None, api_key_env=None, max_retries=1)
         asked.counts["answered"] = 1
-        assert asked(["p"], ["a"]) == [None]
+        assert ask(asked, ["p"], ["a"]) == [None]
 
 
 def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path):
@@ -416,23 +421,19 @@ def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path
     assert pending.wait().total.tolist() == [[0.8, 0.8]]
 
 
-def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_path):
-    each = judge(serve(lambda text, _: reply(f"Score: {3 if 'first' in text else 5}")), tmp_path)
-    each.begin(["p"], ["first"])
-    each.begin(["p"], ["second"])
-    assert each(["p"], ["second"]) == [0.5]
-    assert each(["p"], ["first"]) == [0.3]
+def test_a_template_that_names_no_column_is_an_error(serve, tmp_path):
+    asked = judge(serve(grade), tmp_path, template="{level} {prompt} {completion}")
     with pytest.raises(ValueError, match="which are no columns"):
-        judge(serve(grade), tmp_path, template="{level} {prompt} {completion}")(["p"], ["a"])
+        ask(asked, ["p"], ["a"])
 
 
 def test_https_for_a_server_without_tls_ends_in_one_line(serve, tmp_path):
     asked = judge(serve(grade), tmp_path)
     asked.url = asked.url.replace("http://", "https://")
     with pytest.raises(RequestRejected, match="Use http:// for a server without TLS"):
-        asked(["p"], ["a"])
+        ask(asked, ["p"], ["a"])
     asked.counts["answered"] = 1  # a proxy may break later: the row is left out
-    assert asked(["p"], ["a"]) == [None]
+    assert ask(asked, ["p"], ["a"]) == [None]
 
 
 def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path, capfd):
@@ -449,7 +450,7 @@ def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path,
 
 def test_the_key_is_in_no_file_and_no_copy(serve, tmp_path):
     asked = judge(serve(grade), tmp_path)
-    asked(["p"], ["a"])
+    ask(asked, ["p"], ["a"])
     assert KEY.encode() not in pickle.dumps(copy.deepcopy(asked).__getstate__()["body"])
     assert KEY not in repr(vars(asked))
     files = read_files(tmp_path)
@@ -460,10 +461,10 @@ def test_the_key_is_in_no_file_and_no_copy(serve, tmp_path):
 def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
     server = serve(grade)
     asked = judge(server, tmp_path, template="{completion} or {answer}?")
-    asked(["p"], ["a"], answer=["gold"])
+    ask(asked, ["p"], ["a"], answer=["gold"])
     assert server.asked == ["a or gold?"]
     with pytest.raises(ValueError, match=r"names \['answer'\]"):
-        asked(["p"], ["a"])
+        ask(asked, ["p"], ["a"])
 
 
 @pytest.mark.parametrize(

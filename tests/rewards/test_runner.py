@@ -218,6 +218,25 @@ def test_a_hanging_coroutine_is_stopped() -> None:
     assert scorer.failures == {"r": {"TimeoutError": 1}}
 
 
+def test_a_coroutine_that_blocks_its_thread_costs_its_rows_and_not_the_run(monkeypatch) -> None:
+    monkeypatch.setattr("litgrpo.rewards.runner.GRACE_S", 0.1)
+    released = threading.Event()
+
+    async def blocks(completions):
+        if "bad" in completions:
+            released.wait()
+        return [1.0] * len(completions)
+
+    runner = InProcessRunner(timeout_s=0.5, max_failed_frac=1.0)
+    try:
+        table, scorer = score(blocks, runner)
+        assert not table.valid.any()
+        assert scorer.failures == {"r": {"TimeoutError": 4}}
+        assert score(blocks, runner, texts=["a", "b"])[0].valid.all()
+    finally:
+        released.set()
+
+
 def test_coroutine_functions_work_where_an_event_loop_runs_already() -> None:
     async def judge(completions):
         return [1.0] * len(completions)

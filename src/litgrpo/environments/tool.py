@@ -9,13 +9,13 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.arguments import import_object, require
 from litgrpo.environments.code import require_sandbox, run_python
 from litgrpo.environments.schemas import explain_mismatch, quote_name
+from litgrpo.event_loops import wait_for
 
 SIGNATURE_HELP = (
     "a tool is `def f(x: int) -> str` with a docstring that says what it does and, under `Args:`,"
@@ -177,8 +177,7 @@ def make_tool(given: str | Callable[..., Any]) -> Tool:
 def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> list[Outcome]:
     """Call functions; return their results or exceptions in order. Coroutines run concurrently.
 
-    Plain functions run first, one after the other; then the coroutines, in one event loop. The loop
-    runs in another thread, because a notebook already runs one in this thread.
+    Plain functions run first, one after the other; then the coroutines, in one event loop.
     """
     first = [_outcome(function, arguments) for function, arguments in calls]
     waiting = [value for value, _ in first if inspect.isawaitable(value)]
@@ -188,8 +187,7 @@ def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> lis
     async def together() -> list[Outcome]:
         return list(await asyncio.gather(*map(_await_outcome, waiting)))
 
-    with ThreadPoolExecutor(1) as pool:
-        later = iter(pool.submit(asyncio.run, together()).result())
+    later = iter(wait_for(together(), "tools"))
     return [next(later) if inspect.isawaitable(value) else (value, why) for value, why in first]
 
 

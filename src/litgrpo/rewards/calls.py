@@ -8,7 +8,6 @@ import inspect
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
@@ -16,9 +15,11 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 from litgrpo.arguments import require
+from litgrpo.event_loops import wait_for
 from litgrpo.workers.failures import WorkerError, cause_of, to_picklable
 from litgrpo.workers.process import Send
 
+LOOP = "rewards"  # name of the event loop of coroutines
 MARKS = ("whole_batch", "pure", "isolated", "in_process")
 
 Function = Callable[..., Any]
@@ -334,16 +335,18 @@ def copy_value(value: Any) -> Any:
 def run_coroutines(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
     """Return the results of coroutines that are awaited concurrently."""
 
-    # asyncio.run raises inside a running event loop, and a notebook runs one in this thread.
     async def together() -> list[Any]:
         return list(await asyncio.gather(*coroutines))
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, together()).result()
+    return wait_for(together(), LOOP)
 
 
 async def await_function(
-    function: Function, given: dict[str, Any], num_rows: int, notes: Iterable[str], limit_s: float
+    function: Function,
+    given: dict[str, Any],
+    num_rows: int,
+    notes: Iterable[str],
+    limit_s: float | None,
 ) -> Scores:
     """Do the same as `call_function` for a coroutine function, with a time limit in seconds."""
     noted = Notes(num_rows)
@@ -354,12 +357,7 @@ async def await_function(
         return make_failed_scores(num_rows, error)
 
 
-def score_coroutines(calls: Sequence[Call], limit_s: float) -> list[Scores]:
-    """Return the scores of coroutine calls, awaited concurrently in this process."""
-    return run_coroutines([_score(call, limit_s) for call in calls])
-
-
-async def _score(call: Call, limit_s: float) -> Scores:
+async def score_coroutine(call: Call, limit_s: float | None) -> Scores:
     """Await the function for all rows; if that fails, for each row, all at the same time."""
 
     def attempt(rows: range) -> Any:

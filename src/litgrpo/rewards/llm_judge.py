@@ -12,7 +12,6 @@ import sqlite3
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from litgrpo.http_client import (
     MalformedReply,
     describe_error,
     describe_response,
-    event_loop,
     is_tls_mistake,
     read_reply,
 )
@@ -160,7 +158,6 @@ class LLMJudge(Judge):
     in_process = True
     isolated = False
     whole_batch = True  # it looks after single failures itself
-    runs_in_background = True
 
     @check_argument_types()
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
@@ -211,12 +208,11 @@ class LLMJudge(Judge):
         self.counts: Counter[str] = Counter()  # since the start of the run
         self.lost_in_a_row = 0
         self.asking = asyncio.Semaphore(max_concurrent_requests)
-        self.begun: tuple[list[Any], Future[list[Any]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy everything but requests in flight: tasks cannot be pickled."""
         asking = asyncio.Semaphore(self.max_concurrent_requests)
-        return self.__dict__ | {"asking": asking, "begun": None}
+        return self.__dict__ | {"asking": asking}
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
         """See that there are a key and a file for the replies.
@@ -241,7 +237,7 @@ class LLMJudge(Judge):
         """Resume with the counts of a checkpoint."""
         self.counts = Counter(state)
 
-    def __call__(
+    async def __call__(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
@@ -254,27 +250,6 @@ class LLMJudge(Judge):
             ValueError: the template names a column that there is not, or the server rejected
                 the first request (key, address, model).
         """
-        if self.begun is None or self.begun[0] != [*prompts, *completions]:
-            self.begin(prompts, completions, **columns)
-        assert self.begun is not None
-        (_, rewards), self.begun = self.begun, None
-        result = rewards.result()
-        if log_metric is not None:
-            for name in ("calls", "cached", "failed", "unparsed", "over_budget"):
-                log_metric(f"judge_{name}", self.counts[name])
-        return result
-
-    def begin(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> None:
-        """Send the requests in the background; the next call with the same rows waits for them."""
-        rewards = asyncio.run_coroutine_threadsafe(
-            self.score(prompts, completions, **columns), event_loop()
-        )
-        self.begun = [*prompts, *completions], rewards
-
-    async def score(
-        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
-    ) -> list[Any]:
-        """The rewards of N completions; see `Rubric`."""
         missing = sorted(self.columns - columns.keys())
         require(not missing, f"judge: the template names {missing}, which are no columns")
         texts = [
@@ -300,6 +275,9 @@ class LLMJudge(Judge):
                 }
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        if log_metric is not None:
+            for name in ("calls", "cached", "failed", "unparsed", "over_budget"):
+                log_metric(f"judge_{name}", self.counts[name])
         rows = zip(*([marks[text].result() for text in listed] for listed in texts), strict=True)
         return [self._mean(row) for row in rows]
 

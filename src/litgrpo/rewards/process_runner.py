@@ -24,7 +24,7 @@ from litgrpo.rewards.calls import (
     is_marked,
     make_failed_scores,
 )
-from litgrpo.rewards.runner import RewardRunner, StartedCalls, run_in_process
+from litgrpo.rewards.runner import RewardRunner, StartedCalls
 from litgrpo.rewards.worker_pool import FunctionPool
 from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.process import Worker
@@ -112,15 +112,17 @@ class CallsInWorkers(StartedCalls):
     """
 
     def __init__(self, runner: ProcessRunner, calls: Sequence[Call], batch: Batch) -> None:
-        super().__init__(runner, calls)
         self.process_runner, self.batch = runner, batch
+        super().__init__(runner, calls)
+
+    def is_here(self, number: int) -> bool:
+        """See `StartedCalls.is_here`."""
+        return number not in self.batch.calls
 
     def collect(self) -> list[Scores]:
         """Run what stays in this process while the workers are busy, then wait for them."""
-        here = [n for n in range(len(self.calls)) if n not in self.batch.calls]
         try:
-            scores = run_in_process(self.runner, [self.calls[n] for n in here])
-            results = dict(zip(here, scores, strict=True)) | self.batch.finish()
+            results = self.score_here() | self.batch.finish()
         finally:
             self.process_runner.pool.kill_busy()  # none, unless something was raised above
         return [results[n] for n in range(len(self.calls))]

@@ -41,9 +41,6 @@ class Judge(ABC):
     """A reward that is too heavy to copy: it is loaded once and runs in the training process."""
 
     in_process = True
-    runs_in_background = (
-        False  # for others, so that `begin` can be called before the rewards are needed
-    )
 
     @abstractmethod
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
@@ -55,12 +52,8 @@ class Judge(ABC):
         """
 
     @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One reward for each of N completions; arguments as those of any reward function."""
-
-    def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start to judge in the background; the call with the same arguments gives the rewards."""
-        del args, kwargs
 
 
 def load_judges(functions: Iterable[object], device: torch.device | str, policy: str) -> None:
@@ -68,12 +61,6 @@ def load_judges(functions: Iterable[object], device: torch.device | str, policy:
     for function in functions:
         if isinstance(function, Judge):
             function.load(device, policy)
-
-
-def background_judges(functions: Mapping[str, object]) -> dict[str, Judge]:
-    """Those among some reward functions that are judges which wait for others."""
-    judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
-    return {name: judge for name, judge in judges.items() if judge.runs_in_background}
 
 
 class RewardModel(Judge):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -13,7 +14,9 @@ from typing import Any
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import above, at_least, at_most
+from litgrpo.event_loops import drop_event_loop, event_loop
 from litgrpo.rewards.calls import (
+    LOOP,
     Call,
     MalformedResult,
     Scores,
@@ -21,11 +24,12 @@ from litgrpo.rewards.calls import (
     call_function,
     is_marked,
     make_failed_scores,
-    score_coroutines,
+    score_coroutine,
 )
 from litgrpo.workers.failures import cause_of
 
 log = logging.getLogger(__name__)
+GRACE_S = 5.0  # for a coroutine to be stopped from within, on a busy machine
 
 
 class RewardFailure(RuntimeError):
@@ -127,6 +131,13 @@ class StartedCalls(ABC):
         self.calls = list(calls)
         self.cancelled = False
         self._scores: list[Scores] | None = None
+        self._coroutines = {
+            n: asyncio.run_coroutine_threadsafe(
+                score_coroutine(call, self._limit_s(call)), event_loop(LOOP)
+            )
+            for n, call in enumerate(self.calls)
+            if call.is_coroutine and self.is_here(n)
+        }
 
     def wait(self) -> list[Scores]:
         """Call the functions that run in this process, then wait for the worker processes.
@@ -147,8 +158,6 @@ class StartedCalls(ABC):
                 " before wait()"
             )
         if self._scores is None:
-            # Reward models compute on the training device. They run here, in the caller's thread:
-            # in a separate thread they would compete with the training step.
             scores = self.collect()
             self.runner.started = None
             self.runner.count_failures(self.calls, scores)
@@ -156,8 +165,47 @@ class StartedCalls(ABC):
         return self._scores
 
     @abstractmethod
+    def is_here(self, number: int) -> bool:
+        """Return True if a call runs in this process, by its number."""
+
+    @abstractmethod
     def collect(self) -> list[Scores]:
         """Return the scores of each call; raises nothing that a reward function raised."""
+
+    def cancel(self) -> None:
+        """Cancel the calls, whose scores are not needed."""
+        self.cancelled = True
+        for coroutine in self._coroutines.values():
+            coroutine.cancel()
+
+    def score_here(self) -> dict[int, Scores]:
+        """Return {number: scores} of the calls that run in this process.
+
+        Functions run in the caller's thread, where reward models do not compete with the training
+        step; coroutines have begun before, in a thread of their own.
+        """
+        functions = {n: call for n, call in enumerate(self.calls) if self.is_here(n)}
+        scores = {
+            n: _score(self.runner, call)
+            for n, call in functions.items()
+            if n not in self._coroutines
+        }
+        return scores | {n: self._await(n) for n in self._coroutines}
+
+    def _limit_s(self, call: Call) -> float | None:
+        """Seconds that a coroutine has for all rows; a judge limits its requests itself."""
+        is_judge = is_marked(call.function, "in_process")
+        return None if is_judge else self.runner.timeout_s / 2
+
+    def _await(self, number: int) -> Scores:
+        """Return the scores of a coroutine; one that blocks its thread loses it."""
+        call = self.calls[number]
+        limit_s = self._limit_s(call)
+        try:
+            return self._coroutines[number].result(limit_s and 2 * limit_s + GRACE_S)
+        except TimeoutError as error:
+            drop_event_loop(LOOP)
+            return make_failed_scores(call.num_rows, error)
 
 
 class RewardRunner(ABC):
@@ -213,7 +261,7 @@ class RewardRunner(ABC):
     def cancel(self) -> None:
         """Cancel started calls that were not waited for."""
         if self.started is not None:
-            self.started.cancelled = True
+            self.started.cancel()
         self.started = None
 
     def close(self) -> None:
@@ -282,27 +330,16 @@ class InProcessRunner(RewardRunner):
 
 
 class CallsInProcess(StartedCalls):
-    """Calls that run in `wait`, in the caller's thread."""
+    """Calls that run in this process."""
+
+    def is_here(self, number: int) -> bool:
+        """Return True."""
+        return True
 
     def collect(self) -> list[Scores]:
         """Call each function."""
-        return run_in_process(self.runner, self.calls)
-
-
-def run_in_process(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
-    """Compute the scores of every call in this thread.
-
-    Args:
-        runner: its time-out holds, and its list of slow calls is added to.
-        calls: the calls.
-    """
-    waiting = [n for n, call in enumerate(calls) if call.is_coroutine]
-    together = (
-        score_coroutines([calls[n] for n in waiting], runner.timeout_s / 2) if waiting else []
-    )
-    results = dict(zip(waiting, together, strict=True))
-    results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
-    return [results[n] for n in range(len(calls))]
+        scores = self.score_here()
+        return [scores[n] for n in range(len(self.calls))]
 
 
 def _score(runner: RewardRunner, call: Call) -> Scores:

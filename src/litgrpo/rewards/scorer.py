@@ -31,7 +31,6 @@ from litgrpo.rewards.reward import (
     parameters,
     resolve_functions,
 )
-from litgrpo.rewards.reward_model import background_judges
 from litgrpo.rewards.runner import RewardRunner, StartedCalls
 from litgrpo.types import TASK, RewardTable, Rollout
 
@@ -203,7 +202,6 @@ class Scorer:
         self.components = name_rewards(components)
         self.max_iterations = max_iterations
         self.functions = resolve_functions(self.components)
-        self.background = background_judges(self.functions)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
@@ -374,12 +372,9 @@ class Scorer:
             for call in calls
             if scored[call.name]
         ]
-        # 1. A remote judge sends its requests from a thread of this process.
-        for call in calls:
-            if call.name in self.background:
-                self.background[call.name].begin(**call.arguments())
-        # 2. Worker processes start the user's functions. Built-in functions and reward models wait
-        #    for PendingRewards.wait, which runs them in this process.
+        # 1. Worker processes start the user's functions, and judges send their requests from a
+        #    thread of this process. Built-in functions and reward models wait for
+        #    PendingRewards.wait, which runs them in this process.
         started = self.runner.start(calls)
         tasks = [_task_of(rows, row) for row in range(0, num_rows, group_size)]
         return PendingRewards(self, started, group_size, iteration, scored=scored, tasks=tasks)
@@ -519,11 +514,11 @@ class PendingRewards:
             RuntimeError: the scorer was closed, or has started another rollout.
         """
         if self._table is None:
-            # 3. Runs built-in functions and reward models in this thread, then blocks on workers.
+            # 2. Runs built-in functions and reward models in this thread, then blocks on workers.
             names = [call.name for call in self.calls.calls]
             found = dict(zip(names, self.calls.wait(), strict=True))
             scores = [self._in_all_rows(found.get(n), rows) for n, rows in self.scored.items()]
-            # 4. Gate, normalize and weight the components; mask rows that failed.
+            # 3. Gate, normalize and weight the components; mask rows that failed.
             table = self.scorer.combine(scores, self.group_size, self.iteration)
             table = replace(table, tasks=self.tasks)
             if self.rollout is not None:

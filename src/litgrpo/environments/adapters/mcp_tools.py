@@ -35,7 +35,8 @@ from litgrpo.environments.adapters.mcp_process import (
     exchange_messages,
 )
 from litgrpo.environments.tool import EpisodeError, Tool
-from litgrpo.http_client import LimitedClient, event_loop, wait_for
+from litgrpo.event_loops import event_loop, wait_for
+from litgrpo.http_client import LOOP, LimitedClient
 from litgrpo.text.secrets import fill_variables
 from litgrpo.text.visible import excerpt
 
@@ -165,7 +166,9 @@ class McpConnection:
         self._closing, self._ended = asyncio.Event(), threading.Event()
         started: Future[Any] = Future()
         # The package requires that the task which opened a client closes it.
-        self._session = asyncio.run_coroutine_threadsafe(self._hold(server, started), event_loop())
+        self._session = asyncio.run_coroutine_threadsafe(
+            self._hold(server, started), event_loop(LOOP)
+        )
         try:
             self._client = started.result(START_S)
         except BaseException as error:  # also an interrupt: nothing may stay behind
@@ -199,7 +202,7 @@ class McpConnection:
 
     def close(self) -> None:
         """End the session; a server that was started by `command` exits, or is killed."""
-        event_loop().call_soon_threadsafe(self._closing.set)
+        event_loop(LOOP).call_soon_threadsafe(self._closing.set)
         if not self._ended.wait(2 * EXIT_S):
             self._kill()
 
@@ -260,7 +263,7 @@ class McpConnection:
         """
         mcp = _import_mcp()
         try:
-            return wait_for(asyncio.wait_for(request, timeout_s))
+            return wait_for(asyncio.wait_for(request, timeout_s), LOOP)
         except mcp.MCPError as error:
             if error.error.code == mcp.types.INVALID_PARAMS:
                 raise ValueError(error.error.message) from error

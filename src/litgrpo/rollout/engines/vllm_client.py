@@ -22,7 +22,9 @@ import httpx2
 from pydantic import AliasPath, BaseModel, Field, create_model
 
 from litgrpo.arguments import find_page, require
+from litgrpo.event_loops import wait_for
 from litgrpo.http_client import (
+    LOOP,
     MIB,
     REQUEST_ERRORS,
     LimitedClient,
@@ -35,7 +37,6 @@ from litgrpo.http_client import (
     make_direct_transport,
     read_reply,
     repr_of,
-    wait_for,
 )
 from litgrpo.rollout.engines.served import (
     MAX_LOGPROB,
@@ -264,7 +265,7 @@ class Server:
         """
         options = {"json": body, "params": params, "extensions": {"max_bytes": max_bytes}}
         try:
-            response = wait_for(self._send(method, path, **options))
+            response = wait_for(self._send(method, path, **options), LOOP)
         except httpx2.DecodingError as error:
             raise self._invalid(path, error) from error
         except REQUEST_ERRORS as error:
