@@ -32,7 +32,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-# Under nohup hangups are ignored, in the background of a script interrupts, and every process that a
+# Under nohup hangups are ignored, and in the background of a script interrupts; every process that a
 # test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
