@@ -32,8 +32,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-# Under nohup hangups are ignored, and in the background of a script interrupts; every process that a
-# test starts would inherit that.
+# nohup ignores hangups and a script ignores interrupts in its background processes; every process
+# that a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
