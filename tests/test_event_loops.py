@@ -49,3 +49,18 @@ def test_a_loop_that_is_blocked_can_be_replaced():
         assert time.monotonic() - begin < 60
     finally:
         released.set()
+
+
+def test_a_coroutine_that_exits_leaves_the_loop_running():
+    async def leaves():
+        raise SystemExit(3)
+
+    async def three():
+        return 3
+
+    async def together():
+        return await asyncio.gather(leaves())
+
+    with pytest.raises(SystemExit):
+        wait_for(together(), "leaves")
+    assert wait_for(three(), "leaves") == 3

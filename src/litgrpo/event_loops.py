@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -24,8 +25,15 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
     with _lock:
         if name not in _loops:
             loop = _loops[name] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, daemon=True, name=f"litgrpo-{name}").start()
+            threading.Thread(target=_run, args=[loop], daemon=True, name=f"litgrpo-{name}").start()
         return _loops[name]
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop that nothing ends: a coroutine that calls `sys.exit` leaves it by that error."""
+    while not loop.is_closed():
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 def drop_event_loop(name: str) -> None:

@@ -52,7 +52,8 @@ class LimitedClient(httpx2.AsyncClient):
     Args:
         max_bytes: largest body of a response; a request may have its own limit, as
             `extensions={"max_bytes": 1000}`.
-        timeout_s: seconds for a request, from the connection to the last byte; None: no limit.
+        timeout_s: seconds for a request, from the connection to the last byte; with `stream`, to
+            the headers. None: no limit.
         options: options of `httpx2.AsyncClient`.
     """
 

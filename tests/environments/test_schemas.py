@@ -212,3 +212,8 @@ def test_an_explanation_has_nothing_that_the_policy_wrote(keyword):
     explanation = explain_mismatch(of_a(schemas[keyword]), {"a": value})
     assert explanation
     assert "im_end" not in explanation
+
+
+def test_a_schema_of_true_or_false_among_others_is_explained():
+    schema = of_a({"anyOf": [False, {"type": "string"}]})
+    assert explain_mismatch(schema, {"a": 1}) == "'a' must be of another kind or a string"

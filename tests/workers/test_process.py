@@ -336,6 +336,21 @@ def test_closing_or_forgetting_a_launcher_ends_its_processes(forget):
     wait_until_gone(pids)
 
 
+def test_a_fork_of_the_run_does_not_keep_its_processes(launcher):
+    worker = launcher.start()
+    worker.load()
+    pids = [worker.pid, launcher.server.pid]
+    if (fork := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        launcher.close()
+        wait_until_gone(pids)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
 def test_a_fork_of_the_run_ends_nothing(launcher):
     worker = launcher.start()
     worker.load()

@@ -86,8 +86,10 @@ def explain_mismatch(schema: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     return reason[:MAX_EXPLANATION]
 
 
-def _describe(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Any) -> str:
     """Describe the values that a schema allows, by its choices or types."""
+    if not isinstance(schema, Mapping):
+        return "of another kind"
     if "enum" in schema:
         return f"one of {', '.join(map(repr, schema['enum']))}"
     alternatives = schema.get("anyOf", [])

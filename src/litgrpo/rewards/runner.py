@@ -133,7 +133,9 @@ class StartedCalls(ABC):
         self._scores: list[Scores] | None = None
         self._coroutines = {
             n: asyncio.run_coroutine_threadsafe(
-                score_coroutine(call, self._limit_s(call)), event_loop(LOOP)
+                score_coroutine(call, self._limit_s(call)),
+                # A function that blocks its loop must not stop a judge.
+                event_loop("judges" if self._limit_s(call) is None else LOOP),
             )
             for n, call in enumerate(self.calls)
             if call.is_coroutine and self.is_here(n)

@@ -96,6 +96,8 @@ class FunctionPool:
         if sys.platform == "win32":
             return dict.fromkeys(wanted, "Windows has no workers")
         self.close()
+        # Rewards of another task are called again later.
+        wanted = known | dict(wanted)
         self.registered, self.troubles, self.failed = dict(wanted), {}, {}
         pickled: dict[str, bytes] = {}
         for name, part in wanted.items():
@@ -131,6 +133,8 @@ class FunctionPool:
             return None
         except WorkerError as error:
             return error
+        if isinstance(troubles, WorkerError):  # it has died meanwhile
+            return troubles
         self.troubles |= troubles
         return None
 

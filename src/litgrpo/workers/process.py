@@ -62,15 +62,22 @@ class Server(forkserver.ForkServer):
     """
 
     _forkserver_pid: int | None  # None before the first start
+    _forkserver_alive_fd: int | None
     _stop: Callable[[], None]
 
     def __init__(self, pickled: Any) -> None:
         super().__init__()
+        _servers.add(self)
         self.pickled, self.preloads = pickled, sys.platform == "linux"
         self.set_forkserver_preload([server.__name__])
 
     def ensure_running(self) -> None:
         """Start the server if it does not run."""
+        if self._forkserver_pid is not None:
+            with suppress(ChildProcessError):
+                options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                if os.waitid(os.P_PID, self._forkserver_pid, options) is None:
+                    return
         path = os.pathsep.join(_search_path())
         settings = SETTINGS | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", server.STARTED: "1"}
         if self.preloads:
@@ -91,17 +98,32 @@ class Server(forkserver.ForkServer):
             owner: process that started it; nothing is ended by a forked copy of that.
         """
         if os.getpid() == owner:
-            with suppress(ChildProcessError):
-                self._stop()
+            self.kill()
             self.pickled.close()
 
     def kill(self) -> None:
-        """End a server that may hang."""
+        """End a server that may hang, its workers and their descendants."""
         if self._forkserver_pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._forkserver_pid, signal.SIGKILL)
+            # Its own end would wait for all copies of its pipe to be closed, also those of
+            # processes that the run has forked.
+            for pid in [*server.descendants(self.pid), self.pid]:
+                _kill(pid)
             with suppress(ChildProcessError):
                 self._stop()
+
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _forget_servers() -> None:
+    """Close a fork's copies of the pipes by which servers see that the run has ended."""
+    for forked in _servers:
+        if forked._forkserver_alive_fd is not None:
+            os.close(forked._forkserver_alive_fd)
+            forked._forkserver_alive_fd = None
+
+
+os.register_at_fork(after_in_child=_forget_servers)
 
 
 class Launcher:
@@ -152,7 +174,7 @@ class Launcher:
         while True:
             status, data = self.server.connect_to_new_process(descriptors)
             child = ForkedWorker(self.server.pid, dict(os.environ))
-            with open(data, "wb") as file, suppress(*GONE):
+            with suppress(*GONE), open(data, "wb") as file:
                 if wait_for([status], LOAD_S):
                     pid = forkserver.read_signed(status)
                     pickle.dump({"sys_path": _search_path(), "dir": os.getcwd()}, file)
@@ -341,12 +363,14 @@ class Worker:
         if self.is_lost:
             return "was killed"
         self.busy, self.is_loading = False, False
-        for pid in {*started, *server.descendants(self.pid)}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for kill in (os.killpg, os.kill):  # a worker just forked is not yet a group leader
-            with suppress(ProcessLookupError):  # already dead
-                kill(self.pid, signal.SIGKILL)
+        for pid in started:
+            _kill(pid)
+        # The number of a process whose exit code is known may belong to another one.
+        if not wait_for([self.status], 0):
+            for pid in [*server.descendants(self.pid), self.pid]:
+                _kill(pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
         code = -signal.SIGKILL
         with suppress(*GONE):  # the server died, which kills its workers
             if wait_for([self.status], EXIT_S):
@@ -434,6 +458,11 @@ def receive(workers: Iterable[Worker], *, wait: bool) -> list[WorkerReply]:
         if late and not worker.connection.poll():  # an answer that arrived counts, even if late
             replies.append(WorkerReply(worker, worker.lose(TIMEOUT), True))
     return replies
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _close(status: int, stack: Any) -> None:

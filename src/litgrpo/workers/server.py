@@ -75,7 +75,7 @@ def _kill_children() -> None:
     """
     while children := descendants(os.getpid()):
         for pid in children:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(-1, 0)

@@ -483,6 +483,16 @@ PROGRAM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 -5", "stdout": "0"}
         ("import os\nos.write(1, str(sum(map(int, os.read(0, 99).split()))).encode())", 1.0),
         ("import sys\nfor line in sys.stdin.buffer: print(sum(map(float, line.split())))", 1.0),
         ("if __name__ == '__main__':\n print(3)", 0.5),
+        (
+            "import threading\ndef main(): print(sum(map(int, input().split())))\nthreading.Thread(target=main).start()",
+            1.0,
+        ),
+        (
+            "import atexit\na = sum(map(int, input().split()))\natexit.register(lambda: print(a))",
+            1.0,
+        ),
+        ("import sys\nprint(sum(map(int, input().split())))\nsys.stdout.close()", 1.0),
+        ("import io, sys\nprint(sum(map(int, input().split())))\nsys.stdout = io.StringIO()", 1.0),
         ("print(3, flush=True)\nraise ValueError", 0.0),
         ("print(3, flush=True)\nimport os\nos._exit(1)", 0.0),
         ("print(3)\nwhile True: pass", 0.0),
@@ -510,6 +520,45 @@ print(4242 if any('4' + '242' in text for text in texts) else '')
 """
     assert share(search, [{"stdin": "1", "stdout": "4242"}]) == 0.0
     assert share("print(7)", [{"stdin": "", "stdout": "7"}, ["f(1)", 1]]) == 0.5
+
+
+LIAR = """
+class Yes:
+    def __getattr__(self, name): return lambda *a, **k: open('/tmp/seen', 'a').write(repr(a)) or True
+    def __call__(self, *a, **k): return self
+def f(x): return Yes()
+class Solution:
+    def f(self, x): return Yes()
+    g = Yes()
+limit = Yes()
+"""
+
+
+@in_sandbox
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert f('x').startswith('secret')",
+        "assert f(3).issubset({1, 2, 3})",
+        "assert Solution().f('x').startswith('secret')",
+        "assert limit.startswith('secret')",
+        "assert f('x').a.b('secret')",
+        "assert f(1)(2)",
+    ],
+)
+def test_code_does_not_answer_for_what_it_returns(test):
+    assert share(LIAR, [test], entry_point=[["f", "Solution", "limit"]]) == 0.0
+
+
+@in_sandbox
+def test_methods_of_results_are_called_here_and_arguments_have_any_name():
+    tests = [
+        "assert f('x').startswith('secret')",
+        "assert Solution().f('x').upper() == 'SECRET X'",
+        "assert f(expression='1') == 'secret 1'",
+    ]
+    code = "def f(expression): return 'secret ' + expression\nclass Solution:\n def f(self, x): return f(x)"
+    assert share(code, tests, entry_point=[["f", "Solution"]]) == 1.0
 
 
 @in_sandbox

@@ -7,13 +7,15 @@ process, but it can only change its score by returning other values.
 # mypy: ignore-errors
 # ruff: noqa
 
-import builtins
+import atexit
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 
@@ -76,19 +78,24 @@ def run_program(source, text):
     # A process of its own: it may exit in any way.
     child = os.fork()
     if not child:
-        os.dup2(os.open("/tmp/stdin", os.O_RDONLY), 0)
-        os.dup2(os.open("/tmp/stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
         code = 1
         try:
-            main = types.ModuleType("__main__")
-            sys.modules["__main__"] = main
-            exec(compile(source, "solution.py", "exec"), vars(main))
-            code = 0
-        except SystemExit as error:
-            code = 0 if error.code in (None, 0) else 1
+            os.dup2(os.open("/tmp/stdin", os.O_RDONLY), 0)
+            os.dup2(os.open("/tmp/stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+            stdout = open(1, "w", closefd=False)
+            sys.stdin, sys.stdout = open(0, closefd=False), stdout
+            sys.modules["__main__"] = module = types.ModuleType("__main__")
+            try:
+                exec(compile(source, "solution.py", "exec"), vars(module))
+                code = 0
+            except SystemExit as error:
+                code = 0 if error.code in (None, 0) else 1
+            # What Python does when it exits; the program may have closed or replaced its stdout.
+            endings = (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, stdout.flush)
+            for end in endings:
+                with contextlib.suppress(BaseException):
+                    end()
         finally:
-            sys.stdout.flush()
             os._exit(code)
     _, status = os.waitpid(child, 0)
     if status != 0:

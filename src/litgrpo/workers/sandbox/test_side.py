@@ -75,7 +75,7 @@ class CodeChannel:
             return lambda *positional, **named: self.call(name, *positional, **named)
         return decode(reply["value"])
 
-    def call(self, expression, *positional, **named):
+    def call(self, expression, /, *positional, **named):
         """Call what the code has under an expression, such as `f` or `Solution().f`."""
         arguments = encode((positional, named))
         reply = self.ask(expression=expression, arguments=arguments)
@@ -130,10 +130,11 @@ class Scope(dict):
 
 
 class AskCode(ast.NodeTransformer):
-    """Let the code evaluate what only its own objects are in: `Solution().f` in `Solution().f(x)`.
+    """Let the code evaluate the methods and attributes of its classes: `Solution(3).f(x)`.
 
-    The objects themselves are never here. The arguments of the last call are computed here; those
-    of calls before it must be literals.
+    Its objects are never here. The constructor's arguments must be literals; those of the method
+    are computed here. What a call returns is here, so `Solution().f(x).startswith("no")` is not
+    evaluated by the code, which would return True.
     """
 
     def __init__(self, names):
@@ -143,13 +144,13 @@ class AskCode(ast.NodeTransformer):
         node.args = [self.visit(argument) for argument in node.args]
         for keyword in node.keywords:
             keyword.value = self.visit(keyword.value)
-        if isinstance(node.func, ast.Name) or not self.is_of_code(node.func):
+        if not self.is_member(node.func):
             node.func = self.visit(node.func)
             return node
         return self.ask(CALL, node.func, node.args, node.keywords)
 
     def visit_Attribute(self, node):
-        if isinstance(node.ctx, ast.Load) and self.is_of_code(node):
+        if isinstance(node.ctx, ast.Load) and self.is_member(node):
             return self.ask(GET, node)
         return self.generic_visit(node)
 
@@ -158,15 +159,20 @@ class AskCode(ast.NodeTransformer):
         asked = ast.Call(ast.Name(how, ast.Load()), [expression, *arguments], list(keywords))
         return ast.copy_location(asked, node)
 
-    def is_of_code(self, node):
-        """True for a name of the code, its attributes, and calls of them with literals."""
-        if isinstance(node, ast.Name):
-            return node.id in self.names
-        if isinstance(node, ast.Attribute):
-            return self.is_of_code(node.value)
-        if not isinstance(node, ast.Call) or not self.is_of_code(node.func):
+    def is_member(self, node):
+        """True for `Solution.f` and `Solution(3).f`, where the code defines `Solution`."""
+        if not isinstance(node, ast.Attribute):
             return False
-        return all(map(is_literal, [*node.args, *(keyword.value for keyword in node.keywords)]))
+        owner = node.value
+        if isinstance(owner, ast.Name):  # a constant is in capitals
+            return self.is_class(owner) and not owner.id.isupper()
+        if not isinstance(owner, ast.Call) or not self.is_class(owner.func):
+            return False
+        values = [*owner.args, *(keyword.value for keyword in owner.keywords)]
+        return all(map(is_literal, values))
+
+    def is_class(self, node):
+        return isinstance(node, ast.Name) and node.id in self.names and node.id[0].isupper()
 
 
 def is_literal(node):
