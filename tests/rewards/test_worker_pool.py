@@ -29,7 +29,7 @@ def test_take_returns_at_most_size_workers(pool):
     workers = []
     for _ in range(2):
         workers.append(pool.take())
-        pool.send(workers[-1], ONE_ROW, 60.0)
+        workers[-1].send(ONE_ROW, 60.0)
     assert pool.take() is None
     replies = []
     while len(replies) < 2:
@@ -54,7 +54,7 @@ def test_register_returns_the_loading_error_and_the_other_objects_work(pool):
     (reason,) = pool.register({"x": (Unloadable(), {}), **PART}).values()
     assert "no licence" in reason
     assert not pool.failed
-    pool.send(pool.take(), ONE_ROW, 60.0)
+    pool.take().send(ONE_ROW, 60.0)
     ((_, (_, scores, _), _),) = pool.receive(wait=True)
     assert scores.values == [1.0]
 
@@ -99,7 +99,7 @@ def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reas
 def test_kill_busy_keeps_idle_workers(pool):
     pool.register(PART)
     busy, waiting = pool.take(), pool.launch()
-    pool.send(busy, ONE_ROW, 60.0)
+    busy.send(ONE_ROW, 60.0)
     pool.kill_busy()
     assert pool.workers == [waiting]
     assert busy.is_lost

@@ -86,10 +86,11 @@ def count_unreproducible_responses(episodes: EpisodeRunner | None, prompts: Prom
         for n, text in enumerate(prompts.prompts)
     ]
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(rows)]
-    found = find_deviations(episodes.pool, starts, [prompts.prompts[0], "1", "<answer>2</answer>"])
-    for line in found[:1]:
+    actions = [prompts.prompts[0], "1", "<answer>2</answer>"]
+    deviations = find_deviations(episodes.pool, starts, actions)
+    for line in deviations[:1]:
         log.warning("the environment, %s", line)
-    return float(len(found))
+    return float(len(deviations))
 
 
 # Responses of an episode, that of `reset` first.
@@ -116,8 +117,8 @@ def find_deviations(
     first, again, *_, last = (
         play_episode(pool, start, actions) for start in (starts[0], *starts, starts[0])
     )
-    found = _find_differences(first, again, "played again")
-    return found + _find_differences(first, last, "played after others")
+    again_differs = _find_differences(first, again, "played again")
+    return again_differs + _find_differences(first, last, "played after others")
 
 
 def play_episode(pool: EpisodePool, start: EpisodeStart, actions: Sequence[str]) -> Transcript:

@@ -250,16 +250,16 @@ class FailureCounter:
         Raises:
             EnvironmentFailure: more than `MAX_FAILED_FRAC` failed.
         """
-        for episode, each in results.items():
-            if not isinstance(each, FailedEpisode):
+        for episode, result in results.items():
+            if not isinstance(result, FailedEpisode):
                 continue
             before = self.reasons.total()
-            self.failed[episode] = each.reason
-            self.reasons[each.reason] += 1
+            self.failed[episode] = result.reason
+            self.reasons[result.reason] += 1
             if not before:
                 log.warning(
                     "%s failed and is excluded from training: %s. %s",
-                    *(self._describe(episode), each.reason, each.details),
+                    *(self._describe(episode), result.reason, result.details),
                 )
             elif self.reasons.total().bit_length() > before.bit_length():  # the total doubled
                 listed = ", ".join(f"{why}: {n}" for why, n in self.reasons.most_common(3))

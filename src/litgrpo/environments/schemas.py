@@ -80,9 +80,9 @@ def explain_mismatch(schema: Mapping[str, Any], arguments: Mapping[str, Any]) ->
         reason = f"needs {', '.join(name for name in limit if name not in error.instance)}"
     else:
         reason = f"must satisfy {keyword}: {json.dumps(limit)}"
-    place = ".".join(map(str, error.absolute_path))
-    if place:
-        reason = f"{quote_name(place, otherwise='a value')} {reason}"
+    path = ".".join(map(str, error.absolute_path))
+    if path:
+        reason = f"{quote_name(path, otherwise='a value')} {reason}"
     return reason[:MAX_EXPLANATION]
 
 

@@ -105,8 +105,8 @@ class ToolCaller(ABC):
         tool = self._tools.get(call.name)
         if tool is None:
             name = quote_name(call.name, otherwise="of that name")
-            known = f"unknown tool {name}; tools: {', '.join(self._tools)}"
-            return ToolResult(UNKNOWN, f"error: {call.wrong or known}", failed=True)
+            unknown = f"unknown tool {name}; tools: {', '.join(self._tools)}"
+            return ToolResult(UNKNOWN, f"error: {call.wrong or unknown}", failed=True)
         try:
             return tool, tool.arguments(call.arguments, call.positional)
         except ValueError as error:

@@ -263,18 +263,18 @@ def _from_json(text: str) -> ToolCall:
     if len(text) > MAX_CALL_CHARS:
         return TOO_LONG
     try:
-        found = parse_json(text)
+        call = parse_json(text)
     except (ValueError, RecursionError):
         return ToolCall(wrong="the call is not JSON")
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):
-        found = found["function"]  # OpenAI's format, in which the call is inside
-    how = ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return how
-    given = [key for key in ARGUMENTS if key in found]
-    if len(given) > 1:
-        return ToolCall(wrong=f"a call has both {given[0]} and {given[1]}")
-    arguments = found[given[0]] if given else {}
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]  # OpenAI's format, in which the call is inside
+    malformed = ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return malformed
+    keys = [key for key in ARGUMENTS if key in call]
+    if len(keys) > 1:
+        return ToolCall(wrong=f"a call has both {keys[0]} and {keys[1]}")
+    arguments = call[keys[0]] if keys else {}
     if isinstance(arguments, str):  # OpenAI's format: an object as text
         try:
             arguments = parse_json(arguments)
@@ -282,7 +282,7 @@ def _from_json(text: str) -> ToolCall:
             return ToolCall(wrong="the arguments are not JSON")
     # A call without arguments may give null.
     arguments = {} if arguments is None else arguments
-    return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else how
+    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else malformed
 
 
 def _one_expression(text: str, how: str) -> ToolCall:

@@ -234,7 +234,7 @@ class Batch:
             task.limit_s, task.began = self._limit_s(task), time.monotonic()
             questions = [self._question(n, rows) for n, rows in task.unanswered.values()]
             message = Message(questions, task.together, task.limit_s)
-            self.pool.send(worker, message, task.limit_s + GRACE_S * task.together)
+            worker.send(message, task.limit_s + GRACE_S * task.together)
 
     def finish(self) -> dict[int, Scores]:
         """Wait until every row has a score or its time is over."""

@@ -55,7 +55,7 @@ class FunctionPool:
 
         pool = FunctionPool(2, "litgrpo.rewards.calls:handle_message")
         pool.register({"length": (my_function, {})})
-        pool.send(pool.take(), message, limit_s=10.0)
+        pool.take().send(message, limit_s=10.0)
         replies = pool.receive(wait=True)
     """
 
@@ -152,10 +152,6 @@ class FunctionPool:
             return None
         self.workers.append(self.launcher.start())
         return self.workers[-1]
-
-    def send(self, worker: Worker, message: Any, limit_s: float) -> None:
-        """Send a message to an idle worker; `receive` returns the replies."""
-        worker.send(message, limit_s)
 
     def receive(self, *, wait: bool) -> list[WorkerReply]:
         """Return the replies since the last call; see `process.receive`."""

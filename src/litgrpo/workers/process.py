@@ -107,7 +107,7 @@ class Server(forkserver.ForkServer):
             # Its own end would wait for all copies of its pipe to be closed, also those of
             # processes that the run has forked.
             for pid in [*server.descendants(self.pid), self.pid]:
-                _kill(pid)
+                server.kill(pid)
             with suppress(ChildProcessError):
                 self._stop()
 
@@ -364,11 +364,11 @@ class Worker:
             return "was killed"
         self.busy, self.is_loading = False, False
         for pid in started:
-            _kill(pid)
+            server.kill(pid)
         # The number of a process whose exit code is known may belong to another one.
         if not wait_for([self.status], 0):
             for pid in [*server.descendants(self.pid), self.pid]:
-                _kill(pid)
+                server.kill(pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         code = -signal.SIGKILL
@@ -458,11 +458,6 @@ def receive(workers: Iterable[Worker], *, wait: bool) -> list[WorkerReply]:
         if late and not worker.connection.poll():  # an answer that arrived counts, even if late
             replies.append(WorkerReply(worker, worker.lose(TIMEOUT), True))
     return replies
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _close(status: int, stack: Any) -> None:

@@ -61,6 +61,12 @@ def descendants(pid: int) -> list[int]:
     return pids[1:]
 
 
+def kill(pid: int) -> None:
+    """Kill a process, unless it has exited or belongs to another user."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def flush_prints() -> None:
     """Write what was printed; forks would otherwise print it again."""
     for stream in (sys.stdout, sys.stderr):
@@ -75,8 +81,7 @@ def _kill_children() -> None:
     """
     while children := descendants(os.getpid()):
         for pid in children:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
         with suppress(ChildProcessError):
             os.waitpid(-1, 0)
 

@@ -111,7 +111,7 @@ class SymbolicComparison:
             failed = next(iter(_pool.failed.values()), None)
             raise RuntimeError(f"Could not start math-verify: {failed or _pool.troubles}")
         limit_s = self.timeout_s / (4 if self.num_slow >= MAX_SLOW else 1)
-        _pool.send(worker, (reference, claim), limit_s)
+        worker.send((reference, claim), limit_s)
         while True:
             for _, answer, is_last in _pool.receive(wait=True):
                 if isinstance(answer, WorkerError):
