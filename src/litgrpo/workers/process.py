@@ -159,15 +159,17 @@ class Launcher:
         Raises:
             WorkerError: the server does not start.
         """
-        mine, its = Pipe()
+        connection, worker_end = Pipe()
         stack = tempfile.TemporaryFile()  # noqa: SIM115  # the worker's
         try:
-            pid, status = self._fork([its.fileno(), stack.fileno(), self.file.fileno(), 1, 2])
+            pid, status = self._fork(
+                [worker_end.fileno(), stack.fileno(), self.file.fileno(), 1, 2]
+            )
         except BaseException:
             self.server.kill()
             raise
-        its.close()
-        return Worker(pid, status, mine, stack)
+        worker_end.close()
+        return Worker(pid, status, connection, stack)
 
     def _fork(self, descriptors: list[int]) -> tuple[int, int]:
         """Return process id and status pipe of a new worker."""
@@ -305,14 +307,14 @@ class Worker:
         """
         self._write(pickle.dumps(message), limit_s)
 
-    def _write(self, text: bytes, limit_s: float) -> None:
+    def _write(self, pickled: bytes, limit_s: float) -> None:
         self.busy = True
         if self.is_loading:  # it does not read yet, and a long message would block
-            self._unsent = text, limit_s
+            self._unsent = pickled, limit_s
             return
         self.deadline = time.monotonic() + limit_s
         with suppress(OSError):  # it died while idle; `receive` reports that
-            self.connection.send_bytes(text)
+            self.connection.send_bytes(pickled)
 
     def load(self) -> None:
         """Wait until the target is loaded.
