@@ -164,8 +164,7 @@ def prompts_of(data: PromptData, monkeypatch) -> PromptBatch:
     return next(iter(data.train_dataloader()))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_page_for_users_of_verl_reads_verls_file(tmp_path, monkeypatch, streaming):
+def test_the_page_for_users_of_verl_reads_verls_file(tmp_path, monkeypatch):
     page = (TRL_PAGE.parent / "coming_from_verl.md").read_text()
     (recipe,) = re.findall(r"```yaml\n(# litgrpo.+?)```", page, re.DOTALL)
     settings = yaml.safe_load(recipe)["data"]
@@ -174,7 +173,7 @@ def test_the_page_for_users_of_verl_reads_verls_file(tmp_path, monkeypatch, stre
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_list(VERL_ROWS).to_parquet(settings.pop("train"))
     data = PromptData(
-        Source("train.parquet", streaming=streaming),
+        "train.parquet",
         columns=yaml.safe_load(named),
         **settings | {"batch_size": 6},
     )

@@ -58,12 +58,7 @@ def instantiate_sources(given: Any) -> Any:
     """
     if not isinstance(given, Mapping):
         return given
-    return {
-        name: [instantiate_class(one, f"set {name!r}:") for one in source]
-        if isinstance(source, list)
-        else instantiate_class(source, f"set {name!r}:")
-        for name, source in given.items()
-    }
+    return {name: instantiate_class(source, f"set {name!r}:") for name, source in given.items()}
 
 
 def instantiate_class(given: Any, role: str) -> Any:

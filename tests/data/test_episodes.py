@@ -44,11 +44,8 @@ def test_what_can_give_no_rows_is_refused(given, said):
 
 def test_a_set_with_a_name_takes_a_class_as_a_recipe_writes_it():
     node = {"class_path": "litgrpo.data.EpisodePrompts", "init_args": {"size": 3}}
-    data = PromptData(train="a.jsonl", val={"easy": node, "hard": [node, "b.jsonl"]})
-    assert data.sources["val"] == {
-        "easy": EpisodePrompts(3),
-        "hard": [EpisodePrompts(3), "b.jsonl"],
-    }
+    data = PromptData(train="a.jsonl", val={"easy": node, "hard": "b.jsonl"})
+    assert data.sources["val"] == {"easy": EpisodePrompts(3), "hard": "b.jsonl"}
     wrong = {"easy": node | {"init_args": {"sise": 3}}}
     with pytest.raises(ValueError, match=r"set 'easy': .* has no argument 'sise' .did you mean"):
         PromptData(train="a.jsonl", val=wrong)

@@ -86,13 +86,10 @@ def test_pairs_take_the_same_objects():
     assert read_rows(data.sources["train"])[0].values == {"prompt": "a", "completion": "b"}
 
 
-def test_paths_are_files_alone_in_lists_and_as_named_sets(tmp_path):
+def test_paths_are_files_alone_and_as_named_sets(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("1+1?\n")
-    expected = [{"prompt": "1+1?"}]
-    assert rows_of(path) == rows_of(Source(path)) == expected
-    assert rows_of([path, path]) == rows_of((str(path), path)) == expected * 2
-    assert rows_of(tmp_path.glob("*.txt")) == expected
+    assert rows_of(path) == rows_of(Source(path)) == [{"prompt": "1+1?"}]
     data = PromptData(val={"easy": path, "hard": iter(["b"])})
     found = read_rows(data.sources["val"])
     assert [(row.set_name, row.values["prompt"]) for row in found] == [
@@ -101,10 +98,11 @@ def test_paths_are_files_alone_in_lists_and_as_named_sets(tmp_path):
     ]
 
 
-def test_texts_and_several_tables_are_sources():
+def test_texts_and_named_tables_are_sources():
     assert rows_of(pd.Series(["a", "b"])) == rows_of(np.array(["a", "b"])) == rows_of(iter("ab"))
-    tables = [pd.DataFrame(ROWS[:1]), datasets.Dataset.from_list(ROWS[1:])]
-    assert rows_of(tables) == ROWS
+    tables = {"one": pd.DataFrame(ROWS[:1]), "two": datasets.Dataset.from_list(ROWS[1:])}
+    named = [{"task": name, **row} for name, row in zip(tables, ROWS, strict=True)]
+    assert rows_of(tables) == named
 
 
 def test_columns_are_known_by_their_names():

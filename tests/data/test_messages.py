@@ -6,7 +6,7 @@ import pytest
 
 from litgrpo.data.messages import read_messages
 from litgrpo.data.pairs import PairFormat, tokenize_pairs
-from litgrpo.data.prompts import tokenize_prompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import Chat, LengthLimit, TextTemplate, build_prompt_format
 from litgrpo.data.sources import read_rows
 from tests.support.models import byte_tokenizer
@@ -75,7 +75,7 @@ BROKEN = {
 def prompts_of(rows, chat=True, columns=None):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return tokenize_prompts(
+    return PromptSet(
         read_rows(rows),
         "train",
         prompt_format=build_prompt_format(None, chat),

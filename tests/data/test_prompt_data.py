@@ -17,7 +17,7 @@ from transformers.utils import chat_template_utils
 from litgrpo.checkpointing.callback import check_fits
 from litgrpo.data import Chat, Source, rendering
 from litgrpo.data.curriculum import Curriculum
-from litgrpo.data.modules import PairData, PromptData, task_names
+from litgrpo.data.modules import PromptData, task_names
 from litgrpo.data.sources import parse_named_sets, read_rows
 from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
 from tests.support.models import byte_tokenizer
@@ -52,13 +52,6 @@ def test_a_batch_is_padded_on_the_left_and_carries_every_column(tmp_path):
 def test_the_length_is_a_multiple_as_asked(tmp_path):
     data = ready("test", tmp_path, test=["abcd"], pad_to_multiple_of=4)
     assert next(iter(data.test_dataloader())).prompt_ids.shape == (1, 8)
-
-
-def test_truncation_keeps_the_end_and_the_begin_token(tmp_path):
-    with pytest.warns(UserWarning, match="1 of 1 .*max_prompt_length=3 .*truncated"):
-        data = ready("test", tmp_path, test=["abcd"], max_prompt_length=3, long_prompts="truncate")
-    batch = next(iter(data.test_dataloader()))
-    assert byte_tokenizer().batch_decode(batch.prompt_ids) == ["<bos>cd"]
 
 
 def test_dropping_keeps_the_positions_of_the_others(tmp_path):
@@ -182,9 +175,8 @@ def test_after_a_fit_without_validation_data_the_trainer_validates_other_data(tm
     assert sum(trainer.num_val_batches) > 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path, num_workers):
-    data = PromptData(SUMS, batch_size=4, num_workers=num_workers)
+def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path):
+    data = PromptData(SUMS, batch_size=4)
     rows = train_and_record(tmp_path, data, rows_of, epochs=2)
     first, second = list(chain(*rows[:3])), list(chain(*rows[3:]))
     assert sorted(first) == sorted(second) == list(range(12))
@@ -197,14 +189,14 @@ def test_unshuffled_training_data_keep_their_order(tmp_path):
     assert train_and_record(tmp_path, data, rows_of) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("kind", ["memory", "streamed", "curriculum", "tasks", "weights", "ranks"])
+@pytest.mark.parametrize("kind", ["memory", "on disk", "curriculum", "tasks", "weights", "ranks"])
 def test_unshuffled_rows_that_fill_no_batch_are_the_first_of_the_next_epoch(
     tmp_path, monkeypatch, kind
 ):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in SUMS[:10]))
     train = {
-        "streamed": Source(str(file), streaming=True),
+        "on disk": str(file),
         "tasks": {"a": SUMS[:4], "b": SUMS[4:10]},
         "weights": {"a": SUMS[:5], "b": SUMS[5:10]},
     }
@@ -213,6 +205,8 @@ def test_unshuffled_rows_that_fill_no_batch_are_the_first_of_the_next_epoch(
         "weights": {"task_weights": {"a": 1, "b": 1}},
     }
     monkeypatch.setattr(PromptData, "process", (1, 2) if kind == "ranks" else (0, 1))
+    monkeypatch.setattr("litgrpo.data.files.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("litgrpo.data.prompts.MAX_KEPT", 3)
     rows = train_and_record(
         tmp_path,
         PromptData(
@@ -251,7 +245,7 @@ def test_an_unshuffled_fit_is_resumed_in_a_later_epoch(tmp_path):
 
 
 def test_a_fit_that_is_resumed_skips_and_repeats_no_prompt(tmp_path):
-    """In an epoch, at its end, before and after its validation; with workers before or after."""
+    """In an epoch, at its end, before and after its validation."""
     settings = dict(epochs=3, val_check_interval=1)
     cuts = {
         "on_train_batch_end": (1, 3, 4, 5, 8),
@@ -259,16 +253,14 @@ def test_a_fit_that_is_resumed_skips_and_repeats_no_prompt(tmp_path):
         "on_validation_end": (2, 6, 9),
     }
 
-    def data(num_workers=0):
-        return PromptData(SUMS, val=["v"], batch_size=4, num_workers=num_workers)
+    def data():
+        return PromptData(SUMS, val=["v"], batch_size=4)
 
     whole = train_and_record(tmp_path, data(), rows_of, **settings)
     for hook, cut in ((hook, cut) for hook, some in cuts.items() for cut in some):
         save = SaveAt(str(tmp_path / f"{hook}-{cut}.ckpt"), cut, hook)
-        saved = data(2 if (hook, cut) == ("on_train_batch_end", 4) else 0)
-        before = train_and_record(tmp_path, saved, rows_of, save=save, **settings)
-        resumed = data(2 if (hook, cut) == ("on_train_batch_end", 5) else 0)
-        after = train_and_record(tmp_path, resumed, rows_of, ckpt_path=save.path, **settings)
+        before = train_and_record(tmp_path, data(), rows_of, save=save, **settings)
+        after = train_and_record(tmp_path, data(), rows_of, ckpt_path=save.path, **settings)
         assert before[:cut] + after == whole, (hook, cut)
 
 
@@ -328,16 +320,14 @@ def set_clock(monkeypatch, day):
         monkeypatch.setattr(module, "datetime", Clock)
 
 
-@pytest.mark.parametrize(("num_workers", "streaming"), [(2, False), (0, True)])
+@pytest.mark.parametrize("kept", [0, 99])
 def test_a_fit_that_is_resumed_on_another_day_reads_the_date_of_its_start(
-    tmp_path, monkeypatch, num_workers, streaming
+    tmp_path, monkeypatch, kept
 ):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    monkeypatch.setattr("litgrpo.data.prompts.MAX_KEPT", max(kept, 1))
 
     def data():
-        source = Source(str(file), streaming=streaming)
-        return PromptData(source, val=["v"], chat=True, batch_size=4, num_workers=num_workers)
+        return PromptData(SUMS, val=["v"], chat=True, batch_size=4)
 
     set_clock(monkeypatch, 25)
     whole = chat_fit(tmp_path, data())
@@ -451,7 +441,7 @@ def test_a_recipe_parses():
         "columns": {"prompt": "question"},
         "extract": {"answer": r"####\s*(.+)"},
         "chat": {"system": "Be brief."},
-        "long_prompts": "truncate",
+        "long_prompts": "error",
     }
     recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
     data = parser.instantiate(parser.parse_object(recipe)).data
@@ -468,7 +458,7 @@ def test_a_recipe_parses():
         ([1, 2], r"row 1: is an int, expected an object .*, not 1$"),
         ([["a.jsonl"]], r"row 1: is a list, .* not \['a.jsonl'\]"),
         ([{"prompt": "a"}, None], "row 2: is a NoneType"),
-        (["a.jsonl", 3], "the list contains files and 3, which is not a file"),
+        (["a.jsonl", 3], "a list is a list of rows, and 'a.jsonl' is a source"),
     ],
 )
 def test_a_list_of_a_recipe_that_holds_no_rows_is_named_with_the_row(train, said):
@@ -498,17 +488,13 @@ def test_a_batch_moves_to_a_device(tmp_path):
 
 
 def test_weights_are_shares_of_the_training_prompts(tmp_path):
-    sources = [SUMS, ["x", "y"]]
-    paths = []
-    for number, rows in enumerate(sources):
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps([r if isinstance(r, dict) else {"prompt": r} for r in rows]))
-        paths.append(Source(str(path), weight=1))
-    data = PromptData(paths, batch_size=7)
+    given = {"train": {"sums": SUMS, "letters": ["x", "y"]}, "batch_size": 7}
+    given["task_weights"] = {"sums": 1, "letters": 1}
+    data = PromptData(**given)
     first, second = train_and_record(tmp_path, data, lambda batch: batch.prompts), None
     assert sum(len(set(text) & set("xy")) for batch in first for text in batch) == 7
     # A row that is repeated within an epoch has other random numbers.
-    second = train_and_record(tmp_path, PromptData(paths, batch_size=7), rows_of)
+    second = train_and_record(tmp_path, PromptData(**given), rows_of)
     assert len(set(chain(*second))) == 14
 
 
@@ -517,8 +503,8 @@ def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp
         (tmp_path / f"{name}.txt").write_text("".join(f"{name}{n}\n" for n in range(6)))
 
     def data(weight=3):
-        parts = [Source(f"{tmp_path}/a.txt", weight=weight), Source(f"{tmp_path}/b.txt", weight=1)]
-        return PromptData(parts, batch_size=4)
+        parts = {name: f"{tmp_path}/{name}.txt" for name in "ab"}
+        return PromptData(parts, batch_size=4, task_weights={"a": weight, "b": 1})
 
     whole = train_and_record(tmp_path, data(), rows_of, epochs=2)
     for cut in (1, 3, 5):
@@ -569,23 +555,13 @@ def test_task_weights_are_shares_of_the_batches(tmp_path):
         (dict(task_weights={"easy": 1, "hrd": 1}), "did you mean 'hard'"),
         (dict(task_weights={"easy": 1, "hard": 0}), "above 0"),
         (dict(train=["a"], task_weights={"easy": 1}), "name them"),
-        (
-            dict(train={"easy": [{"path": "a.txt", "weight": 1}, {"path": "b.txt", "weight": 2}]}),
-            "set task_weights",
-        ),
-        (dict(train={"easy": {"path": "a.txt", "streaming": True}}), "cannot be streamed"),
+        (dict(train={"easy": {"path": "a.txt", "weight": 1}}), "has no key 'weight'"),
     ],
 )
 def test_weights_of_tasks_are_checked(tmp_path, settings, message):
     settings = {"train": {"easy": ["a"], "hard": ["b"]}} | settings
     with pytest.raises(ValueError, match=message):
         ready("fit", tmp_path, **settings)
-
-
-def test_supervised_data_have_no_tasks(tmp_path):
-    pairs = [{"prompt": "a", "completion": "b"}]
-    with pytest.raises(ValueError, match=r"train of PairData has the sets easy; give one of them"):
-        PairData(train={"easy": pairs}).setup("fit")
 
 
 def test_each_source_has_its_own_columns_and_answers(tmp_path):
@@ -609,12 +585,12 @@ def test_each_source_has_its_own_columns_and_answers(tmp_path):
         ready("fit", tmp_path, train=Source(f"{tmp_path}/b.jsonl", columns={"prompt": "question"}))
 
 
-def test_recipes_name_several_sources_and_sets():
+def test_recipes_name_sets():
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
-    train = [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl", "weight": 1}]
-    val = {"easy": "a.csv", "hard": {"path": "b.csv", "limit": 3}}
-    recipe = {"class_path": "litgrpo.PromptData", "init_args": {"train": train, "val": val}}
+    sets = {"easy": "a.csv", "hard": {"path": "b.csv", "limit": 3}}
+    init_args = {"train": sets, "val": sets, "task_weights": {"easy": 2, "hard": 1}}
+    recipe = {"class_path": "litgrpo.PromptData", "init_args": init_args}
     data = parser.instantiate(parser.parse_object({"data": recipe})).data
     assert data.weights == [2, 1]
     assert parse_named_sets(data.sources["val"]) == {
@@ -623,7 +599,7 @@ def test_recipes_name_several_sources_and_sets():
     }
     given = ["--data=litgrpo.PromptData", "--data.train", '["a.parquet", "b.jsonl"]']
     data = parser.instantiate(parser.parse_args(given)).data
-    with pytest.raises(ValueError, match=r"a\.parquet: no such file"):
+    with pytest.raises(ValueError, match=r"'a\.parquet' is a source: give several sources names"):
         data.reader.read(data.sources["train"])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.data.prompts import tokenize_prompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import Chat, LengthLimit, build_prompt_format
 from litgrpo.data.sources import read_rows
 from litgrpo.types import pad_left
@@ -13,7 +13,7 @@ from tests.support.models import byte_tokenizer
 def prompts_of(rows, *, chat=False, limit=9, overlong="drop", multiple=1):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}?"
-    return tokenize_prompts(
+    return PromptSet(
         read_rows(rows),
         "train",
         prompt_format=build_prompt_format(None, chat),
@@ -46,7 +46,7 @@ def test_a_prompt_without_tokens_is_refused():
     tokenizer.chat_template = "{{ '' }}"
     limit = LengthLimit("max_prompt_length", 3, "drop")
     with pytest.raises(ValueError, match="row 1: the prompt has no tokens"):
-        tokenize_prompts(
+        PromptSet(
             read_rows(["a"]),
             "train",
             prompt_format=style,

@@ -6,7 +6,7 @@ import yaml
 
 from litgrpo.data import ReasoningGym
 from litgrpo.data.modules import PromptData
-from litgrpo.data.sources import Source, read_rows, row_of_entry, source_weights, split_sources
+from litgrpo.data.sources import Source, read_rows, row_of_entry
 from litgrpo.workers.sandbox.wire import loads
 
 ENTRY = {"question": "1 + 1 =", "answer": None, "metadata": {(0, 1): {2, 3}, "n": [1.5, (None,)]}}
@@ -47,13 +47,10 @@ def test_tasks_come_in_their_shares_and_the_same_for_the_same_seed():
     )
 
 
-def test_it_is_a_source_like_a_file_alone_in_a_list_and_as_a_named_set():
+def test_it_is_a_source_alone_and_as_a_named_set():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     source = ReasoningGym({"gcd": 1}, size=4)
-    assert split_sources(source) == [source]
-    assert source_weights(source) is None
     assert next(row.place for row in read_rows(source)) == "ReasoningGym(seed 0), row 1"
-    assert len(read_rows([source, ReasoningGym({"lcm": 1}, size=3)])) == 7
     assert {row.set_name for row in read_rows({"easy": source})} == {"easy"}
 
 
@@ -66,10 +63,10 @@ def test_recipes_name_it_in_one_line():
     }
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PromptData, "data")
-    data = {"class_path": "litgrpo.PromptData", "init_args": {"train": node, "val": [node, node]}}
+    data = {"class_path": "litgrpo.PromptData", "init_args": {"train": node, "val": node}}
     made = parser.instantiate(parser.parse_object({"data": data})).data
     source = ReasoningGym({"gcd": 1}, size=4)
-    assert (made.sources["train"], made.sources["val"]) == (source, [source, source])
+    assert (made.sources["train"], made.sources["val"]) == (source, source)
 
 
 def test_unknown_tasks_and_settings_are_named():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from litgrpo.data.modules import PairData
-from litgrpo.data.prompts import tokenize_prompts
+from litgrpo import PairData, PromptData
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import (
     Chat,
     ChatPromptFormat,
@@ -234,10 +234,12 @@ def test_too_long_rows_are_kept_to_be_truncated_or_stop_as_asked():
 
 
 def test_limits_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="long_prompts is 'truncate'; it must be one of: drop, er"):
+        PromptData(["a"], long_prompts="truncate")
     with pytest.raises(
-        ValueError, match="long_prompts is 'cut'; it must be one of: drop, truncate"
+        ValueError, match="long_examples is 'cut'; it must be one of: drop, truncat"
     ):
-        LengthLimit("max_length", 1, "cut")
+        PairData([{"prompt": "a", "completion": "b"}], long_examples="cut")
     with pytest.raises(ValueError, match="max_length is 0"):
         LengthLimit("max_length", 0, "drop")
 
@@ -253,9 +255,9 @@ def encode_first_row(
     tokenizer = chat_tokenizer(changes.get("template", CHAT_TEMPLATE))
     style, row_limit = (
         build_prompt_format(None, chat, split),
-        LengthLimit("max_length", limit, "truncate"),
+        LengthLimit("max_length", limit, "drop"),
     )
-    prompts = tokenize_prompts(
+    prompts = PromptSet(
         read_rows(rows),
         "train",
         prompt_format=style,
@@ -316,7 +318,6 @@ def test_what_is_too_long_with_the_addition_is_treated_as_when_it_was_loaded():
         encode_first_row(["six"], " 42456", **long)
     with pytest.raises(PromptDropped, match="10 tokens"):
         encode_first_row(["six"], " 42456", overlong="drop", **long)
-    assert encode_first_row(["six"], " 42456", overlong="truncate", **long)[0] == "<bos>x 42456"
 
 
 @pytest.mark.parametrize("chat", [True, False])

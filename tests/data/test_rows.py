@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from litgrpo.data.rows import RowReader, columns_of, fingerprint, is_held_out
+from litgrpo.data.rows import RowReader, columns_of
 from litgrpo.data.sources import read_rows
 
 
@@ -95,10 +95,19 @@ def test_an_answer_that_the_pattern_does_not_find_is_named():
 
 
 def test_the_split_is_a_hash_of_the_prompt():
-    first = int.from_bytes(hashlib.sha256(b"1+1?").digest()[:8], "big") / 2**64
-    (row,) = read_rows([{"prompt": " 1+1?\n"}])
-    assert not is_held_out(row, first - 1e-9)
-    assert is_held_out(row, first + 1e-9)
+    def share_of(text):
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
+
+    first, second = share_of(b"1+1?"), share_of(b"1+2?")
+    rows = [{"prompt": " 1+1?\n"}, {"prompt": "1+2?"}]
+    between = (first + second) / 2
+    _, held_out = table(val_fraction=between).read_train_and_val(rows, None)
+    assert (prompts(held_out) == [" 1+1?\n"]) == (first < second)
+    least = min(first, second)
+    _, held_out = table(val_fraction=least + 1e-9).read_train_and_val(rows, None)
+    assert len(held_out) == 1
+    with pytest.raises(ValueError, match="holds out none"):
+        table(val_fraction=least - 1e-9).read_train_and_val(rows, None)
 
 
 def test_rows_that_agree_in_another_column_stay_together():
@@ -126,7 +135,7 @@ def test_the_split_does_not_move():
 
 def test_positions_in_the_source_survive_the_split():
     train, val = table(val_fraction=0.25).read_train_and_val(SUMS, None)
-    assert sorted(row.index for row in train + val) == list(range(400))
+    assert sorted(row.index for row in [*train, *val]) == list(range(400))
 
 
 def test_repeats_fall_on_one_side():
@@ -169,12 +178,6 @@ def test_columns_are_lists_with_none_where_a_row_has_no_value():
 def test_a_column_that_rewards_are_given_anyway_is_refused():
     with pytest.raises(ValueError, match=r"row 1: field 'completions'"):
         columns_of(read_rows([{"prompt": "a", "completions": "b"}]))
-
-
-def test_the_fingerprint_depends_on_prompts_and_order():
-    names = {fingerprint(read_rows(rows)) for rows in (["a", "b"], ["b", "a"], ["a", "c"])}
-    assert len(names) == 3
-    assert fingerprint(read_rows([" a", "b"])) in names
 
 
 @pytest.mark.parametrize(

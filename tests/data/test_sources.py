@@ -1,13 +1,16 @@
 """Rows from files, functions, lists and the Hub; a bad row is named by file, line and field."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from litgrpo import PromptData
 from litgrpo.data.rendering import build_prompt_format
 from litgrpo.data.rows import RowReader, columns_of
-from litgrpo.data.sources import Source, read_rows, source_weights
+from litgrpo.data.sources import Source, read_rows
 from litgrpo.rewards import correctness
+from tests.support.raises import raises_for
 
 
 def rows_for_tests(size: int = 2, start: int = 0):
@@ -77,15 +80,31 @@ def test_a_limit_takes_the_same_random_rows_and_says_so(tmp_path, caplog):
     assert len(read_rows(Source(path, limit=1000))) == 100
 
 
-def test_several_files_a_pattern_and_sources_are_read_one_after_the_other(tmp_path):
+def test_files_of_a_pattern_and_sets_are_read_one_after_the_other(tmp_path):
     a, b = written(tmp_path / "a.txt", "a\n"), written(tmp_path / "b.txt", "b\nc\n")
-    both = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
-    assert values([a, b]) == both
-    assert values(f"{tmp_path}/*.txt") == both
-    assert values([Source(a), b]) == both
-    rows = read_rows([a, Source(b)])
-    assert [(row.index, row.source) for row in rows] == [(0, 0), (1, 1), (2, 1)]
-    assert rows[2].place == f"{b}, line 2"
+    assert values(f"{tmp_path}/*.txt") == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
+    rows = read_rows({"one": a, "two": Source(b)})
+    assert [(row.index, row.values["task"]) for row in rows] == [(0, "one"), (1, "two"), (2, "two")]
+    assert rows[2].place == rows[-1].place == f"{b}, line 2"
+    assert [row.index for row in rows.select([0, 2])] == [0, 2]
+    assert rows.select([1, 2]).set_names == ["two", "two"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["a.txt", "b.txt"],
+        ["Write a story.", "python:package.rows"],
+        [Source("a.txt"), "b.txt"],
+        [Path("a.jsonl")],
+        [{"prompt": "a"}, Source("a.txt")],
+    ],
+)
+def test_a_list_of_sources_is_refused_with_the_names_that_it_lacks(given):
+    for read in (read_rows, lambda given: PromptData(given).reader.read(given)):
+        with raises_for("a list of rows", "is a source", "{sums: a.jsonl, letters: b.jsonl}"):
+            read(given)
+    assert values([{"prompt": "a.txt"}, "What is in a.txt?"])[0] == {"prompt": "a.txt"}
 
 
 def test_sets_have_names(tmp_path):
@@ -169,8 +188,6 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         (["a", 3], "the given list, row 2: is an int"),
         ("python:nowhere.rows", "No module named 'nowhere'"),
         ("python:json.nothing", "has no 'nothing'"),
-        (["a.txt", "Write a story."], "Write a story"),
-        (["a.txt", "b.txt"], r"a\.txt: no such file"),
         ("nowhere/*.jsonl", "no file fits this pattern"),
         ({"path": "a.txt", "limt": 3}, r"no key 'limt' \(did you mean 'limit'\?\)"),
         ({"easy": 3}, "the set 'easy' is 3, not a source"),
@@ -200,10 +217,6 @@ def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="limit"):
         Source("a.txt", limit=0)
-    with pytest.raises(ValueError, match=r"weight of a source is 0; it must be above 0"):
-        source_weights([Source("a.txt", weight=0)])
-    with pytest.raises(ValueError, match="1 of 2 sources have a weight"):
-        source_weights([Source("a.txt", weight=2), Source("b.txt")])
     with pytest.raises(ValueError, match="kwargs are for"):
         Source("a.txt", kwargs={"size": 1})
 

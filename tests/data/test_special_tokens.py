@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from litgrpo.data.prompts import tokenize_prompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import Chat, LengthLimit, build_prompt_format
 from litgrpo.data.sources import read_rows
 from litgrpo.data.tokenization import special_token_texts
@@ -17,7 +17,7 @@ FORMAT = "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}"
 def prompts_of(rows, *, chat=False, split=False, template=None, tokenizer=None):
     tokenizer = tokenizer or byte_tokenizer()
     tokenizer.chat_template = FORMAT
-    return tokenize_prompts(
+    return PromptSet(
         read_rows(rows),
         "train",
         prompt_format=build_prompt_format(template, chat, split),
@@ -133,7 +133,7 @@ def test_no_text_of_others_adds_a_control_token_to_a_prompt(kind):
     def encode(text, split):
         tool, documents, messages = write(text, kind)
         chat = Chat(tools=[tool], template_kwargs={"documents": documents})
-        tokenized = tokenize_prompts(
+        tokenized = PromptSet(
             read_rows([{"prompt": messages}]),
             "train",
             prompt_format=build_prompt_format(None, chat, split),

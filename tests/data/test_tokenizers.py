@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from litgrpo.data.pairs import PairFormat, tokenize_pairs
-from litgrpo.data.prompts import StreamedPrompts, tokenize_prompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import Chat, LengthLimit, TextTemplate, build_prompt_format
-from litgrpo.data.rows import RowReader
-from litgrpo.data.sources import Source, open_rows, read_rows
+from litgrpo.data.sources import read_rows
 from litgrpo.data.tokenization import closing_ids, encode_pieces, tokenize
 from tests.support.tokenizers import BEGINS, CHATML, CLOSES, KINDS, ONLY_CLOSES, PLAIN, tokenizer_of
 
@@ -34,7 +33,7 @@ def pairs_of(row, tokenizer, chat=True, limit=9999, action="error", **options):
 
 
 def prompts_of(rows, tokenizer, chat=False, limit=9999, action="error"):
-    return tokenize_prompts(
+    return PromptSet(
         read_rows(rows),
         "train",
         prompt_format=build_prompt_format(None, chat),
@@ -124,11 +123,8 @@ def test_an_end_token_that_the_data_write_stays():
     assert prompts_of(["yes<eos>"], tokenizer).ids[0][-1] == tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("chat", [False, Chat()])
-def test_a_text_of_megabytes_is_found_too_long_without_being_tokenized(
-    tmp_path, monkeypatch, chat, streamed
-):
+def test_a_text_of_megabytes_is_found_too_long_without_being_tokenized(tmp_path, monkeypatch, chat):
     tokenizer = tokenizer_of("byte level")
     seen = []
 
@@ -140,44 +136,13 @@ def test_a_text_of_megabytes_is_found_too_long_without_being_tokenized(
     long = "yes " * 2_000_000
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("no", long, "12")))
-    limit = LengthLimit("max_prompt_length", 20, "drop")
-    options = {
-        "prompt_format": build_prompt_format(None, chat),
-        "tokenizer": tokenizer,
-        "pad_to_multiple_of": 1,
-    }
-
-    def read(action):
-        limit = LengthLimit("max_prompt_length", 20, action)
-        if not streamed:
-            return tokenize_prompts(read_rows(str(path)), "train", limit=limit, **options)
-        rows = open_rows(Source(str(path), streaming=True))
-        reader = RowReader({}, {}, 0.0, "drop")
-        return StreamedPrompts(rows, set(), {"prompt"}, reader=reader, limit=limit, **options)
-
-    assert limit.max_chars(tokenizer) < 1000
+    assert LengthLimit("max_prompt_length", 20, "drop").max_chars(tokenizer) < 1000
     with pytest.warns(UserWarning, match=r"1 of 3 rows have more than .*line 2.*dropped"):
-        kept = read("drop")
+        kept = prompts_of(str(path), tokenizer, chat, 20, "drop")
     assert kept[[0, 1]].prompts[1].count("12") == 1
     with pytest.raises(ValueError, match=r"line 2"):
-        read("error")
-    with pytest.warns(UserWarning, match="truncated"):
-        cut = read("truncate")
-    batch = cut[[1]]
-    assert batch.prompt_ids.shape == (1, 20)
+        prompts_of(str(path), tokenizer, chat, 20, "error")
     assert max(seen) < 1000
-
-
-def test_a_long_text_is_truncated_to_the_tokens_of_its_whole():
-    tokenizer = tokenizer_of("byte level")
-    for chat in (False, True):
-        limit = LengthLimit("max_prompt_length", 20, "truncate").max_chars(tokenizer)
-        text = "no yes 12\n" * limit
-        (short,) = prompts_of([{"prompt": text[len(text) - limit + 9 :]}], tokenizer, chat).ids
-        with pytest.warns(UserWarning, match="truncated"):
-            (cut,) = prompts_of([{"prompt": text}], tokenizer, chat, 20, "truncate").ids
-        begin = 0 if chat else 1
-        assert cut[begin:] == short[begin - 20 :]
 
 
 @pytest.mark.parametrize("row", ["messages", "pair"])

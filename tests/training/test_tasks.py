@@ -205,8 +205,3 @@ def test_a_resumed_curriculum_ends_with_the_same_weights(tmp_path, schedule, cut
     ]
     for name, weight in whole.policy.state_dict().items():
         assert torch.equal(weight, resumed.policy.state_dict()[name]), name
-
-
-def test_a_curriculum_needs_batches_built_in_turn():
-    with pytest.raises(ValueError, match="num_workers is 2"):
-        PromptData(TASKS, curriculum=Curriculum(), num_workers=2)

@@ -34,7 +34,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAME
 SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_HINT = (
     "remove what other programs left there, enlarge it (docker run --shm-size), or use fewer "
-    "processes (data.num_workers 0)"
+    "processes"
 )
 CONNECTION_LOST = (
     "The connection to another rank is lost: a rank, its host or the network failed. The output of "

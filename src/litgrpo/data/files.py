@@ -5,20 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from litgrpo.arguments import first_line, require, type_with_article
-from litgrpo.data.in_memory import read_object
+from litgrpo.data.in_memory import read_object, without_nulls_in_row
 from litgrpo.text.strict_json import parse_json
 
 PlacedRow = tuple[dict[str, Any], str]  # the fields of a row, and where it was read
 # JSON may escape one half of a surrogate pair; tokenizers and files cannot encode it.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+IN_MEMORY_BYTES = 1 << 28  # size of a file above which rows are read on access
 CHUNK_BYTES = 1 << 24  # bytes of a file that are searched for line ends at once
 MAX_DEPTH = 100  # of nested lists and objects; Python's recursion ends at about 1000 calls
 MARK = b"\xef\xbb\xbf"  # byte order mark, which spreadsheets write first
@@ -80,16 +83,6 @@ def _reject_nul(byte: int, place: str, part: str) -> None:
     require(
         byte < 0, f"{place}: contains NUL (byte {byte} of {part}): save it as UTF-8, not UTF-16"
     )
-
-
-def _read_jsonl(path: Path) -> list[PlacedRow]:
-    placed = []
-    # Not splitlines(): JSON strings may contain other line separators, such as U+2028, unescaped.
-    for number, line in enumerate(_decode_file(path).split("\n"), start=1):
-        place = f"{path}, line {number}"
-        if line.strip(SPACES):
-            placed.append((require_object(_parse_json(line, place), place), place))
-    return placed
 
 
 def _read_json(path: Path) -> list[PlacedRow]:
@@ -179,59 +172,27 @@ def _read_csv(path: Path) -> list[PlacedRow]:
     return placed
 
 
-def _read_parquet(path: Path) -> list[PlacedRow]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = read_object(pyarrow.parquet.read_table(path))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{path}: not Parquet: {first_line(error)}") from error
-    return _rows_from_objects(rows, str(path))
-
-
-def _read_text(path: Path) -> list[PlacedRow]:
-    lines = enumerate(_decode_file(path).split("\n"), start=1)
-    return [
-        ({"prompt": line.removesuffix("\r")}, f"{path}, line {number}")
-        for number, line in lines
-        if line.strip(SPACES)
-    ]
-
-
-READERS: dict[str, Callable[[Path], list[PlacedRow]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
-LINE_PARSERS: dict[str, Callable[[bytes, str], dict[str, Any]]] = {
-    ".jsonl": parse_json_line,
-    ".txt": parse_text_line,
-}
-ENDINGS = f"files end in {', '.join(READERS)}"
-
-
-class LineFile:
+class LineFile(Sequence[PlacedRow]):
     """Rows of a file with one row per line, read on access. Empty lines are skipped.
 
     Takes 16 bytes of memory per line.
 
     Args:
-        path: the file; it must not change while it is read.
+        path: the file; what is in it must not change while it is used.
         parse: makes a row of a line and its place.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes, str], dict[str, Any]]) -> None:
         self.path, self.parse = path, parse
         self.starts, self.line_numbers = index_lines(path)
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.line_numbers)
 
-    def __getitem__(self, row: int) -> PlacedRow:
+    def __getitem__(self, row: Any) -> Any:
         """Read a row.
 
         Raises:
@@ -240,13 +201,8 @@ class LineFile:
         number = self.line_numbers[row]
         start, end = map(int, self.starts[number : number + 2])
         place = f"{self.path}, line {number + 1}"
-        # Opened for each read: worker processes must not share a file position.
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(start - 1, 0))
-                data = file.read(end - max(start - 1, 0))
-        except OSError as error:
-            raise ValueError(f"{place}: could not be read again: {first_line(error)}") from error
+        # Unlike `read`, it has no position that threads and processes would share.
+        data = os.pread(self._file, end - max(start - 1, 0), max(start - 1, 0))
         before, line = (data[:1], data[1:]) if start else (b"\n", data)
         is_last = number + 2 == len(self.starts)
         same = before == b"\n" and (
@@ -286,3 +242,66 @@ def index_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if lines[-1] != done:  # a last line without a line break counts as if it had one
         lines = np.append(lines, done + 1)
     return lines, np.unique(np.searchsorted(lines, np.concatenate(filled), side="right") - 1)
+
+
+def _read_jsonl(path: Path) -> Sequence[PlacedRow]:
+    return _read_lines(path, parse_json_line)
+
+
+def _read_text(path: Path) -> Sequence[PlacedRow]:
+    return _read_lines(path, parse_text_line)
+
+
+def _read_lines(path: Path, parse: Callable[[bytes, str], dict[str, Any]]) -> Sequence[PlacedRow]:
+    rows = LineFile(path, parse)
+    return rows if _is_large(path) else list(rows)
+
+
+def _read_parquet(path: Path) -> Sequence[PlacedRow]:
+    try:
+        if _is_large(path):
+            from datasets import Dataset  # slow to import
+
+            return TableRows(Dataset.from_parquet(str(path)), str(path))
+        import pyarrow.parquet
+
+        return rows_from_list(read_object(pyarrow.parquet.read_table(path)), str(path))
+    except Exception as error:  # of the libraries, of many types
+        cause = error.__cause__ or error
+        raise ValueError(f"{path}: not Parquet: {first_line(cause)}") from error
+
+
+def _is_large(path: Path) -> bool:
+    """True if the rows of a file are read on access, instead of once."""
+    return path.stat().st_size > IN_MEMORY_BYTES
+
+
+class TableRows(Sequence[PlacedRow]):
+    """Rows of a `datasets.Dataset`, which maps its files into memory.
+
+    Args:
+        table: the data set.
+        name: name for places.
+    """
+
+    def __init__(self, table: Any, name: str) -> None:
+        self.table, self.name = table, name
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.table)
+
+    def __getitem__(self, row: Any) -> Any:
+        """Read a row."""
+        place = f"{self.name}, row {row + 1}"
+        return require_object(without_nulls_in_row(self.table[int(row)]), place), place
+
+
+READERS: dict[str, Callable[[Path], Sequence[PlacedRow]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}
+ENDINGS = f"files end in {', '.join(READERS)}"

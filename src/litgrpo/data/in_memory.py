@@ -45,9 +45,7 @@ def settle_source(given: Any, names: Iterable[str], *, is_train: bool = False) -
         return _settle_mapping(given, {*names}, is_train)
     if isinstance(given, Iterator) and not isinstance(given, IOBase):
         given = list(given)  # it can be read once only
-    if isinstance(given, list | tuple):
-        return [str(each) if isinstance(each, Path) else each for each in given]
-    return given
+    return list(given) if isinstance(given, tuple) else given
 
 
 def _settle_mapping(given: Mapping[str, Any], names: set[str], is_train: bool) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from litgrpo.arguments import require
 from litgrpo.tensors import length_buckets
@@ -302,29 +302,22 @@ class BatchLoader(Generic[Batch]):
     """Loader whose position is part of the checkpoint.
 
     Lightning saves `state_dict()` under loops/fit_loop/combined_loader and calls `set_epoch` of
-    `sampler`. The position counts batches that were returned, not those that workers prefetched.
-    This is not a `DataLoader`, because Lightning rebuilds those for prediction and warns about the
-    number of their workers. It uses one internally, with its own generator, because each iterator
-    draws a seed from it.
+    `sampler`. This is not a `DataLoader`, because Lightning rebuilds those for prediction and warns
+    about the number of their workers.
 
     Args:
         dataset: row numbers -> batch.
         sampler: order of the rows.
-        num_workers: processes that build batches in the background.
         identity: settings and data that a saved position depends on; a checkpoint with other
             values is rejected.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Batch],
-        sampler: BatchOrder,
-        num_workers: int = 0,
-        identity: dict[str, Any] | None = None,
+        self, dataset: Dataset[Batch], sampler: BatchOrder, identity: dict[str, Any] | None = None
     ) -> None:
         self.dataset, self.sampler = dataset, sampler
         self.batch_sampler = None  # Lightning reads it of every loader that has a `sampler`
-        self.num_workers, self.identity = num_workers, identity or {}
+        self.identity = identity or {}
         self._position = (0, 0)  # epoch, number of its batches that were returned
         self._resuming = False
         self._num_drawn = 0
@@ -343,15 +336,8 @@ class BatchLoader(Generic[Batch]):
             self.sampler.start = 0
         self._resuming = False
         epoch, done = self.sampler.epoch, self.sampler.start
-        loader = DataLoader(
-            self.dataset,
-            batch_size=None,
-            sampler=self.sampler,
-            num_workers=self.num_workers,
-            generator=torch.Generator(),
-            collate_fn=_identity,
-        )
-        for number, batch in enumerate(loader, start=done + 1):
+        for number, rows in enumerate(self.sampler, start=done + 1):
+            batch = self.dataset[rows]
             self._position = (epoch, number)
             yield batch
 
@@ -416,7 +402,3 @@ class BatchLoader(Generic[Batch]):
                     f"{value!r}: prompts would be skipped, repeated or read in another form; "
                     f"restore {what}, or start a new run from the exported weights"
                 )
-
-
-def _identity(batch: Batch) -> Batch:
-    return batch

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -37,39 +36,32 @@ from litgrpo.data.pairs import (
     padding_frac,
     tokenize_pairs,
 )
-from litgrpo.data.prompts import PromptSet, StreamedPrompts, tokenize_prompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import (
     Chat,
     ChatPromptFormat,
     LengthLimit,
-    LongRows,
+    LongExamples,
+    LongPrompts,
     PromptFormat,
     RunTime,
     TextTemplate,
     build_prompt_format,
     encode_opening,
 )
-from litgrpo.data.rows import (
-    RowReader,
-    TrainValOverlap,
-    fingerprint,
-    identity,
-    token_fingerprint,
-)
+from litgrpo.data.rows import RowReader, TrainValOverlap
 from litgrpo.data.sources import (
+    Rows,
     SetsLike,
     Source,
     SourceLike,
-    SourceRow,
-    is_streaming,
-    open_rows,
     parse_named_sets,
     task_weights_of,
 )
 from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.instantiate import instantiate_sources
-from litgrpo.types import REFERENCE_PROMPT, TASK, PromptBatch
+from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +105,6 @@ class SourceData(LightningDataModule, Generic[Batch]):
         prompt_format: makes prompts of rows.
         limit: limit of a row's tokens.
         tokenizer: Hub id or folder, or None for that of the model.
-        num_workers: processes that build training batches in the background.
         pad_to_multiple_of: length of batches is a multiple of this.
         task_weights: {name: weight} of the named sets of `train`.
     """
@@ -126,9 +117,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         limit: LengthLimit,
         *,
         tokenizer: str | None,
-        num_workers: int,
         pad_to_multiple_of: int,
-        task_weights: dict[str, float] | None = None,
+        task_weights: dict[str, float] | None,
     ) -> None:
         super().__init__()
         at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
@@ -148,10 +138,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         tasks = {name: each for name, each in named.items() if isinstance(each, Source)}
         self.reader = replace(reader, tasks=tasks)
         self.prompt_format, self.limit = prompt_format, limit
-        self.tokenizer, self.num_workers = tokenizer, num_workers
-        self.pad_to_multiple_of = pad_to_multiple_of
+        self.tokenizer, self.pad_to_multiple_of = tokenizer, pad_to_multiple_of
         self.sets: dict[str, Any] = {}
-        self.fingerprint = ""
         self.run_time = RunTime()
         self._stage = ""  # of the last `setup`
         self._saved_order: dict[str, Any] | None = None  # of the checkpoint of a resumed run
@@ -164,7 +152,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         trainer = self.trainer
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
-    def find_tokenizer(self, texts: list[str]) -> PreTrainedTokenizerBase:
+    def find_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the data, if one is set, else that of the model.
 
         Args:
@@ -240,13 +228,15 @@ class SourceData(LightningDataModule, Generic[Batch]):
             found.setdefault(name, {})[index] = digest
         return found
 
-    def require_validation(self, rows: list[SourceRow]) -> None:
-        """Check that there are rows to validate on.
+    def require_validation(self, rows: Rows | None) -> Rows:
+        """Return the rows to validate on.
 
         Raises:
             ValueError: there are none.
         """
-        require(bool(rows), "nothing to validate on: set val or val_fraction of the data")
+        if rows is None:
+            raise ValueError("nothing to validate on: set val or val_fraction of the data")
+        return rows
 
     def disable_validation_without(self, name: str, stage: str) -> None:
         """Disable validation of a fit without this set; Lightning warns of an empty loader.
@@ -276,12 +266,9 @@ class SourceData(LightningDataModule, Generic[Batch]):
 
     @property
     def weight_numbers(self) -> list[int]:
-        """Which of the weights each training row has: that of its task, or of its source."""
-        train = self.sets["train"]
-        if not isinstance(self.sources["train"], dict):
-            return [*train.sources]
+        """Which of the weights each training row has: that of its task."""
         numbers = {name: number for number, name in enumerate(self.sources["train"])}
-        return [numbers[name] for name in train.set_names]
+        return [numbers[name] for name in self.sets["train"].set_names]
 
     def train_loader(self, order: BatchOrder, identity: dict[str, Any]) -> BatchLoader[Batch]:
         """Return a loader of training batches, whose position is part of checkpoints.
@@ -291,7 +278,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
             identity: settings and data that the order of batches depends on.
         """
         identity = identity | {"mixture": self.mixture or None}
-        loader = BatchLoader(self.sets["train"], order, self.num_workers, identity)
+        loader = BatchLoader(self.sets["train"], order, identity)
         if self._saved_order is not None:
             loader.load_order_state(self._saved_order)
         return loader
@@ -341,11 +328,10 @@ class PromptData(SourceData[PromptBatch]):
     A source is the path of a .jsonl, .json, .csv, .parquet or .txt file or a pattern of such paths
     (`data/*.jsonl`), a folder that `datasets` saved, the name of a data set on the Hugging Face Hub
     (`openai/gsm8k:main:train`), a function (`python:package.module.function?size=500`), a list of
-    texts or rows, `{path: ..., limit: ...}`, or a list of such sources, optionally with weights
-    (`[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]`). In Python also a
-    `pathlib.Path`, a DataFrame, a `datasets.Dataset`, {column: values} or a generator. With
-    `{path: ..., streaming: true}` training rows stay on disk until their batch is built. The
-    prompt is tokenized; every other column reaches the reward functions.
+    texts or rows, `{path: ..., limit: ...}`, or several of these with names (`{sums: a.jsonl,
+    letters: b.jsonl}`). In Python also a `pathlib.Path`, a DataFrame, a `datasets.Dataset`,
+    {column: values} or a generator. Rows of large files stay on disk until their batch is built.
+    The prompt is tokenized; every other column reaches the reward functions.
 
     Args:
         train: source of the training prompts; or several tasks with names, `{math: a.jsonl, chat:
@@ -375,7 +361,7 @@ class PromptData(SourceData[PromptBatch]):
         batch_size: prompts per iteration, all processes together.
         eval_batch_size: prompts per batch in validation, test and prediction (default: batch_size).
         max_prompt_length: largest number of tokens of a prompt.
-        long_prompts: what to do with longer prompts: drop, truncate (keeps the end) or error.
+        long_prompts: what to do with longer prompts: drop or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never changes and is the same in SFT and GRPO.
         split_by: another column to hash, such as a dialogue's persona: rows that agree in it are
@@ -386,8 +372,6 @@ class PromptData(SourceData[PromptBatch]):
         seed: random seed of the order.
         split_special_tokens: encode special tokens that the data write as text, such as `<eos>`, as
             plain text; by default they become those tokens.
-        num_workers: processes that build batches in the background; prompts are tokenized before,
-            so 0 is enough.
         pad_to_multiple_of: length of batches is a multiple of this (fewer shapes to compile).
         tokenizer: Hub id or folder; default: the tokenizer of the model.
 
@@ -421,14 +405,13 @@ class PromptData(SourceData[PromptBatch]):
         batch_size: int = 8,
         eval_batch_size: int | None = None,
         max_prompt_length: int = 512,
-        long_prompts: LongRows = "drop",
+        long_prompts: LongPrompts = "drop",
         val_fraction: float = 0.0,
         split_by: str = "prompt",
         train_val_overlap: TrainValOverlap = "drop",
         shuffle: bool = True,
         seed: int = 0,
         split_special_tokens: bool = False,
-        num_workers: int = 0,
         pad_to_multiple_of: int = 1,
         tokenizer: str | None = None,
     ) -> None:
@@ -441,17 +424,12 @@ class PromptData(SourceData[PromptBatch]):
             build_prompt_format(template, chat, split_special_tokens, reference_template),
             LengthLimit("max_prompt_length", max_prompt_length, long_prompts),
             tokenizer=tokenizer,
-            num_workers=num_workers,
             pad_to_multiple_of=pad_to_multiple_of,
             task_weights=task_weights,
         )
+        one_of("long_prompts", long_prompts, get_args(LongPrompts))
         at_least("batch_size", batch_size, 1)
         at_least("eval_batch_size", eval_batch_size, 1)
-        require(
-            curriculum is None or num_workers == 0,
-            f"num_workers is {num_workers}, but with a curriculum each batch depends on the "
-            "results of the one before; set num_workers to 0",
-        )
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
         self.curriculum, self.shuffle, self.seed = curriculum, shuffle, seed
 
@@ -462,12 +440,12 @@ class PromptData(SourceData[PromptBatch]):
             stage: fit, validate, test or predict.
         """
         self._stage = stage
-        rows = {name: part for name, part in self._read(stage).items() if part}
-        texts = [text for part in rows.values() for text in self.prompt_format.plain_texts(part)]
+        rows = self._read(stage)
+        texts = (text for part in rows.values() for text in self.prompt_format.plain_texts(part))
         tokenizer = self.find_tokenizer(texts)
         prompt_format = self.add_tools(tokenizer)
         self.sets = {
-            name: tokenize_prompts(
+            name: PromptSet(
                 part,
                 name,
                 # Only training compares with the reference.
@@ -480,24 +458,10 @@ class PromptData(SourceData[PromptBatch]):
             )
             for name, part in rows.items()
         }
-        self.fingerprint = fingerprint(rows.get("train", []))
-        if stage == "fit" and is_streaming(self.sources["train"]):
-            streamed = StreamedPrompts(
-                open_rows(self.sources["train"]),
-                {identity(row) for row in rows.get("val", [])},
-                self.prompt_format.template.required | self.reader.required,
-                reader=self.reader,
-                prompt_format=prompt_format,
-                limit=self.limit,
-                tokenizer=tokenizer,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-            )
-            self.sets = {"train": streamed, **self.sets}
-            self.fingerprint = fingerprint(streamed.preview_rows)
         if stage == "fit":
             self._check_batches()
         self.disable_validation_without("val", stage)
-        sizes = ", ".join(f"{name} {prompts.description}" for name, prompts in self.sets.items())
+        sizes = ", ".join(f"{name} {len(prompts)}" for name, prompts in self.sets.items())
         rank_zero_info(f"Prompts: {sizes}")
 
     def _check_batches(self) -> None:
@@ -529,10 +493,8 @@ class PromptData(SourceData[PromptBatch]):
         """Return full batches; their order depends only on seed and epoch."""
         prompts = self.sets["train"]
         identity = {
-            "prompts": self.fingerprint,
-            "rendered_prompts": token_fingerprint(
-                chain(prompts.ids, prompts.columns.get(REFERENCE_PROMPT, []))
-            ),
+            "prompts": prompts.data_fingerprint,
+            "rendered_prompts": prompts.token_fingerprint,
             "num_prompts": len(prompts),
             "batch_size": self.batch_size,
             "seed": self.seed,
@@ -545,7 +507,7 @@ class PromptData(SourceData[PromptBatch]):
         rank, processes = self.process
         if self.curriculum is None:
             return BatchOrder(self._plan_epoch, rank, processes)
-        prompts: PromptSet | StreamedPrompts = self.sets["train"]
+        prompts: PromptSet = self.sets["train"]
         return CurriculumOrder(
             self._plan_epoch,
             self.curriculum,
@@ -589,7 +551,7 @@ class PromptData(SourceData[PromptBatch]):
         )
         return [rows[n : n + size] for n in range(0, len(rows), size)]
 
-    def _read(self, stage: str) -> dict[str, list[SourceRow]]:
+    def _read(self, stage: str) -> dict[str, Rows]:
         needed_by_template = self.prompt_format.template.required
         required = needed_by_template | self.reader.required
         if stage == "predict":  # prompts to answer need no reference answer
@@ -598,27 +560,12 @@ class PromptData(SourceData[PromptBatch]):
             return {"test": self.reader.read(self._source("test"), required)}
         if stage == "validate" and self.sources["val"] is not None:
             return {"val": self.reader.read(self.sources["val"], required)}
-        train, val = self._read_train_and_val(required)
+        train, val = self.reader.read_train_and_val(
+            self._source("train"), self.sources["val"], required
+        )
         if stage == "validate":
-            self.require_validation(val)
-            return {"val": val}
-        return {"train": train, "val": val}
-
-    def _read_train_and_val(self, required: set[str]) -> tuple[list[SourceRow], list[SourceRow]]:
-        train, val = self._source("train"), self.sources["val"]
-        tasks = parse_named_sets(train).values() if isinstance(train, dict) else ()
-        require(
-            not any(map(is_streaming, tasks)),
-            "several tasks cannot be streamed; give one file whose rows have a column `task`",
-        )
-        if not is_streaming(train):
-            return self.reader.read_train_and_val(train, val, required)
-        require(
-            not self.reader.val_fraction,
-            "val_fraction would read all rows of `train`, which has `streaming: true`: set `val` "
-            "instead",
-        )
-        return [], [] if val is None else self.reader.read(val, required)
+            return {"val": self.require_validation(val)}
+        return {"train": train} if val is None else {"train": train, "val": val}
 
     def _source(self, name: str) -> Any:
         hint = " (or prompts)" if name == "predict" else ""
@@ -638,10 +585,13 @@ class PairData(SourceData[PairBatch]):
     concatenated, and only those of the role `assistant` are in the loss.
 
     Args:
-        train: source of the training pairs.
+        train: source of the training pairs; or several with names, `{math: a.jsonl, chat:
+            b.jsonl}`.
         val: source of the validation pairs; or several with names, `{easy: a.jsonl, hard:
             b.jsonl}`, whose metrics are `val/easy/...`; or hold out some of `train` with
             `val_fraction`.
+        task_weights: shares of the named sources in the batches, such as `{math: 2, chat: 1}`;
+            default: as many as they have rows.
         columns: names of columns, litgrpo's first: `{prompt: question, completion: answer}`.
         extract: regular expression with one group per column, to keep that group only.
         template: Jinja text of the prompt with the row's columns as variables.
@@ -664,8 +614,6 @@ class PairData(SourceData[PairBatch]):
             all held out, or none is.
         train_val_overlap: training prompts that are also in `val`: drop, error or keep.
         seed: random seed of the order of batches, and of pairs among those of about equal length.
-        num_workers: processes that build batches in the background; pairs are tokenized before, so
-            0 is enough.
         pad_to_multiple_of: length of batches is a multiple of this (fewer shapes to compile).
         tokenizer: Hub id or folder; default: the tokenizer of the model.
 
@@ -678,9 +626,10 @@ class PairData(SourceData[PairBatch]):
     @check_argument_types("train", "val", "test")
     def __init__(  # noqa: PLR0913 (each is an option of a recipe)
         self,
-        train: SourceLike,
+        train: SetsLike,
         *,
         val: SetsLike | None = None,
+        task_weights: dict[str, float] | None = None,
         columns: dict[str, str] | None = None,
         extract: dict[str, str] | None = None,
         template: str | None = None,
@@ -691,12 +640,11 @@ class PairData(SourceData[PairBatch]):
         batch_size: int | None = 32,
         max_tokens_per_batch: int | None = None,
         max_length: int = 1024,
-        long_examples: LongRows = "drop",
+        long_examples: LongExamples = "drop",
         val_fraction: float = 0.0,
         split_by: str = "prompt",
         train_val_overlap: TrainValOverlap = "drop",
         seed: int = 0,
-        num_workers: int = 0,
         pad_to_multiple_of: int = 1,
         tokenizer: str | None = None,
     ) -> None:
@@ -709,8 +657,8 @@ class PairData(SourceData[PairBatch]):
             build_prompt_format(template, chat),
             LengthLimit("max_length", max_length, long_examples, "long_examples"),
             tokenizer=tokenizer,
-            num_workers=num_workers,
             pad_to_multiple_of=pad_to_multiple_of,
+            task_weights=task_weights,
         )
         at_least("batch_size", batch_size, 1)
         at_least("max_tokens_per_batch", max_tokens_per_batch, 1)
@@ -718,9 +666,10 @@ class PairData(SourceData[PairBatch]):
         require(not unlimited, "batch_size and max_tokens_per_batch are both null; set one of them")
         require(
             self.weights is None or max_tokens_per_batch is None,
-            "sources with weights give other rows in every epoch, and max_tokens_per_batch another "
+            "with task_weights every epoch has other rows, and with max_tokens_per_batch another "
             "number of batches: leave max_tokens_per_batch out and set batch_size",
         )
+        one_of("long_examples", long_examples, get_args(LongExamples))
         one_of("train_on_turns", train_on_turns, get_args(TrainOnTurns))
         completion = TextTemplate("completion", completion_template, "completion_template")
         self.pair_format = PairFormat(self.prompt_format, completion, train_on_turns)
@@ -738,19 +687,14 @@ class PairData(SourceData[PairBatch]):
         self._stage = stage
         known = stage in ("fit", "validate")
         require(known, f"PairData is for fit and validate, not {stage}; use PromptData")
-        if isinstance(self.sources["train"], dict):
-            raise ValueError(
-                f"train of PairData has the sets {', '.join(self.sources['train'])}; give one of "
-                "them, or several sources as a list: `[a, b]`"
-            )
         required = self.prompt_format.template.required | self.pair_format.completion.required
         train, val = self.reader.read_train_and_val(
             self.sources["train"], self.sources["val"], required | self.reader.required
         )
         if stage == "validate":
             self.require_validation(val)
-        tokenizer = self.find_tokenizer([*self.pair_format.plain_texts(train)])
-        rows = {"train": train, "val": val}
+        tokenizer = self.find_tokenizer(self.pair_format.plain_texts(train))
+        rows = {"train": train} if val is None else {"train": train, "val": val}
         pair_format = replace(self.pair_format, prompt=self.format_for_model())
         self.final_format = pair_format.prompt, tokenizer
         self.sets = {
@@ -763,9 +707,7 @@ class PairData(SourceData[PairBatch]):
                 pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for name, part in rows.items()
-            if part
         }
-        self.fingerprint = fingerprint(train)
         self.disable_validation_without("val", stage)
         for name, pairs in self.sets.items():
             batches = self._batches(pairs, range(len(pairs)), 0)
@@ -777,10 +719,9 @@ class PairData(SourceData[PairBatch]):
     def train_dataloader(self) -> BatchLoader[PairBatch]:
         """Return all pairs; their order depends only on seed and epoch."""
         pairs = self.sets["train"]
-        targets = (list(chain(*spans)) for spans in pairs.loss_spans)
         identity = {
-            "pairs": self.fingerprint,
-            "rendered_pairs": token_fingerprint(chain(pairs.ids, targets)),
+            "pairs": pairs.data_fingerprint,
+            "rendered_pairs": pairs.token_fingerprint,
             "num_pairs": len(pairs),
             "batch_size": self.batch_size,
             "max_tokens_per_batch": self.max_tokens_per_batch,
@@ -829,11 +770,11 @@ MAX_TASKS = 32  # whose metrics are logged
 def task_names(trainer: Trainer) -> list[str]:
     """Return the tasks of the training prompts, the values of their column `task`.
 
-    Empty without such a column, for streamed prompts, and for more than 32 values.
+    Empty without such a column, and for more than 32 values.
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     train = data.sets.get("train") if isinstance(data, SourceData) else None
-    values = train.columns.get(TASK, []) if isinstance(train, PromptSet) else []
+    values = train.tasks if isinstance(train, PromptSet) else []
     names = sorted({str(value) for value in values if value is not None})
     return names if len(names) <= MAX_TASKS else []
 
@@ -848,10 +789,9 @@ def curriculum_of(trainer: Trainer) -> CurriculumOrder | None:
 def reward_columns(trainer: Trainer) -> list[dict[str, list[Any]]]:
     """Return {column: values} of each set whose completions are rewarded.
 
-    Of a streamed set, these are the rows that are read before training.
+    Of a large set, these are the rows that stay in memory.
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
-    kinds = (PromptSet, StreamedPrompts)
     rewarded = {name: each for name, each in sets.items() if name != "predict"}
-    return [each.columns for each in rewarded.values() if isinstance(each, kinds)]
+    return [each.columns for each in rewarded.values() if isinstance(each, PromptSet)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from litgrpo.data.messages import (
     EXPECTED,
     Messages,
     check_fields,
+    has_system,
     is_trained,
     looks_like_messages,
     read_messages,
@@ -31,12 +33,16 @@ from litgrpo.data.rendering import (
     TemplateFailure,
     TextTemplate,
     apply_chat_template,
-    system_remarks,
+    report_systems,
 )
-from litgrpo.data.rows import report_duplicates
-from litgrpo.data.sources import SourceRow
-from litgrpo.data.tokenization import encode_pieces, special_token_texts, tokenize
-from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.data.rows import digest, fingerprint, identity, report_duplicates
+from litgrpo.data.sources import Rows, SourceRow
+from litgrpo.data.tokenization import (
+    TokenFingerprint,
+    encode_pieces,
+    special_token_texts,
+    tokenize,
+)
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +51,7 @@ TrainOnTurns = Literal["all", "last"]
 TextSpan = tuple[str, bool]  # a text, and whether the loss includes it
 IdSpan = tuple[list[int], bool]  # token ids, and whether the loss includes them
 COMPARED_CHARS = 20  # at the end of a text
+CHUNK = 1000  # rows that are tokenized together
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,8 @@ class PairSet(Dataset[PairBatch]):
         loss_spans: the tokens to predict of each pair, as half-open ranges (start, stop).
         pad_id: id of the pad token.
         pad_to_multiple_of: length of batches is a multiple of this.
-        rows: the row of each pair, for weighted sources and named sets.
+        set_names: name of each pair's set; "" for sets without names.
+        data_fingerprint: hash of the prompts of the data in their order.
 
     Example:
         >>> pairs = PairSet([[1, 69, 70, 71, 2]], [[(3, 5)]], pad_id=0, pad_to_multiple_of=1)
@@ -121,7 +129,8 @@ class PairSet(Dataset[PairBatch]):
     loss_spans: list[list[tuple[int, int]]]
     pad_id: int
     pad_to_multiple_of: int
-    rows: list[SourceRow] = field(default_factory=list)
+    set_names: Sequence[str] = ("",)
+    data_fingerprint: str = ""
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -132,15 +141,13 @@ class PairSet(Dataset[PairBatch]):
         """Number of tokens of the longest pair."""
         return max(map(len, self.ids), default=0)
 
-    @cached_property
-    def set_names(self) -> list[str]:
-        """Name of each pair's set; "" for sets without names."""
-        return [row.set_name for row in self.rows] or [""] * len(self)
-
     @property
-    def sources(self) -> list[int]:
-        """Number of each pair's source."""
-        return [row.source for row in self.rows]
+    def token_fingerprint(self) -> str:
+        """Hash of the token ids and of those to predict, in their order."""
+        found = TokenFingerprint()
+        for ids, spans in zip(self.ids, self.loss_spans, strict=True):
+            found.add(ids, [*chain(*spans)])
+        return str(found)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -198,20 +205,21 @@ class PairFormat:
             return [(self.completion.render(row), True)]
         return message_spans(row, completion, self.train_on_turns)
 
-    def remarks(self, rows: list[SourceRow]) -> list[str]:
-        """Return how many conversations have a system message that replaces `chat.system`."""
+    def count_systems(self, rows: list[SourceRow]) -> int:
+        """Return how many rows have a system message that replaces `chat.system`."""
         if not isinstance(self.prompt, ChatPromptFormat) or self.prompt.chat.system is None:
-            return []
-        conversations = [self.conversation(row) or self.prompt.messages(row) for row in rows]
-        return system_remarks(conversations)
+            return 0
+        return sum(has_system(self.conversation(row) or self.prompt.messages(row)) for row in rows)
 
-    def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
+    def plain_texts(self, rows: Iterable[SourceRow]) -> Iterator[str]:
         """Yield prompts and completions without any chat format, to train a tokenizer on."""
-        conversations = [self.conversation(row) for row in rows]
-        pairs = [row for row, talk in zip(rows, conversations, strict=True) if talk is None]
-        yield from self.prompt.plain_texts(pairs)
-        yield from (text for row in pairs for text, _ in self.completion_spans(row))
-        yield from (each["content"] for talk in conversations for each in talk or [])
+        for row in rows:
+            conversation = self.conversation(row)
+            if conversation is None:
+                yield from self.prompt.plain_texts([row])
+                yield from (text for text, _ in self.completion_spans(row))
+            else:
+                yield from (message["content"] for message in conversation)
 
     def spans(
         self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
@@ -281,7 +289,7 @@ class PairFormat:
 
 
 def tokenize_pairs(
-    rows: list[SourceRow],
+    rows: Rows,
     role: str,
     *,
     pair_format: PairFormat,
@@ -302,39 +310,51 @@ def tokenize_pairs(
     Raises:
         ValueError: a truncated pair has no token to predict.
     """
-    spans, most = pair_format.spans(rows, tokenizer), limit.max_chars(tokenizer)
-    too_long = [sum(len(text) for text, _ in row) > most for row in spans]
-    clipped = [
-        clip_spans(row, most) if long else row for row, long in zip(spans, too_long, strict=True)
-    ]
-    encoded = pair_format.encode(rows, clipped, tokenizer)
-    for line in pair_format.remarks(rows):
-        rank_zero_info(f"{role}: {line}")
-    report_duplicates(role, rows, [tuple(text for text, _ in row[:-1]) for row in spans])
-    pairs = [[token for ids, _ in spans for token in ids] for spans in encoded]
-    targets = list(map(loss_spans, encoded))
-    lengths = [
-        max(len(ids), limit.tokens + long) for ids, long in zip(pairs, too_long, strict=True)
-    ]
+    most, num_systems = limit.max_chars(tokenizer), 0
+    lengths, texts, data = array("q"), array("q"), array("q")
+    pairs: list[list[int]] = []
+    targets: list[list[tuple[int, int]]] = []
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        num_systems += pair_format.count_systems(chunk)
+        spans = pair_format.spans(chunk, tokenizer)
+        too_long = [sum(len(text) for text, _ in row) > most for row in spans]
+        clipped = [
+            clip_spans(row, most) if long else row
+            for row, long in zip(spans, too_long, strict=True)
+        ]
+        encoded = pair_format.encode(chunk, clipped, tokenizer)
+        data.extend(digest(identity(row)) for row in chunk)
+        texts.extend(hash(tuple(text for text, _ in row[:-1])) for row in spans)
+        for parts, long in zip(encoded, too_long, strict=True):
+            ids = [token for ids, _ in parts for token in ids]
+            lengths.append(max(len(ids), limit.tokens + long))
+            pairs.append(ids[: limit.tokens])
+            targets.append(loss_spans(parts))
+    report_systems(role, num_systems, len(rows))
+    report_duplicates(role, rows, texts, data)
     kept = limit.select(lengths, rows, role)
     for number in kept:
         length = targets[number][0][0]
+        if 0 < length < limit.tokens:
+            continue
+        place = rows[number].place
         require(
             length > 0,
-            f"{rows[number].place}: the prompt has no tokens, so nothing predicts the first token "
-            "of the completion",
+            f"{place}: the prompt has no tokens, so nothing predicts the first token of the "
+            "completion",
         )
-        require(
-            length < limit.tokens,
-            f"{rows[number].place}: the prompt alone has {length} tokens, "
-            f"max_length={limit.tokens} leaves none to learn; set `long_examples: drop`",
+        raise ValueError(
+            f"{place}: the prompt alone has {length} tokens, max_length={limit.tokens} leaves none "
+            "to learn; set `long_examples: drop`"
         )
     return PairSet(
-        ids=[pairs[number][: limit.tokens] for number in kept],
+        ids=[pairs[number] for number in kept],
         loss_spans=[targets[number] for number in kept],
         pad_id=tokenizer.pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
-        rows=[rows[number] for number in kept],
+        set_names=rows.select(kept).set_names,
+        data_fingerprint=fingerprint(data),
     )
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jinja2
 import jinja2.meta
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, one_of, require, without_repeats
+from litgrpo.arguments import at_least, require, without_repeats
 from litgrpo.data.messages import (
     Messages,
     check_fields,
@@ -29,12 +29,11 @@ from litgrpo.data.tokenization import (
     closing_ids,
     encode_as_plain_text,
     encode_with_placeholders,
-    keep_end,
     longest_token,
     texts_in,
     tokenize,
 )
-from litgrpo.distributed.messages import rank_zero_warn
+from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 from litgrpo.text.chat_templates import TemplateError, render_messages
 from litgrpo.types import TASK, PromptBatch
 
@@ -43,7 +42,8 @@ if TYPE_CHECKING:  # slow to import; used in annotations only
 
 # Chat templates are third-party code: these are what they raise for messages that they reject.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
-LongRows = Literal["drop", "truncate", "error"]
+LongPrompts = Literal["drop", "error"]  # a prompt without its beginning is another task
+LongExamples = Literal["drop", "truncate", "error"]
 # Arguments of `apply_chat_template` that `template_kwargs` cannot set: what to do instead.
 OF_THE_DATA = "leave it out: it comes from the data"
 NO_TOKENS = "leave it out: the template renders text, which is tokenized afterwards"
@@ -223,7 +223,7 @@ class PromptFormat:
         """Return a format whose chat template writes this time; here, the same one."""
         return self
 
-    def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
+    def plain_texts(self, rows: Iterable[SourceRow]) -> Iterator[str]:
         """Yield the prompts without any chat format, to train a tokenizer on."""
         return map(self.template.render, rows)
 
@@ -241,9 +241,9 @@ class PromptFormat:
         """Return {name: values} of columns for rewards in addition to the fields of the rows."""
         return {}
 
-    def remarks(self, rows: list[SourceRow]) -> list[str]:
-        """Return what to log once about the prompts of a set."""
-        return []
+    def count_systems(self, rows: list[SourceRow]) -> int:
+        """Return how many rows have a system message that replaces `chat.system`."""
+        return 0
 
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
@@ -400,7 +400,7 @@ class ChatPromptFormat(PromptFormat):
             )
         return messages
 
-    def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
+    def plain_texts(self, rows: Iterable[SourceRow]) -> Iterator[str]:
         """Yield the contents of the messages, one per line."""
         for row in rows:
             yield "\n".join(message["content"] for message in self.messages(row))
@@ -457,11 +457,11 @@ class ChatPromptFormat(PromptFormat):
         """Return the messages of each row, with the system message."""
         return [self.conversation(row) for row in rows]
 
-    def remarks(self, rows: list[SourceRow]) -> list[str]:
-        """Return how many prompts have a system message that replaces `chat.system`."""
+    def count_systems(self, rows: list[SourceRow]) -> int:
+        """Return how many rows have a system message that replaces `chat.system`."""
         if self.chat.system is None:
-            return []
-        return system_remarks([self.messages(row) for row in rows])
+            return 0
+        return sum(has_system(self.messages(row)) for row in rows)
 
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
@@ -601,11 +601,11 @@ def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
         )
 
 
-def system_remarks(conversations: Sequence[Messages]) -> list[str]:
-    """Return how many conversations have a system message that replaces `chat.system`."""
-    number = sum(map(has_system, conversations))
-    how = "have a system message, which replaces data.chat.system"
-    return [f"{number} of {len(conversations)} rows {how}"] if number else []
+def report_systems(role: str, number: int, total: int) -> None:
+    """Log how many rows have a system message that replaces `chat.system`."""
+    if number:
+        how = "have a system message, which replaces data.chat.system"
+        rank_zero_info(f"{role}: {number} of {total} rows {how}")
 
 
 def append_opening(messages: Messages, added: str | Messages) -> Messages:
@@ -656,8 +656,8 @@ def encode_opening(
         added: a text for the end of the last user message (without chat format: of the prompt), or
             messages; an empty one leaves the prompt unchanged.
         prompt_format: format of the data.
-        limit: limit of a prompt's tokens; a prompt that is too long with the addition is truncated,
-            dropped or an error, as when the data were loaded.
+        limit: limit of a prompt's tokens; a prompt that is too long with the addition is dropped or
+            an error, as when the data were loaded.
         tokenizer: tokenizer of the model.
         split_added: encode special tokens that the addition writes as plain text.
 
@@ -675,9 +675,8 @@ def encode_opening(
             f"({limit.name}={limit.tokens})"
         )
         require(limit.action != "error", f"{problem}; {limit.remedy}")
-        if limit.action == "drop":
-            raise PromptDropped(problem)
-    return keep_end(ids, limit.tokens, tokenizer)
+        raise PromptDropped(problem)
+    return ids
 
 
 def apply_chat_template(
@@ -740,24 +739,23 @@ class LengthLimit:
         option: name of the option that sets the action, for messages.
 
     Example:
-        >>> LengthLimit("max_length", 1024, "truncate", "long_examples").remedy
-        'raise max_length or set `long_examples: drop` or `truncate`'
+        >>> LengthLimit("max_prompt_length", 512, "error").remedy
+        'raise max_prompt_length or set `long_prompts: drop`'
     """
 
     name: str
     tokens: int
-    action: LongRows
+    action: LongExamples
     option: str = "long_prompts"
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        one_of(self.option, self.action, get_args(LongRows))
+        """Check the limit."""
         at_least(self.name, self.tokens, 1)
 
     @property
     def remedy(self) -> str:
         """Advice for an error about a row that is too long."""
-        return f"raise {self.name} or set `{self.option}: drop` or `truncate`"
+        return f"raise {self.name} or set `{self.option}: drop`"
 
     def max_chars(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Number of characters above which a text has more tokens than the limit.
@@ -766,22 +764,7 @@ class LengthLimit:
         """
         return (self.tokens + 1) * longest_token(tokenizer)
 
-    def admits(self, length: int, row: SourceRow) -> bool:
-        """True if a row of this length is used, possibly truncated.
-
-        Raises:
-            ValueError: it is too long, and the action is `error`.
-        """
-        if length <= self.tokens:
-            return True
-        if self.action == "error":
-            raise ValueError(
-                f"{row.place}: has {length} tokens, more than {self.name}={self.tokens}; "
-                f"{self.remedy}"
-            )
-        return self.action == "truncate"
-
-    def select(self, lengths: list[int], rows: list[SourceRow], role: str) -> list[int]:
+    def select(self, lengths: Sequence[int], rows: Sequence[SourceRow], role: str) -> list[int]:
         """Return the numbers of the rows to use; warn once about those that are too long.
 
         Args:

@@ -6,13 +6,17 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from litgrpo.arguments import one_of, require
 from litgrpo.data.sources import (
     EPISODE_NUMBER,
+    Rows,
     SetsLike,
     Source,
     SourceRow,
@@ -81,8 +85,8 @@ class RowReader:
         """Columns that rewards probably compare completions with."""
         return {"answer", *self.columns, *self.extract} - {"prompt", "completion", "messages"}
 
-    def read(self, source: SetsLike, required: Iterable[str] | None = None) -> list[SourceRow]:
-        """Read all rows of a source and rename their columns.
+    def read(self, source: SetsLike, required: Iterable[str] | None = None) -> Rows:
+        """Read all rows of a source once, and return them with their columns renamed.
 
         Args:
             source: where they come from.
@@ -91,12 +95,35 @@ class RowReader:
         Raises:
             ValueError: a column is missing, or two rows have the same id.
         """
+        return self._read(source, required).rows
+
+    def _read(self, source: SetsLike, required: Iterable[str] | None) -> _ReadRows:
         needed = self.required if required is None else set(required)
-        rows = [self.rename(row, needed) for row in read_rows(source)]
-        reject_repeated_ids(rows)
-        if needed >= self.required:  # prompts to answer need no reference
-            warn_of_missing_answers(rows, self.compared)
-        return rows
+        rows = replace(read_rows(source), change=partial(self.rename, required=needed))
+        prompts, groups, identified, ids = (array("q") for _ in range(4))
+        empty = EmptyColumns(self.compared if needed >= self.required else ())
+        for number, row in enumerate(rows):
+            prompts.append(digest(identity(row)))
+            groups.append(self._group(row) if self.val_fraction else 0)
+            if isinstance(row.values.get("id"), str | int):
+                identified.append(number)
+                ids.append(hash((row.set_name, row.values["id"])))
+            empty.add(row)
+        repeats, earlier = find_repeats(ids)
+        if len(repeats):
+            row, first = rows[identified[repeats[0]]], rows[identified[earlier[0]]]
+            raise ValueError(
+                f"{row.place}: field 'id' is {row.values['id']!r}, as in {first.place}; remove one "
+                "of them, or set `columns: {number: id}` if it does not identify rows"
+            )
+        empty.warn(len(rows))
+        return _ReadRows(rows, np.array(prompts), np.array(groups))
+
+    def _group(self, row: SourceRow) -> int:
+        """Return a number that is the same in rows that are held out together."""
+        known = self.split_by == "prompt" or self.split_by in row.values
+        require(known, f"{row.place}: no field {self.split_by!r}, which split_by names")
+        return digest(identity(row, self.split_by))
 
     def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
         """Return a row with columns renamed and extracted.
@@ -140,8 +167,8 @@ class RowReader:
 
     def read_train_and_val(
         self, train: SetsLike, val: SetsLike | None, required: Iterable[str] | None = None
-    ) -> tuple[list[SourceRow], list[SourceRow]]:
-        """Read the rows to train on and those to validate on (none without `val` or a fraction).
+    ) -> tuple[Rows, Rows | None]:
+        """Read the rows to train on and those to validate on (None without `val` or a fraction).
 
         With `val_fraction` the side of a prompt depends on the prompt alone: not on other rows,
         their order, the seed or the template. A larger fraction only adds to the held-out rows.
@@ -149,33 +176,32 @@ class RowReader:
         Raises:
             ValueError: a side is empty, or `train_val_overlap: error` and the sides overlap.
         """
-        rows = self.read(train, required)
-        if val is None:
-            kept, held_out = self._split(rows)
-        else:
-            held_out = self.read(val, required)
+        rows = self._read(train, required)
+        if val is not None:
+            held_out = self._read(val, required)
             kept = self._without_overlap(rows, held_out)
-        require(bool(kept), "no training row is left: all of them are held out for validation")
+        elif self.val_fraction:
+            is_held_out = rows.groups.astype(np.uint64) < self.val_fraction * 2.0**64
+            held_out, kept = rows.select(is_held_out), rows.select(~is_held_out)
+            require(
+                len(held_out.rows) > 0,
+                f"val_fraction {self.val_fraction} of {len(rows.rows)} rows holds out none",
+            )
+        else:
+            return rows.rows, None
         require(
-            bool(held_out) or not self.val_fraction,
-            f"val_fraction {self.val_fraction} of {len(rows)} rows holds out none",
+            len(kept.rows) > 0, "no training row is left: all of them are held out for validation"
         )
-        return kept, held_out
+        return kept.rows, held_out.rows
 
-    def _split(self, rows: list[SourceRow]) -> tuple[list[SourceRow], list[SourceRow]]:
-        sides: dict[bool, list[SourceRow]] = {False: [], True: []}
-        for row in rows:
-            sides[is_held_out(row, self.val_fraction, self.split_by)].append(row)
-        return sides[False], sides[True]
-
-    def _without_overlap(self, train: list[SourceRow], val: list[SourceRow]) -> list[SourceRow]:
-        places = {identity(row): row.place for row in val}
-        shared = [row for row in train if identity(row) in places]
-        if not shared:
+    def _without_overlap(self, train: _ReadRows, val: _ReadRows) -> _ReadRows:
+        shared = np.flatnonzero(np.isin(train.prompts, val.prompts))
+        if not len(shared):
             return train
-        first = f"{shared[0].place} = {places[identity(shared[0])]}"
+        same = int(np.flatnonzero(val.prompts == train.prompts[shared[0]])[0])
         overlap = (
-            f"{len(shared)} of {len(train)} training prompts are in the validation set ({first})"
+            f"{len(shared)} of {len(train.prompts)} training prompts are in the validation set "
+            f"({train.rows[int(shared[0])].place} = {val.rows[same].place})"
         )
         if self.train_val_overlap == "error":
             raise ValueError(f"{overlap}; `train_val_overlap: drop` removes them from training")
@@ -183,7 +209,26 @@ class RowReader:
             rank_zero_warn(f"{overlap}: kept, so validation is optimistic")
             return train
         rank_zero_warn(f"{overlap}: removed from training")
-        return [row for row in train if identity(row) not in places]
+        return train.select(~np.isin(train.prompts, val.prompts))
+
+
+@dataclass(frozen=True)
+class _ReadRows:
+    """Rows that were read once, with what was computed of each.
+
+    Args:
+        rows: the rows.
+        prompts: [rows] digests of their prompts.
+        groups: [rows] digests by which `val_fraction` holds rows out.
+    """
+
+    rows: Rows
+    prompts: np.ndarray
+    groups: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> _ReadRows:
+        """Return the rows that a mask chooses."""
+        return _ReadRows(self.rows.select(chosen), self.prompts[chosen], self.groups[chosen])
 
 
 def find_value(values: Mapping[str, Any], name: str) -> Any:
@@ -253,94 +298,73 @@ def identity(row: SourceRow, name: str = "prompt") -> str:
     return " ".join(words)
 
 
-def is_held_out(row: SourceRow, fraction: float, split_by: str = "prompt") -> bool:
-    """True if a row belongs to the held-out share; depends on its `split_by` alone.
-
-    Raises:
-        ValueError: the row has no such column.
-    """
-    known = split_by == "prompt" or split_by in row.values
-    require(known, f"{row.place}: no field {split_by!r}, which split_by names")
-    digest = hashlib.sha256(identity(row, split_by).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+def digest(text: str) -> int:
+    """Return 8 bytes of a text's SHA-256, the same ones in every run."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
-def fingerprint(rows: list[SourceRow]) -> str:
-    """Hash prompts in their order.
+def fingerprint(prompts: Sequence[int]) -> str:
+    """Hash digests of prompts in their order."""
+    return hashlib.sha256(array("q", prompts).tobytes()).hexdigest()[:16]
+
+
+def find_repeats(keys: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the keys that occurred before, and of the first key equal to each.
 
     Example:
-        >>> fingerprint([])
-        'e3b0c44298fc1c14'
+        >>> find_repeats([5, 7, 5])
+        (array([2]), array([0]))
     """
-    return hashlib.sha256("\n".join(map(identity, rows)).encode()).hexdigest()[:16]
+    _, first, inverse = np.unique(np.array(keys, np.int64), return_index=True, return_inverse=True)
+    repeats = np.flatnonzero(first[inverse] != np.arange(len(keys)))
+    return repeats, first[inverse[repeats]]
 
 
-def token_fingerprint(rows: Iterable[Sequence[int]]) -> str:
-    """Hash token ids of prompts in their order: all that a model reads.
-
-    Example:
-        >>> token_fingerprint([[1, 2], [3]]) == token_fingerprint([[1], [2, 3]])
-        False
-    """
-    digest = hashlib.sha256()
-    for ids in rows:
-        digest.update(array("q", [len(ids), *ids]).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _repeats(rows: list[SourceRow], keys: Iterable[Hashable]) -> Iterator[tuple[SourceRow, str]]:
-    """Yield each row whose key an earlier row has, with the place of the first such row."""
-    seen: dict[Hashable, str] = {}
-    for row, key in zip(rows, keys, strict=True):
-        first = seen.setdefault(key, row.place)
-        if first != row.place:
-            yield row, first
-
-
-def reject_repeated_ids(rows: list[SourceRow]) -> None:
-    """Check that no two rows of a source have the same `id`.
-
-    Raises:
-        ValueError: two rows do; the message has both places.
-    """
-    identified = [row for row in rows if isinstance(row.values.get("id"), str | int)]
-    repeats = _repeats(identified, [(r.set_name, r.source, r.values["id"]) for r in identified])
-    repeat = next(repeats, None)
-    if repeat is not None:
-        row, first = repeat
-        raise ValueError(
-            f"{row.place}: field 'id' is {row.values['id']!r}, as in {first}; remove one of them, "
-            "or set `columns: {number: id}` if it does not identify rows"
-        )
-
-
-def warn_of_missing_answers(rows: list[SourceRow], names: Iterable[str]) -> None:
-    """Warn once for each column of which some rows are empty; see `list_answers`.
+class EmptyColumns:
+    """Finds rows whose answers are empty; see `list_answers`.
 
     Sources and tasks of which no row has a value do not use the column. Empty prompts and
     completions are errors where they are rendered.
+
+    Args:
+        names: the columns.
     """
-    for name in sorted(names):
-        values = [(row.values.get(name), row) for row in rows]
-        used = {_task_of(row) for value, row in values if list_answers(value)}
-        empty = [
-            row
-            for value, row in values
-            if not list_answers(value) and (value is not None or _task_of(row) in used)
-        ]
-        if empty:
-            rank_zero_warn(
-                f"{len(empty)} of {len(rows)} rows have an empty {name!r} (the first: "
-                f"{empty[0].place}): rewards that compare with it do not score these rows; fill it "
-                "in, or leave them out"
-            )
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = sorted(names)
+        self.used: set[Hashable] = set()
+        # {(column, task, whether it is None): [number of rows, place of the first one]}
+        self.empty: dict[tuple[str, Hashable, bool], list[Any]] = {}
+
+    def add(self, row: SourceRow) -> None:
+        """Count a row."""
+        task = row.set_name, str(row.values.get(TASK))
+        for name in self.names:
+            value = row.values.get(name)
+            if list_answers(value):
+                self.used.add((name, task))
+            else:
+                self.empty.setdefault((name, task, value is None), [0, row.place, row.index])[
+                    0
+                ] += 1
+
+    def warn(self, total: int) -> None:
+        """Warn once for each column of which some rows are empty."""
+        for name in self.names:
+            found = [
+                counted
+                for (column, task, is_none), counted in self.empty.items()
+                if column == name and (not is_none or (name, task) in self.used)
+            ]
+            if found:
+                rank_zero_warn(
+                    f"{sum(count for count, *_ in found)} of {total} rows have an empty {name!r} "
+                    f"(the first: {min(found, key=lambda each: each[2])[1]}): rewards that compare "
+                    "with it do not score these rows; fill it in, or leave them out"
+                )
 
 
-def _task_of(row: SourceRow) -> tuple[str, int, str]:
-    return row.set_name, row.source, str(row.values.get(TASK))
-
-
-def report_duplicates(role: str, rows: list[SourceRow], texts: Iterable[Hashable]) -> None:
+def report_duplicates(role: str, rows: Rows, texts: Sequence[int], data: Sequence[int]) -> None:
     """Log how many prompts repeat an earlier one, as the model reads them, with the first pair.
 
     Warn if the rows differ and their texts do not: the template leaves out what they differ in.
@@ -348,22 +372,29 @@ def report_duplicates(role: str, rows: list[SourceRow], texts: Iterable[Hashable
     Args:
         role: name of the set.
         rows: the rows.
-        texts: the prompt of each row, as the model reads it.
+        texts: hash of the prompt of each row, as the model reads it.
+        data: digest of the prompt of each row, as the data have it.
     """
-    keys = [(text, row.values.get(EPISODE_NUMBER)) for text, row in zip(texts, rows, strict=True)]
-    found = [f"{row.place} repeats {first}" for row, first in _repeats(rows, keys)]
-    if not found:
+    repeats, earlier = find_repeats(texts)
+    if not len(repeats):
         return
-    line = f"{role}: {len(found)} of {len(rows)} prompts are duplicates ({found[0]})"
-    added = len(found) - sum(1 for _ in _repeats(rows, map(identity, rows)))
+    first = f"{rows[int(repeats[0])].place} repeats {rows[int(earlier[0])].place}"
+    line = f"{role}: {len(repeats)} of {len(rows)} prompts are duplicates ({first})"
+    added = len(repeats) - len(find_repeats(data)[0])
     if added > 0:
         rank_zero_warn(f"{line}; {added} of them differ in the data: the template makes them equal")
     else:
         rank_zero_info(line)
 
 
-def columns_of(rows: list[SourceRow]) -> dict[str, list[Any]]:
+def columns_of(
+    rows: Iterable[SourceRow], names: Iterable[str] | None = None
+) -> dict[str, list[Any]]:
     """Return {column: one value per row} of all columns but `prompt`; None for missing values.
+
+    Args:
+        rows: the rows.
+        names: the columns; by default those of the rows.
 
     Raises:
         ValueError: a column has the name of an argument that rewards get anyway.
@@ -372,12 +403,16 @@ def columns_of(rows: list[SourceRow]) -> dict[str, list[Any]]:
         >>> columns_of([SourceRow({"prompt": "1+1?", "answer": "2"}, "a.jsonl, line 1", 0)])
         {'answer': ['2']}
     """
-    names = dict.fromkeys(name for row in rows for name in row.values if name != "prompt")
-    reserved = sorted(REWARD_ARGUMENTS & names.keys())
+    rows = [*rows]
+    if names is None:
+        names = dict.fromkeys(name for row in rows for name in row.values)
+    found = {name: [row.values.get(name) for row in rows] for name in names if name != "prompt"}
+    reserved = sorted(REWARD_ARGUMENTS & found.keys())
     if reserved:
         name = reserved[0]
+        place = next(row.place for row in rows if name in row.values)
         raise ValueError(
-            f"{rows[0].place}: field {name!r} has the name of an argument of reward functions; "
+            f"{place}: field {name!r} has the name of an argument of reward functions; "
             f"rename it with `columns: {{reference_{name}: {name}}}`"
         )
-    return {name: [row.values.get(name) for row in rows] for name in names}
+    return found

@@ -8,15 +8,16 @@ import random
 import re
 from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from glob import glob, has_magic
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, overload
 from urllib.parse import parse_qsl
+
+import numpy as np
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import (
@@ -27,16 +28,8 @@ from litgrpo.arguments import (
     import_by_path,
     require,
 )
-from litgrpo.data.files import (
-    ENDINGS,
-    LINE_PARSERS,
-    READERS,
-    LineFile,
-    PlacedRow,
-    require_object,
-    rows_from_list,
-)
-from litgrpo.data.in_memory import is_table, read_object, without_nulls_in_row
+from litgrpo.data.files import ENDINGS, READERS, PlacedRow, TableRows, rows_from_list
+from litgrpo.data.in_memory import is_table, read_object
 from litgrpo.data.loader import allocate_rows
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.types import TASK
@@ -45,9 +38,6 @@ from litgrpo.workers.sandbox.wire import dumps
 PYTHON = "python:"
 GIVEN = "the given list"
 EPISODE_NUMBER = "episode_number"  # column that distinguishes rows with the same prompt
-STREAMABLE = (
-    f"{', '.join(LINE_PARSERS)}, .parquet, a folder of save_to_disk or a data set of the Hub"
-)
 # Files that `save_to_disk` of a Dataset and of a DatasetDict writes.
 SAVED = ("state.json", "dataset_dict.json")
 INSTALL = "needs `pip install reasoning-gym==0.1.25`"
@@ -65,11 +55,7 @@ class Source:
             if it has several; or a data set of the Hugging Face Hub, `name`, `name:config` or
             `name:config:split` (split: train).
         limit: take only this number of rows, chosen at random, the same ones in every run.
-        weight: share of this source among several: its part of the training rows is this number
-            over the sum of all. Without weights every row is used once per epoch.
         kwargs: more arguments for the function.
-        streaming: leave the rows on disk and read each with its batch, for training data that do
-            not fit into memory: .jsonl, .txt, .parquet, a folder of `save_to_disk`, or the Hub.
         columns: names of columns in this source, in addition to `columns` of the data.
         extract: regular expressions for this source, in addition to `extract` of the data.
 
@@ -80,9 +66,7 @@ class Source:
 
     path: str
     limit: int | None = None
-    weight: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    streaming: bool = False
     columns: dict[str, str] = field(default_factory=dict)
     extract: dict[str, str] = field(default_factory=dict)
 
@@ -276,13 +260,8 @@ def import_reasoning_gym() -> ModuleType:
 SOURCE_KEYS = {each.name: None for each in fields(Source)}.keys()
 # In Python also a `datasets.Dataset`, or any other iterable of mappings.
 SourceLike = (
-    str
-    | GeneratedSource
-    | Source
-    | list[str | Source | GeneratedSource]
-    | list[str | Source]
-    | list[dict[str, Any]]
-    | list[Any]  # others get an error that names the row
+    str | GeneratedSource | Source | list[str] | list[dict[str, Any]] | list[Any]
+    # `list[Any]`: other items get an error that names the row
 )
 # Named sets: `{easy: a.jsonl, hard: {path: b.jsonl, limit: 100}}`.
 SetsLike = SourceLike | dict[str, Any]
@@ -296,7 +275,6 @@ class SourceRow:
         values: the fields by name.
         place: file and line (or row) for messages.
         index: position among all rows that were read together.
-        source: number of its source, if there are several.
         set_name: name of its set, if there are several.
         origin: its source, whose `columns` and `extract` apply to this row; None: only those of the
             data do.
@@ -308,19 +286,94 @@ class SourceRow:
     values: dict[str, Any]
     place: str
     index: int
-    source: int = 0
     set_name: str = ""
     origin: Source | None = None
 
 
-def read_rows(source: SetsLike) -> list[SourceRow]:
-    """Read all rows of a source, of several, or of named sets, up to their limits.
+@dataclass(frozen=True)
+class Part:
+    """Rows of one file or object.
+
+    Args:
+        rows: the rows with their places; files of many rows read them on access.
+        set_name: name of their set, or "".
+        origin: their source, if it has options.
+    """
+
+    rows: Sequence[PlacedRow]
+    set_name: str
+    origin: Source | None
+
+
+def _unchanged(row: SourceRow) -> SourceRow:
+    return row
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[SourceRow]):
+    """Rows of one source or of several sets, each read from its part on access.
+
+    Args:
+        parts: one after the other.
+        places: [all] positions in the parts of the rows within the limits of their sources.
+        numbers: [rows] which of those belong here, ascending.
+        change: applied to each row that is read, such as renaming of columns.
+    """
+
+    parts: Sequence[Part]
+    places: np.ndarray
+    numbers: np.ndarray
+    change: Callable[[SourceRow], SourceRow] = _unchanged
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, number: int) -> SourceRow: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[SourceRow]: ...
+    def __getitem__(self, number: int | slice) -> SourceRow | list[SourceRow]:
+        """Read a row, or several."""
+        if isinstance(number, slice):
+            return [self._read(int(index)) for index in self.numbers[number]]
+        return self._read(int(self.numbers[number]))
+
+    def __iter__(self) -> Iterator[SourceRow]:
+        """Read the rows in their order."""
+        return (self._read(int(index)) for index in self.numbers)
+
+    def _read(self, index: int) -> SourceRow:
+        place = int(self.places[index])
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        part = self.parts[number]
+        values, where = part.rows[place - int(self._ends[number]) + len(part.rows)]
+        task = {TASK: part.set_name} if part.set_name else {}
+        return self.change(SourceRow(task | values, where, index, part.set_name, part.origin))
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(part.rows) for part in self.parts])
+
+    @property
+    def set_names(self) -> list[str]:
+        """Name of each row's set; "" for sets without names."""
+        numbers = np.searchsorted(self._ends, self.places[self.numbers], side="right")
+        return [self.parts[number].set_name for number in numbers]
+
+    def select(self, chosen: Any) -> Rows:
+        """Return the rows that a mask or ascending numbers choose."""
+        return replace(self, numbers=self.numbers[chosen])
+
+
+def read_rows(source: SetsLike) -> Rows:
+    """Open a source or named sets, up to the limits of their sources.
 
     Rows of named sets get the name as column `task`, unless they have such a column.
 
     Args:
-        source: a source, its path, a list of these, or the rows themselves (texts become
-            `{"prompt": text}`); or {name: any of these}.
+        source: a source, its path, or the rows themselves (texts become `{"prompt": text}`); or
+            {name: any of these}.
 
     Raises:
         ValueError: a source is empty or cannot be read.
@@ -332,16 +385,18 @@ def read_rows(source: SetsLike) -> list[SourceRow]:
         [{'task': 'sums', 'prompt': 'What is 3+4?'}]
     """
     named = parse_named_sets(source) if isinstance(source, dict) else {"": source}
-    found: list[SourceRow] = []
+    parts: list[Part] = []
+    places = [np.zeros(0, np.int64)]
+    start = 0
     for name, given in named.items():
-        task = {TASK: name} if name else {}
-        for number, one in enumerate(split_sources(given)):
-            origin = one if isinstance(one, Source) else None
-            found += [
-                SourceRow(task | values, place, 0, number, name, origin)
-                for values, place in _read_one(one)
-            ]
-    return [replace(row, index=index) for index, row in enumerate(found)]
+        origin = given if isinstance(given, Source) else None
+        opened = _open(given)
+        parts += [Part(rows, name, origin) for rows in opened]
+        count = sum(map(len, opened))
+        places.append(start + _choose_rows(count, origin))
+        start += count
+    chosen = np.concatenate(places)
+    return Rows(parts, chosen, np.arange(len(chosen)))
 
 
 def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
@@ -355,19 +410,13 @@ def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
     for name, source in given.items():
         good = isinstance(name, str) and name and "/" not in name
         require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
-        fits = isinstance(source, Iterable | Source | GeneratedSource) and bool(source)
+        fits = isinstance(source, Iterable | Source | GeneratedSource)
+        fits = fits and not (isinstance(source, str | list | dict) and not source)
         require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
     return {name: _parse_source(source) for name, source in given.items()}
 
 
 def _parse_source(node: Any) -> Any:
-    if isinstance(node, list):  # of sources, or of rows, which may have a field `path`
-        return [
-            Source(**one)
-            if isinstance(one, dict) and "path" in one and one.keys() <= SOURCE_KEYS
-            else one
-            for one in node
-        ]
     if isinstance(node, dict) and "path" in node:
         require(node.keys() <= SOURCE_KEYS, _unknown_key(node))
         return Source(**node)
@@ -380,108 +429,86 @@ def _unknown_key(node: Mapping[str, Any]) -> str:
     return f"a source has no key {word!r}{hint}; it has {', '.join(SOURCE_KEYS)}"
 
 
-def split_sources(source: SourceLike) -> list[Any]:
-    """Return the items of a list of sources; a list of rows, or any other source, is one item.
+def _open(source: Any) -> list[Sequence[PlacedRow]]:
+    """Return the rows of a source, in one part or one for each of its files.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parts: list[Sequence[PlacedRow]]
+    if isinstance(source, GeneratedSource):
+        name, parts = source.name, [rows_from_list(source.rows(), source.name)]
+    elif isinstance(source, str | Path | Source):
+        source = source if isinstance(source, Source) else Source(str(source))
+        name, parts = source.path, _open_path(source)
+    else:
+        name = GIVEN if isinstance(source, list) else f"the given {type(source).__name__}"
+        reject_sources(source)
+        is_mapped = is_table(source) and hasattr(source, "to_iterable_dataset")
+        parts = [
+            TableRows(source, name) if is_mapped else rows_from_list(read_object(source), name)
+        ]
+    require(any(map(len, parts)), f"{name} holds no rows")
+    return parts
+
+
+def reject_sources(rows: Any) -> None:
+    """Check that a list holds rows and not sources.
+
+    Raises:
+        ValueError: an item is a source, or a text that names a file.
+    """
+    for each in rows if isinstance(rows, list) else ():
+        is_node = isinstance(each, dict) and bool({"path", "class_path"} & each.keys())
+        if (
+            (is_node and each.keys() <= {*SOURCE_KEYS, "class_path", "init_args"})
+            or isinstance(each, Source | GeneratedSource | Path)
+            or is_table(each)
+            or names_file(each)
+        ):
+            raise ValueError(
+                f"a list is a list of rows, and {each!r:.60} is a source: give several sources "
+                "names, as in `{sums: a.jsonl, letters: b.jsonl}`; a prompt that looks like a file "
+                "is `{prompt: ...}`"
+            )
+
+
+def names_file(text: Any) -> bool:
+    """True if a text names a source: a function, a file by its ending, or a folder.
 
     Example:
-        >>> split_sources(["a.jsonl", "b.jsonl"])
-        ['a.jsonl', 'b.jsonl']
-        >>> split_sources(["What is 3+4?", "What is 5+6?"])
-        [['What is 3+4?', 'What is 5+6?']]
+        >>> names_file("data/a.jsonl"), names_file("What is in a.jsonl?")
+        (True, False)
     """
-    if not isinstance(source, list):
-        return [source]
-    objects = [isinstance(each, Source | GeneratedSource) or is_table(each) for each in source]
-    named = [
-        is_object or names_source(each) for is_object, each in zip(objects, source, strict=True)
-    ]
-    with_objects = any(objects)
-    if not any(named):
-        return [source]
-    text = next((each for each, is_named in zip(source, named, strict=True) if not is_named), "")
-    texts = with_objects and isinstance(text, str)
-    require(
-        all(named) or texts,
-        f"the list contains files and {text!r:.60}, which is not a file: give a list of sources or "
-        "a list of rows; write a source whose path is not a file as `{path: ...}`",
-    )
-    return source
-
-
-def names_source(text: Any) -> bool:
-    """True if a text in a list names a source: a function, a file by its ending, or a folder."""
     if not isinstance(text, str) or "\n" in text:
         return False
     is_file = Path(text).suffix.lower() in READERS and (" " not in text or Path(text).is_file())
     return text.startswith(PYTHON) or is_file or ("/" in text and Path(text).is_dir())
 
 
-def source_weights(source: Any) -> list[float] | None:
-    """Return the weight of each of several sources; None if they have none.
-
-    Raises:
-        ValueError: only some have a weight.
-    """
-    each = split_sources(source) if isinstance(source, list) else []
-    weights = [one.weight if isinstance(one, Source) else None for one in each]
-    given = [weight for weight in weights if weight is not None]
-    require(
-        len(given) in (0, len(weights)),
-        f"{len(given)} of {len(weights)} sources have a weight; give one to each or to none",
-    )
-    for weight in given:
-        above("weight of a source", weight, 0)
-    return given or None
-
-
-def _read_one(source: Any) -> list[PlacedRow]:
-    """Read one source, up to its limit."""
-    if isinstance(source, GeneratedSource):
-        return rows_from_list(source.rows(), source.name)
-    if isinstance(source, str | Path):
-        source = Source(str(source))
-    if not isinstance(source, Source):
-        return _rows_in_memory(source)
-    require(
-        not source.streaming,
-        f"{source.path}: `streaming: true` is only for `train` of PromptData; leave it out here",
-    )
-    rows = _read_path(source)
-    require(bool(rows), f"{source.path} holds no rows")
-    if source.limit is None or source.limit >= len(rows):
-        return rows
-    rank_zero_info(
-        f"{source.path}: {source.limit} of {len(rows)} rows, chosen at random, the same ones in "
-        "every run (limit)"
-    )
-    return [rows[number] for number in choose_rows(len(rows), source.limit)]
-
-
-def choose_rows(count: int, limit: int) -> Sequence[int]:
-    """Choose `limit` of the numbers below `count` at random; return them sorted.
+def _choose_rows(count: int, source: Source | None) -> np.ndarray:
+    """Return the numbers of the rows that a source's limit leaves, and say so.
 
     The choice is the same in every run, and a higher limit only adds to it.
     """
+    if source is None or source.limit is None or source.limit >= count:
+        return np.arange(count)
+    rank_zero_info(
+        f"{source.path}: {source.limit} of {count} rows, chosen at random, the same ones in every "
+        "run (limit)"
+    )
     order = array("q", range(count))
     random.Random(0).shuffle(order)
-    return sorted(order[:limit])
+    return np.sort(np.array(order[: source.limit]))
 
 
-def _rows_in_memory(rows: Any) -> list[PlacedRow]:
-    """Return rows that exist in Python."""
-    name = GIVEN if isinstance(rows, list) else f"the given {type(rows).__name__}"
-    found = rows_from_list(read_object(rows), name)
-    require(bool(found), f"{name} holds no rows")
-    return found
-
-
-def _read_path(source: Source) -> list[PlacedRow]:
+def _open_path(source: Source) -> list[Sequence[PlacedRow]]:
     path, suffix = source.path, Path(source.path).suffix.lower()
     if path.startswith(PYTHON):
-        return _call_function(path, source.kwargs)
+        return [_call_function(path, source.kwargs)]
     if suffix in READERS:
-        return [row for file in find_files(path) for row in READERS[suffix](file)]
-    return rows_from_list(read_object(load_hf_dataset(path)), path)
+        return [READERS[suffix](file) for file in find_files(path)]
+    return [TableRows(load_hf_dataset(path), path)]
 
 
 def load_hf_dataset(path: str) -> Any:
@@ -561,86 +588,6 @@ def _load_from_hub(path: str) -> Any:
         ) from error
 
 
-# Rows that stay on disk (`streaming: true`)
-
-
-class RowsOnDisk(Protocol):
-    """Rows with their places, read on access."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def __getitem__(self, row: int) -> PlacedRow:
-        """Read a row."""
-
-
-class HFDatasetRows:
-    """Rows of a `datasets.Dataset`, which maps its files into memory.
-
-    Args:
-        rows: the data set.
-        name: name for places.
-    """
-
-    def __init__(self, rows: Any, name: str) -> None:
-        self.rows, self.name = rows, name
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> PlacedRow:
-        """Read a row."""
-        place = f"{self.name}, row {row + 1}"
-        return require_object(without_nulls_in_row(self.rows[int(row)]), place), place
-
-
-class ConcatenatedRows:
-    """The rows of several sources, one after the other.
-
-    Args:
-        parts: the sources.
-    """
-
-    def __init__(self, parts: Sequence[RowsOnDisk]) -> None:
-        self.parts, self.ends = parts, [*accumulate(map(len, parts))]
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return self.ends[-1]
-
-    def __getitem__(self, row: int) -> PlacedRow:
-        """Read a row."""
-        part = bisect_right(self.ends, row)
-        return self.parts[part][row - self.ends[part] + len(self.parts[part])]
-
-
-class ChosenRows:
-    """A random choice of rows, the same ones in every run.
-
-    Args:
-        rows: all rows.
-        limit: number of rows to choose.
-    """
-
-    def __init__(self, rows: RowsOnDisk, limit: int) -> None:
-        self.rows, self.numbers = rows, array("q", choose_rows(len(rows), limit))
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.numbers)
-
-    def __getitem__(self, row: int) -> PlacedRow:
-        """Read a row."""
-        return self.rows[self.numbers[row]]
-
-
-def is_streaming(source: Any) -> bool:
-    """True if a source, or any of a list, leaves its rows on disk."""
-    each = source if isinstance(source, list) else [source]
-    return any(isinstance(one, Source) and one.streaming for one in each)
-
-
 def task_weights_of(sets: Any, weights: Mapping[str, float] | None) -> list[float] | None:
     """Return the weight of each named set, in their order; None without weights.
 
@@ -649,27 +596,19 @@ def task_weights_of(sets: Any, weights: Mapping[str, float] | None) -> list[floa
         weights: {name: weight} of all of them, or None.
 
     Raises:
-        ValueError: the names do not fit, or a source within a named set has a weight.
+        ValueError: the names do not fit.
 
     Example:
         >>> task_weights_of({"math": "a.jsonl", "chat": "b.jsonl"}, {"chat": 1, "math": 2})
         [2, 1]
     """
-    if not isinstance(sets, Mapping):
-        require(
-            weights is None,
-            "task_weights are for several tasks: name them, as in `train: {math: a.jsonl, chat: "
-            "b.jsonl}`",
-        )
-        return source_weights(sets)
-    for name, source in sets.items():
-        inside = _parse_source(source)
-        given = [getattr(one, "weight", None) for one in split_sources(inside)]
-        require(
-            not any(given), f"the set {name!r} has a source with a weight; set task_weights instead"
-        )
     if weights is None:
         return None
+    require(
+        isinstance(sets, Mapping),
+        "task_weights are for several tasks: name them, as in `train: {math: a.jsonl, chat: "
+        "b.jsonl}`",
+    )
     for name in weights:
         hint = f"{did_you_mean(name, sets)}; train has {', '.join(sets)}"
         require(name in sets, f"task_weights has {name!r}, which is not a set of train{hint}")
@@ -677,48 +616,3 @@ def task_weights_of(sets: Any, weights: Mapping[str, float] | None) -> list[floa
         require(name in weights, f"task_weights has no weight for {name!r}; give one to each set")
         above(f"weight of task {name!r}", weights[name], 0)
     return [weights[name] for name in sets]
-
-
-def open_rows(source: Any) -> RowsOnDisk:
-    """Open a source or several without reading their rows into memory.
-
-    Raises:
-        ValueError: a source has a weight, no rows, or cannot be read row by row.
-    """
-    each = [Source(one) if isinstance(one, str) else one for one in split_sources(source)]
-    require(
-        all(isinstance(one, Source) for one in each),
-        "train has a source with `streaming: true`: its other sources must be paths as well",
-    )
-    for name in ("weight", "columns", "extract"):
-        require(
-            not any(getattr(one, name) for one in each),
-            f"{name} and streaming cannot be combined: leave one of them out",
-        )
-    return ConcatenatedRows([_open_source(one) for one in each])
-
-
-def _open_source(source: Source) -> RowsOnDisk:
-    path, suffix = source.path, Path(source.path).suffix.lower()
-    require(
-        not path.startswith(PYTHON) and suffix not in (".csv", ".json"),
-        f"{path} cannot be read row by row: streaming is for {STREAMABLE}",
-    )
-    parts: Sequence[RowsOnDisk]
-    if suffix in LINE_PARSERS:
-        parts = [LineFile(file, LINE_PARSERS[suffix]) for file in find_files(path)]
-    elif suffix == ".parquet":
-        from datasets import load_dataset  # slow to import
-
-        files = [str(file) for file in find_files(path)]
-        try:
-            loaded = load_dataset("parquet", data_files=files, split="train")
-        except Exception as error:  # of the library, of many types
-            cause = error.__cause__ or error
-            raise ValueError(f"{path}: not Parquet: {first_line(cause)}") from error
-        parts = [HFDatasetRows(loaded, path)]
-    else:
-        parts = [HFDatasetRows(load_hf_dataset(path), path)]
-    rows = ConcatenatedRows(parts)
-    require(len(rows) > 0, f"{path} holds no rows")
-    return rows if source.limit is None else ChosenRows(rows, source.limit)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import first_line, require
@@ -143,14 +145,6 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def keep_end(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Truncate to the last `limit` tokens; a begin token stays first."""
-    if len(ids) <= limit:
-        return ids
-    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    return begin + ids[len(ids) - limit + len(begin) :]
-
-
 def special_token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the texts that the tokenizer encodes as one special token each, longest first."""
     added = tokenizer.added_tokens_decoder.values()
@@ -276,42 +270,81 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(one)
 
 
-def report_special_tokens(
-    role: str, given: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, *, split: bool
-) -> None:
-    """Log how many rows write a special token as text, and how it is encoded.
+class TokenCounts:
+    """Counts prompts that write special tokens as text, and unknown tokens.
 
     Args:
-        role: name of the set.
-        given: the texts of each row that come from the data.
         tokenizer: tokenizer of the model.
-        split: True if they are encoded as plain text.
     """
-    known, rows = special_token_texts(tokenizer), [*given]
-    found = [[mark for mark in known if any(mark in text for text in texts)] for texts in rows]
-    number, marks = sum(map(bool, found)), sorted({mark for marks in found for mark in marks})
-    if not number:
-        return
-    if split:
-        effect = "read as plain text (split_special_tokens)"
-    else:
-        effect = "read as those tokens; `split_special_tokens: true` reads them as plain text"
-    named = ", ".join(map(repr, marks[:3]))
-    rank_zero_info(
-        f"{role}: {number} of {len(rows)} prompts write special tokens as text ({named}): {effect}"
-    )
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.special = tokenizer, special_token_texts(tokenizer)
+        self.num_rows = self.num_tokens = self.num_unknown = self.num_with_unknown = 0
+        self.num_marked, self.marks = 0, set[str]()
+
+    def add(self, texts: list[str], ids: list[int]) -> None:
+        """Count a prompt.
+
+        Args:
+            texts: those that come from the data.
+            ids: its token ids.
+        """
+        marks = [mark for mark in self.special if any(mark in text for text in texts)]
+        unknown = self.tokenizer.unk_token_id
+        num_unknown = 0 if unknown is None else ids.count(unknown)
+        self.marks.update(marks)
+        self.num_marked += bool(marks)
+        self.num_rows += 1
+        self.num_tokens += len(ids)
+        self.num_unknown += num_unknown
+        self.num_with_unknown += num_unknown > 0
+
+    def report(self, role: str, *, split: bool) -> None:
+        """Log the counts that are not zero.
+
+        Args:
+            role: name of the set.
+            split: True if special tokens are encoded as plain text.
+        """
+        if self.num_marked:
+            effect = (
+                "read as plain text (split_special_tokens)"
+                if split
+                else "read as those tokens; `split_special_tokens: true` reads them as plain text"
+            )
+            named = ", ".join(map(repr, sorted(self.marks)[:3]))
+            rank_zero_info(
+                f"{role}: {self.num_marked} of {self.num_rows} prompts write special tokens as "
+                f"text ({named}): {effect}"
+            )
+        if self.num_unknown:
+            rank_zero_info(
+                f"{role}: {self.num_unknown / self.num_tokens:.1%} of the prompt tokens are "
+                f"unknown to the tokenizer ({self.tokenizer.unk_token!r}), in "
+                f"{self.num_with_unknown} of {self.num_rows} prompts: the model cannot read these "
+                "characters; use a tokenizer that was trained on such texts, or one of bytes"
+            )
 
 
-def report_unknown_tokens(
-    role: str, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Log the share of unknown tokens of a set, if there are any."""
-    unknown = tokenizer.unk_token_id
-    number = sum(row.count(unknown) for row in ids) if unknown is not None else 0
-    total, rows = sum(map(len, ids)), sum(unknown in row for row in ids)
-    if number:
-        rank_zero_info(
-            f"{role}: {number / total:.1%} of the prompt tokens are unknown to the tokenizer "
-            f"({tokenizer.unk_token!r}), in {rows} of {len(ids)} prompts: the model cannot read "
-            "these characters; use a tokenizer that was trained on such texts, or one of bytes"
-        )
+class TokenFingerprint:
+    """Hash of the token ids of rows in their order: all that a model reads.
+
+    Example:
+        >>> first, second = TokenFingerprint(), TokenFingerprint()
+        >>> first.add([1, 2], [3])
+        >>> second.add([1], [2, 3])
+        >>> str(first) == str(second)
+        False
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, *rows: Sequence[int]) -> None:
+        """Add rows."""
+        for ids in rows:
+            self._digest.update(array("q", [len(ids), *ids]).tobytes())
+
+    def __str__(self) -> str:
+        """Return the hash of what was added so far."""
+        return self._digest.hexdigest()[:16]

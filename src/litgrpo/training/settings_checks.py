@@ -14,7 +14,7 @@ from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean,
 from litgrpo.arguments import at_least, did_you_mean, find_page
 from litgrpo.data.modules import SourceData
 from litgrpo.data.pairs import PairSet
-from litgrpo.data.prompts import PromptSet, StreamedPrompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
@@ -36,7 +36,7 @@ from litgrpo.rollout.served_reference import (
 from litgrpo.training.controllers import Controllers
 from litgrpo.training.data_completions import DataCompletions
 from litgrpo.training.update_config import UpdateConfig
-from litgrpo.types import REFERENCE_PROMPT, TASK
+from litgrpo.types import TASK
 
 # Of a rollout's token: its id (8 bytes), random number, log-probability and masks.
 BYTES_PER_TOKEN = 18
@@ -210,7 +210,7 @@ def check_data_of_completions(module: LightningModule, given: DataCompletions | 
     if given is None or not isinstance(data, SourceData):
         return
     rows = data.sets["train"]
-    if isinstance(rows, PromptSet | StreamedPrompts):
+    if isinstance(rows, PromptSet):
         given.check_columns(rows.columns)
     if getattr(data, "curriculum", None) is not None:
         raise ValueError(
@@ -413,10 +413,9 @@ def check_served_reference(module: LightningModule, reference: object, completio
     if not isinstance(reference, ServedReference) or trainer.state.fn != "fit":
         return
     longest, data = 0, trainer.datamodule
-    if isinstance(data, SourceData) and isinstance(data.sets["train"], PromptSet | StreamedPrompts):
+    if isinstance(data, SourceData) and isinstance(data.sets["train"], PromptSet):
         rows = data.sets["train"]
-        hinted = max(map(len, rows.columns.get(REFERENCE_PROMPT, [])), default=0)
-        longest = max(rows.max_tokens, hinted) + completion
+        longest = max(rows.max_tokens, rows.max_reference_tokens) + completion
     reference.check(longest)
 
 
@@ -509,7 +508,7 @@ def check_data_fits_model(
     data = module.trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, SourceData):
         return
-    kinds = (PromptSet, PairSet, StreamedPrompts)
+    kinds = (PromptSet, PairSet)
     known = {name: rows for name, rows in data.sets.items() if isinstance(rows, kinds)}
     check_tokens(policy, {name: rows.ids for name, rows in known.items()})
     longest = {name: rows.max_tokens for name, rows in known.items()}
