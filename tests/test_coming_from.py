@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from litgrpo import PairData, PromptData
-from litgrpo.data import Source
 from litgrpo.types import PromptBatch
 from tests.support.models import byte_tokenizer
 from tests.support.recipes import CONFIGS
