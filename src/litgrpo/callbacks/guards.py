@@ -25,6 +25,7 @@ from litgrpo.types import StepReport
 MAX_SHAPES = 3  # that a warning names
 # Seconds after the watchdog's time limit at which a process exits that never releases the GIL.
 GIL_S = 5.0
+EXIT_DELAY_S = 1.0  # before a process exits whose time is over
 
 
 class NonFinite(Callback):
@@ -163,6 +164,9 @@ class Watchdog(Callback):
                 )
                 os.write(2, text.encode())
                 faulthandler.dump_traceback(file=2)
+                # The other ranks' time is over at about this moment. The first exit ends them, so
+                # it waits until they have written their stacks as well.
+                time.sleep(EXIT_DELAY_S)
                 os._exit(1)
 
     on_sanity_check_start = on_train_start = _restart
