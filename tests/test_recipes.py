@@ -120,7 +120,8 @@ def test_retrieved_stories_follow_the_question():
 def test_the_reward_model_recipe_logs_saves_and_resumes(program, models, questions, tmp_path):
     recipe, override = read(REWARD_MODEL), tmp_path / "small.yaml"
     settings = small(recipe, models, questions)
-    settings["hf_checkpoints"] = {"every_n_iterations": 1}
+    settings["export"] = {"every_n_iterations": 1}
+    settings["checkpoint"] = {"every_n_iterations": 1, "keep_last": 3}
     override.write_text(yaml.safe_dump(settings))
     words = ["-c", CONFIGS / REWARD_MODEL, "-c", override, "--trainer.accelerator", "cpu"]
     words += ["--model.max_iterations", "3", "--model.lr_scheduler.total_iters", "4"]
@@ -140,7 +141,7 @@ def test_the_reward_model_recipe_logs_saves_and_resumes(program, models, questio
         assert all(row[name] for row in trained)
     assert len({sample["rewards"]["judge"] for sample in samples_of(run)}) > 1
 
-    folder = run / "checkpoint-3"
+    folder = run / "model-3"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         [{"role": "user", "content": "Hello."}],
@@ -151,11 +152,16 @@ def test_the_reward_model_recipe_logs_saves_and_resumes(program, models, questio
     generated = model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert generated.shape[1] > ids["input_ids"].shape[1]
 
-    from_first = ["--ckpt_path", run / "checkpoint-1", "--run_dir", tmp_path / "resumed"]
+    from_first = [
+        "--ckpt_path",
+        run / "checkpoints/iteration=000001.ckpt",
+        "--run_dir",
+        tmp_path / "resumed",
+    ]
     assert program("fit", "-c", run / "config.yaml", *from_first) == 0
-    assert program("export", run / "checkpoint-3", tmp_path / "exported") == 0
+    assert program("export", run / "checkpoints/iteration=000003.ckpt", tmp_path / "exported") == 0
     final = load_file(run / "final_model" / "model.safetensors")
-    first = load_file(run / "checkpoint-1" / "model.safetensors")
+    first = load_file(run / "model-1" / "model.safetensors")
     assert any(not torch.equal(first[name], final[name]) for name in final)
     for copy in (folder, tmp_path / "resumed" / "final_model", tmp_path / "exported"):
         weights = load_file(copy / "model.safetensors")

@@ -1,24 +1,20 @@
-import copy
 import re
 import sqlite3
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from litgrpo.callbacks import loggers
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
     MetricsCSV,
-    SafeLogger,
     TensorBoard,
     Trackio,
+    guard,
     hyperparameters,
     name_runs,
 )
@@ -138,10 +134,10 @@ def test_mlflow_gets_names_that_it_allows():
     class MLFlowLogger(Remembering):
         pass
 
-    logger = SafeLogger(MLFlowLogger())
+    logger = guard(MLFlowLogger())
     logger.log_metrics({"val/avg@4_low": 1.0}, 0)
     assert logger.numbers == {"val/avg_at_4_low": 1.0}
-    other = SafeLogger(Remembering())
+    other = guard(Remembering())
     other.log_metrics({"val/avg@4": 1.0}, 0)
     assert other.numbers == {"val/avg@4": 1.0}
 
@@ -241,19 +237,7 @@ def test_a_logger_that_fails_warns_once_and_training_continues(tmp_path, monkeyp
     monkeypatch.setattr(messages, "_warned", set())
     logger = Broken()
     with pytest.warns(UserWarning, match="Broken") as warned:
-        module = fit(tmp_path, module=StandIn(4), logger=SafeLogger(logger))
+        module = fit(tmp_path, module=StandIn(4), logger=guard(logger))
     assert module.iteration == 4
     assert logger.calls > 3
     assert len([each for each in warned if "Broken" in str(each.message)]) == 1
-
-
-def test_a_safe_logger_is_seen_as_the_logger_that_it_forwards_to(tmp_path):
-    inner = MetricsCSV(tmp_path)
-    logger = SafeLogger(inner)
-    assert isinstance(logger, MetricsCSV)
-    assert not isinstance(logger, Broken)
-    assert logger.path == inner.path
-    assert copy.copy(logger).path == inner.path
-    assert loggers.loggers_of(SimpleNamespace(loggers=[logger]), MetricsCSV) == [logger]
-    trainer = Trainer(logger=logger, default_root_dir=tmp_path, accelerator="cpu")
-    assert trainer.log_dir == str(tmp_path)

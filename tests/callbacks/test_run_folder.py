@@ -13,10 +13,10 @@ from litgrpo.callbacks.run_folder import (
     check_is_free,
     check_links,
     claim_folder,
-    delete_files,
-    find_run_files,
+    earlier_files,
     lock_run_folder,
     resolve_checkpoint,
+    set_aside,
     sort_checkpoints,
     write_config,
 )
@@ -72,7 +72,7 @@ def test_the_run_folder_and_the_names_of_its_checkpoints_may_be_links(tmp_path):
     check_links(tmp_path / "not yet there")
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "order.txt", "report.html"])
+@pytest.mark.parametrize("name", ["metrics.csv", "report.html"])
 def test_a_link_with_the_name_of_an_unfinished_file_is_replaced(tmp_path, name):
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -107,7 +107,7 @@ def test_what_is_not_a_file_is_read_as_empty(tmp_path, change):
     assert read_metrics(tmp_path / "metrics.csv") == {}
     change(tmp_path / "samples.jsonl")
     assert read_json_lines(tmp_path / "samples.jsonl") == ([], 0)
-    change(tmp_path / "order.txt")
+    change(tmp_path / "last.ckpt")
     assert sort_checkpoints(tmp_path) == {}
 
 
@@ -130,40 +130,27 @@ def test_a_file_of_holes_is_rejected_unread(tmp_path):
     assert read_text(file) == "\ufffd a\nb"
 
 
-def test_only_files_of_a_run_are_deleted(tmp_path):
-    for name in (
-        "checkpoints/last.ckpt",
-        "samples/iteration-000001.jsonl",
-        "checkpoints/iteration=000001.ckpt",
-        "final_model/config.json",
-        "final_model/model.safetensors",
-        "metrics.csv",
-        "events.out.tfevents.1",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "notes.txt").write_text("mine")
-    write_config(tmp_path, "")
-    claim_folder(tmp_path, "model: {}\n")  # not yet: there are results
-    assert (tmp_path / "config.yaml").read_text() == HEADER
-    delete_files([*find_run_files(tmp_path), tmp_path / "gone"])
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    claim_folder(tmp_path, "model: {}\n")
-    assert (tmp_path / "config.yaml").read_text() == HEADER + "model: {}\n"
-
-
-def test_an_overwrite_keeps_files_that_a_run_does_not_write_and_names_them(tmp_path, caplog):
+def test_an_overwritten_run_is_moved_aside_with_everything_in_its_folder(tmp_path, caplog):
     caplog.set_level("INFO")
-    mine = ("checkpoints/copy of last.ckpt", "samples/marked/a.jsonl", "final_model/notes.md")
-    for name in (*mine, "checkpoints/last.ckpt", "samples/iteration-000001.jsonl", "metrics.csv"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    delete_files(find_run_files(tmp_path))
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {*mine}
-    assert "deleted checkpoints/, final_model/, metrics.csv, samples/" in caplog.text
-    for name in ("checkpoints/copy of last.ckpt", "samples/marked", "final_model/notes.md"):
-        assert name in caplog.text.partition("kept ")[2]
+    run = tmp_path / "mine"
+    names = ("checkpoints/last.ckpt", "metrics.csv", "notes.txt", "samples/marked/a.jsonl")
+    for number in (1, 2):
+        run.mkdir(exist_ok=True)
+        assert earlier_files(run) == []
+        for name in (*names, LOCK):
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_text(f"{name} {number}")
+        write_config(run, "")
+        claim_folder(run, "model: {}\n")  # not yet: there are results
+        assert (run / "config.yaml").read_text() == HEADER
+        set_aside(run, earlier_files(run))
+        assert [path.name for path in run.iterdir()] == [LOCK]
+        aside = tmp_path / f"mine.{number}"
+        assert f"moved the earlier run to {aside}" in caplog.text
+        assert all((aside / name).read_text() == f"{name} {number}" for name in names)
+        claim_folder(run, "model: {}\n")
+        assert (run / "config.yaml").read_text() == HEADER + "model: {}\n"
+        (run / "config.yaml").unlink()
 
 
 def test_a_checkpoint_is_found_by_word_file_or_folder(tmp_path):

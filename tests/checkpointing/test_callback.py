@@ -11,7 +11,6 @@ import torch
 
 from litgrpo.callbacks.run_folder import (
     LAST,
-    ORDER,
     RunFolder,
     find_newest_checkpoint,
     resolve_checkpoint,
@@ -32,9 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def names(folder: Path) -> list[str]:
     """Names of the checkpoints and links, and of unfinished files."""
-    found = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert ORDER in found
-    return [name for name in found if name != ORDER]
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_saves_count_iterations_and_not_optimizer_steps(tmp_path):
@@ -130,11 +127,14 @@ def test_the_newest_is_what_was_last_saved_whatever_the_times_of_files_are(resum
         last.unlink()
     if link == "dangling":
         last.symlink_to("iteration=000009.ckpt")
+    # Without the link, the one of the latest iteration counts.
+    newest = 5 if link in ("missing", "dangling") else 4
     for age in AGES.values():
         set_times(copy / "checkpoints", age)
-        assert list(sort_checkpoints(copy / "checkpoints")) == [4, 3, 5]
+        order = list(sort_checkpoints(copy / "checkpoints"))
+        assert order == ([4, 3, 5] if link == "kept" else [5, 4, 3])
         for source in (resolve_checkpoint("last", copy), find_newest_checkpoint(copy)):
-            assert torch.load(source, weights_only=True)["iteration"] == 4
+            assert torch.load(source, weights_only=True)["iteration"] == newest
     checkpoint = IterationCheckpoint(1, keep_last=2, keep_best=0)
     fit(copy, checkpoint, module=StandIn(6), resume=resolve_checkpoint("last", copy))
     assert names(copy) == ["iteration=000005.ckpt", "iteration=000006.ckpt", "last.ckpt"]
@@ -145,25 +145,11 @@ def test_the_newest_is_what_was_last_saved_whatever_the_times_of_files_are(resum
 def test_links_that_lead_to_no_checkpoint_do_not_matter(tmp_path, target):
     fit(tmp_path, IterationCheckpoint(1, keep_last=3, keep_best=0), module=StandIn(3))
     folder = tmp_path / "checkpoints"
-    for name in (LAST, ORDER):
-        (folder / name).unlink()
-        (folder / name).symlink_to(target)
+    (folder / LAST).unlink()
+    (folder / LAST).symlink_to(target)
     assert list(sort_checkpoints(folder)) == [3, 2, 1]
     with suppress(DamagedCheckpoint):  # a link to another file is read, and rejected
         assert read_file(find_newest_checkpoint(tmp_path))["iteration"] == 3
-
-
-@pytest.mark.parametrize("order", [None, "", "\0\xff", "nothing\n\niteration=000001.ckpt"])
-def test_without_a_usable_order_the_link_and_the_numbers_decide(tmp_path, order):
-    fit(tmp_path, IterationCheckpoint(1, keep_last=3, keep_best=0), module=StandIn(3))
-    folder = tmp_path / "checkpoints"
-    (folder / ORDER).unlink()
-    if order is not None:
-        (folder / ORDER).write_bytes(order.encode("latin-1"))
-    set_times(folder, AGES["in the future"])
-    assert list(sort_checkpoints(folder)) == [3, 2, 1]
-    (folder / LAST).unlink()
-    assert resolve_checkpoint("last", tmp_path) == folder / "iteration=000003.ckpt"
 
 
 def test_the_file_just_written_is_never_removed(tmp_path):
@@ -176,7 +162,7 @@ def test_the_file_just_written_is_never_removed(tmp_path):
     assert names(tmp_path) == ["iteration=000004.ckpt", "last.ckpt"]
 
 
-def test_a_file_system_without_links_resumes_by_the_order_of_saves(tmp_path, monkeypatch):
+def test_a_file_system_without_links_resumes_by_the_numbers(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(1, "Operation not permitted")
 

@@ -48,7 +48,7 @@ def test_a_folder_holds_what_each_process_wrote_and_nothing_unfinished(folder):
     checkpoints = folder / "whole/checkpoints"
     names = sorted(path.name for path in checkpoints.iterdir())
     written = [f"iteration=00000{n}.ckpt" for n in (1, 2, 3)]
-    assert names == [*written, "last.ckpt", "order.txt"]
+    assert names == [*written, "last.ckpt"]
     files = {path.name for path in (folder / SECOND).iterdir()}
     assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"}
 

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch import Callback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FIT = ("fit", "-c", "recipe.yaml", "--hf_checkpoints.every_n_iterations", "2")
+FIT = ("fit", "-c", "recipe.yaml", "--export.every_n_iterations", "2")
 RUN = Path("runs/recipe")
 # Files that a run writes beside its checkpoints: a pattern below the run folder.
 FILES = (
@@ -25,9 +25,8 @@ FILES = (
     "evaluation/*",
     "summary.json",
     "report.html",
-    "checkpoints/order.txt",
     "checkpoints/complete.json",
-    "checkpoint-*/*",
+    "model-*/*",
 )
 LIBRARIES = ("events.out.tfevents.*", "hparams.yaml")  # whose writers leave a part
 RESULTS = ("checkpoints/last.ckpt", "checkpoints/iteration=000004.ckpt", "final_model/config.json")

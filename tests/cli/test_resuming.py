@@ -62,6 +62,7 @@ def test_an_overwritten_run_is_there_until_the_new_one_is_known_to_train(cli, fi
     assert code == 0
     assert not Path("runs/recipe/checkpoints/iteration=000004.ckpt").exists()
     assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
+    assert sorted(content(Path("runs/recipe.1")).values()) == sorted(before.values())
 
 
 def during(run, *words: str) -> str:

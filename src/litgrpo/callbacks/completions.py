@@ -23,6 +23,7 @@ from litgrpo.callbacks.formatting import (
 from litgrpo.callbacks.loggers import loggers_of
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import run_folder, writes_files
+from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.types import RewardTable, Rollout
 
 Row = dict[str, Any]
@@ -70,8 +71,9 @@ class Completions(Callback):
         write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows, "samples")
         log_tables(trainer, build_tables(rows[: self.num_prompts * rollout.group_size]), n)
         for board in loggers_of(trainer, TensorBoardLogger):
-            for name, values in histograms(rollout, rewards, advantages).items():
-                board.experiment.add_histogram(name, values, n)
+            with warn_once_on_failure("logger TensorBoard"):
+                for name, values in histograms(rollout, rewards, advantages).items():
+                    board.experiment.add_histogram(name, values, n)
 
 
 # --- rows of JSON ---
@@ -178,10 +180,12 @@ def log_tables(trainer: Trainer, tables: dict[str, list[list[Any]]], step: int) 
     """Log tables to TensorBoard and Weights & Biases."""
     for name, (head, *rows) in tables.items():
         for wandb in loggers_of(trainer, WandbLogger):
-            wandb.log_table(name, columns=head, data=rows, step=step)
+            with warn_once_on_failure("logger WandbLogger"):
+                wandb.log_table(name, columns=head, data=rows, step=step)
+        texts = [[_format_cell(value) for value in row] for row in rows]
         for board in loggers_of(trainer, TensorBoardLogger):
-            texts = [[_format_cell(value) for value in row] for row in rows]
-            board.experiment.add_text(name, markdown_table([head, *texts]), step)
+            with warn_once_on_failure("logger TensorBoard"):
+                board.experiment.add_text(name, markdown_table([head, *texts]), step)
 
 
 def completion_table(rows: list[Row]) -> list[list[Any]]:

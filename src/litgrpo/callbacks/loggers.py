@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import inspect
 import io
 import os
 import re
@@ -19,7 +18,6 @@ import yaml
 from jsonargparse import Namespace as Settings
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import require
@@ -59,136 +57,38 @@ def loggers_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
 # --- failures ---
 
 
-class Guarded:
-    """Forwards to an object of a logger, such as TensorBoard's writer; a failed call is a warning.
+def guard(logger: Logger) -> Logger:
+    """Let a logger warn once instead of raising, so that training continues; return it.
 
-    Args:
-        target: the object.
-        name: of the logger, for the warning.
-    """
-
-    def __init__(self, target: Any, name: str) -> None:
-        self._target, self._name = target, name
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute; a method is guarded, and returns None if it fails."""
-        return guard(getattr(self._target, name), self._name)
-
-
-def guard(value: Any, name: str) -> Any:
-    """Return a method that warns instead of raising; any other value is returned unchanged."""
-    if not inspect.isroutine(value):
-        return value
-
-    @wraps(value)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with warn_once_on_failure(name):
-            return value(*args, **kwargs)
-
-    return call
-
-
-class SafeLogger(Logger):
-    """Forwards to a logger; a call that fails is warned about once and training continues.
-
-    It is a transparent proxy: `isinstance` sees the class of the inner logger, and all its
-    attributes, such as `experiment`, are reached through it; their methods do not raise. MLflow,
-    which rejects `@` in a name, gets `avg_at_4` for `avg@4`.
+    MLflow, which rejects `@` in a name, gets `avg_at_4` for `avg@4`.
 
     Args:
         logger: any Lightning logger.
 
     Example:
-        >>> logger = SafeLogger(MetricsCSV("runs/demo"))
-        >>> isinstance(logger, MetricsCSV), logger.path.name
-        (True, 'metrics.csv')
+        >>> guard(MetricsCSV("runs/demo")).path.name
+        'metrics.csv'
     """
+    kind = type(logger).__name__
+    for name in ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize"):
+        setattr(logger, name, _guard_method(getattr(logger, name), f"logger {kind}"))
+    if kind == "MLFlowLogger":
+        log = logger.log_metrics
 
-    def __init__(self, logger: Logger) -> None:
-        super().__init__()
-        self.logger = logger
-        self.kind = type(logger).__name__
+        def log_renamed(metrics: Mapping[str, float], step: int | None = None) -> None:
+            log({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """Class of the inner logger, as for `weakref.proxy`: callbacks look for it."""
-        return type(self.logger)
+        logger.log_metrics = log_renamed  # type: ignore[method-assign]
+    return logger
 
-    def __getattr__(self, name: str) -> Any:
-        """Find everything else on the inner logger."""
-        if name in ("logger", "kind"):  # not set yet: while an object is copied
-            raise AttributeError(name)
-        source = f"logger {self.kind}"
-        if name == "experiment" and hasattr(type(self.logger), name):
-            with warn_once_on_failure(source):
-                return Guarded(getattr(self.logger, name), source)
-            return DummyExperiment()
-        return guard(getattr(self.logger, name), source)
 
-    def _warn_once(self) -> Any:
-        return warn_once_on_failure(f"logger {self.kind}")
+def _guard_method(method: Callable[..., Any], source: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with warn_once_on_failure(source):
+            return method(*args, **kwargs)
 
-    @property
-    def name(self) -> str | None:
-        """Name of the inner logger."""
-        return self.logger.name
-
-    @property
-    def version(self) -> int | str | None:
-        """Version of the inner logger."""
-        return self.logger.version
-
-    @property
-    def save_dir(self) -> str | None:
-        """Folder of the inner logger."""
-        return self.logger.save_dir
-
-    @property
-    def root_dir(self) -> str | None:
-        """Root folder of the inner logger."""
-        return self.logger.root_dir
-
-    @property
-    def log_dir(self) -> str | None:
-        """Log folder of the inner logger."""
-        return self.logger.log_dir
-
-    @property
-    def group_separator(self) -> str:
-        """Separator of the inner logger."""
-        return self.logger.group_separator
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers under names that the inner logger accepts."""
-        if self.kind == "MLFlowLogger":
-            metrics = {name.replace("@", "_at_"): value for name, value in metrics.items()}
-        with self._warn_once():
-            self.logger.log_metrics(dict(metrics), step)
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Forward."""
-        with self._warn_once():
-            self.logger.log_hyperparams(params, *args, **kwargs)
-
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Forward."""
-        with self._warn_once():
-            self.logger.log_graph(model, input_array)
-
-    def save(self) -> None:
-        """Forward."""
-        with self._warn_once():
-            self.logger.save()
-
-    def finalize(self, status: str) -> None:
-        """Forward."""
-        with self._warn_once():
-            self.logger.finalize(status)
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Forward."""
-        with self._warn_once():
-            self.logger.after_save_checkpoint(checkpoint_callback)
+    return call
 
 
 # --- the recipe ---
@@ -275,7 +175,7 @@ class MetricsCSV(Logger):
     def __init__(self, save_dir: str | Path) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
-        # Read at the first number, when --overwrite has deleted an earlier run.
+        # Read at the first number, when --overwrite has moved an earlier run.
         self.header: list[str] | None = None
         self._num_rows = 0
 

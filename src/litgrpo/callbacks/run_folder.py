@@ -6,11 +6,11 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,8 @@ HEADER = "# The whole configuration of this run, written by litgrpo.\n"
 COMMAND = "# Started by: "
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
-TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
 REST = "rest.pt"  # in a checkpoint that is a folder, of sharded weights
 LAST, BEST = "last.ckpt", "best.ckpt"
-ORDER = "order.txt"  # names of checkpoints in the order in which they were saved, newest last
 LOCK = ".lock"
 ROLLOUTS = "rollouts"
 FINAL_MODEL, FINAL_ADAPTER = "final_model", "final_adapter"
@@ -45,34 +43,17 @@ RUN_FILES = (
     CHECKPOINTS,
     "evaluation",
     "events.out.tfevents.*",
-    "checkpoint-*",
     FINAL_ADAPTER,
     FINAL_MODEL,
     "hparams.yaml",
     "metrics.csv",
+    "model-*",
     "non_finite",
     REPORT,
     ROLLOUTS,
     "samples",
     "summary.json",
 )
-
-# {folder: patterns of what a run writes into it}; other files there are not deleted.
-MODEL_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "vocab.*"),
-    *("special_tokens_map.json", "added_tokens.json", "merges.txt", "*.model", "*.jinja"),
-    *("README.md", "*.bin", TRAINING_STATE, ".*.tmp"),
-)
-FOLDER_FILES = {
-    CHECKPOINTS: ("iteration=*.ckpt", LAST, BEST, ORDER, "complete.json", ".*.tmp"),
-    "evaluation": ("iteration-*.jsonl", "validate-*.jsonl", "test-*.jsonl", ".*.tmp"),
-    ROLLOUTS: ("iteration-*.pt", ".*.tmp"),
-    "samples": ("iteration-*.jsonl", ".*.tmp"),
-    "non_finite": ("iteration-*.jsonl", ".*.tmp"),
-    FINAL_ADAPTER: MODEL_FILES,
-    FINAL_MODEL: MODEL_FILES,
-    "checkpoint-*": MODEL_FILES,
-}
 
 
 class NotSaved(SystemExit):
@@ -89,11 +70,11 @@ class NotSaved(SystemExit):
 
 
 def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise before the files of two runs mix, or foreign files are deleted.
+    """Raise before the files of two runs mix.
 
     Args:
         folder: run folder of a new run.
-        overwrite: an earlier run may be deleted.
+        overwrite: an earlier run may be set aside.
 
     Raises:
         ValueError: the folder holds the results of another run, or files with such names that
@@ -110,7 +91,7 @@ def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
     if results and not overwrite:
         raise ValueError(
             f"{folder} already holds a run ({results[0]}): resume it with --ckpt_path last, choose "
-            "another folder with --run_dir, or replace it with --overwrite true."
+            "another folder with --run_dir, or move it aside with --overwrite true."
         )
 
 
@@ -140,33 +121,14 @@ def _list(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def delete_files(paths: Sequence[Path]) -> None:
-    """Delete files of an earlier run, see `find_run_files`, and log their names.
-
-    Files in its folders that have other names than those of litgrpo are kept. Missing files are
-    skipped.
-    """
-    deleted, kept = [], []
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            names = next((own for name, own in FOLDER_FILES.items() if path.match(name)), ())
-            for each in sorted(path.iterdir()):
-                if not any(each.match(name) for name in names):
-                    kept.append(f"{path.name}/{each.name}")
-                elif each.is_dir() and not each.is_symlink():
-                    shutil.rmtree(each)
-                else:
-                    each.unlink()
-            deleted.append(f"{path.name}/")
-            if not any(path.iterdir()):
-                path.rmdir()
-        elif path.is_symlink() or path.exists():
-            path.unlink()
-            deleted.append(path.name)
-    if deleted:
-        listed = ", ".join(sorted(deleted))
-        also = f"; kept {', '.join(kept)}, which litgrpo did not write" if kept else ""
-        rank_zero_info(f"Overwriting: deleted {listed} of the earlier run{also}")
+def set_aside(folder: Path, files: Sequence[Path]) -> None:
+    """Move the files of an earlier run to a new folder beside its own, such as `NAME.1`."""
+    number = next(n for n in count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    aside = folder.with_name(f"{folder.name}.{number}")
+    aside.mkdir()
+    for path in files:
+        path.rename(aside / path.name)
+    rank_zero_info(f"Overwriting: moved the earlier run to {aside}")
 
 
 def claim_folder(folder: Path, config: str) -> None:
@@ -176,7 +138,7 @@ def claim_folder(folder: Path, config: str) -> None:
         folder: the run folder, after `check_is_free`.
         config: the configuration as YAML text.
     """
-    if not any((folder / name).exists() for name in RESULTS):
+    if not earlier_files(folder):
         write_config(folder, config)
 
 
@@ -207,6 +169,13 @@ def command_comment() -> str:
 def find_run_files(folder: Path) -> list[Path]:
     """Files and folders with names that a run uses."""
     return [path for name in RUN_FILES for path in folder.glob(name)]
+
+
+def earlier_files(folder: Path) -> list[Path]:
+    """Everything in a folder that holds results of a run; [] without any."""
+    if not any((folder / name).exists() for name in RESULTS):
+        return []
+    return [path for path in folder.iterdir() if path.name != LOCK]
 
 
 @contextmanager
@@ -262,8 +231,7 @@ def resolve_checkpoint(given: str, folder: Path | None = None, advice: str = ADV
     """Find the file of a checkpoint that a user names.
 
     Args:
-        given: `last`, `best`, a file, a folder such as `checkpoint-100`, or a run folder, of which
-            the last checkpoint is taken.
+        given: `last`, `best`, a file, or a run folder, of which the last checkpoint is taken.
         folder: the run folder in which `last` and `best` are looked up.
         advice: for the error, if there is none.
 
@@ -277,13 +245,12 @@ def resolve_checkpoint(given: str, folder: Path | None = None, advice: str = ADV
         path = checkpoint_folder(folder) / BEST
         advice = f"it is linked after an evaluation, which needs a `val` of the data; {advice}"
     elif path.is_dir() and not (path / REST).exists():
-        is_run, state = checkpoint_folder(path).is_dir(), path / TRAINING_STATE
         require(
-            is_run or state.exists() or not (path / "config.json").is_file(),
+            checkpoint_folder(path).is_dir() or not (path / "config.json").is_file(),
             f"{path} is a model, not a checkpoint: pass it as --model.pretrained {path}, without "
             "--ckpt_path.",
         )
-        path = _last_of(path) if is_run else state
+        path = _last_of(path)
     if not path.exists():
         raise FileNotFoundError(f"ckpt_path: {path} does not exist: {advice}.")
     return path
@@ -303,46 +270,21 @@ def checkpoint_folder(folder: str | Path) -> Path:
 def sort_checkpoints(folder: Path) -> dict[int, Path]:
     """{iteration: checkpoint} of a folder, the newest first.
 
-    Newest is the one that `last.ckpt` names, then the order of saves: a run may resume from an
-    older checkpoint, and times of files change when they are copied or the clock is set. A
-    checkpoint that `order.txt` does not list was saved just before a kill, or was copied here; it
-    is sorted before the others, by its number.
+    Newest is the one that `last.ckpt` links to. Those of later iterations come last: they were left
+    behind by a run that resumed from an older checkpoint. Times of files do not count: they change
+    when files are copied or the clock is set.
     """
     named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
     numbered = {int(name[1]): path for name, path in named if name}
-    places = {name: place for place, name in enumerate(read_order(folder))}
-    last = _name_of_link(folder / LAST)
-
-    def key(number: int) -> tuple[bool, int, int]:
-        name = numbered[number].name
-        return name == last, places.get(name, len(places)), number
-
-    return {number: numbered[number] for number in sorted(numbered, key=key, reverse=True)}
-
-
-def read_order(folder: Path) -> list[str]:
-    """Names of checkpoints in the order in which they were saved; [] if it is not known."""
-    try:
-        return read_text(folder / ORDER).split("\n")
-    except (OSError, ValueError):
-        return []
+    newest = NAME.fullmatch(_name_of_link(folder / LAST))
+    last = int(newest[1]) if newest else max(numbered, default=0)
+    order = sorted(numbered, key=lambda number: (number <= last, number), reverse=True)
+    return {number: numbered[number] for number in order}
 
 
 def _name_of_link(link: Path) -> str:
     """Return the name of the file that a link leads to; `resolve` raises for a cycle of links."""
     return os.path.basename(os.path.realpath(link))
-
-
-def mark_as_newest(folder: Path, name: str) -> None:
-    """Note that a checkpoint was saved, or resumed from, after all others.
-
-    Args:
-        folder: of the run's checkpoints.
-        name: of the checkpoint, such as `iteration=000100.ckpt`.
-    """
-    others = [each for each in read_order(folder) if each and each != name]
-    kept = [each for each in others if (folder / each).exists()]
-    write_text(folder / ORDER, "\n".join([*kept, name]))
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
@@ -382,7 +324,7 @@ class RunFolder(Callback):
 
     Args:
         config: the resolved configuration as YAML text.
-        replaced: files of an earlier run. They are deleted after the model was loaded, the data
+        replaced: files of an earlier run. They are set aside after the model was loaded, the data
             were read and the start-up checks passed.
 
     Example:
@@ -394,9 +336,9 @@ class RunFolder(Callback):
         self.replaced = replaced
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Delete the earlier run: the evaluation before training writes the first files."""
+        """Set the earlier run aside: the evaluation before training writes the first files."""
         if self.replaced and writes_files(trainer):
-            delete_files(self.replaced)
+            set_aside(run_folder(trainer), self.replaced)
             write_config(run_folder(trainer), self.config)
         self.replaced = ()
 

@@ -21,12 +21,10 @@ from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,
-    ORDER,
     NotSaved,
     check_links,
     checkpoint_folder,
     find_newest_checkpoint,
-    mark_as_newest,
     run_folder,
     sort_checkpoints,
     writes_files,
@@ -39,7 +37,6 @@ from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import SourceData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.models.loading import check_weights
 from litgrpo.training.lightning_compat import validate_now, validation_is_due
 
@@ -296,8 +293,6 @@ class IterationCheckpoint(Checkpoint):
         self.last_saved, self.has_failed = iteration, False
 
         def update_folder(path: Path) -> None:
-            with warn_once_on_failure(f"writing {ORDER}"):
-                mark_as_newest(folder, path.name)
             update_link(folder / LAST, path)
             if prune_checkpoints(folder, best, self.keep_last, path):
                 self.best_model_path = str(folder / BEST)
@@ -425,10 +420,8 @@ def mark_as_resumed(run: Path, source: Path) -> None:
         source: the file, with links resolved; possibly of another run.
     """
     folder = checkpoint_folder(run)
-    with warn_once_on_failure(f"writing {ORDER}"):
-        if source.parent == folder.resolve() and source.name != LAST:
-            mark_as_newest(folder, source.name)
-            update_link(folder / LAST, folder / source.name)
+    if source.parent == folder.resolve() and source.name != LAST:
+        update_link(folder / LAST, folder / source.name)
 
 
 def check_space(folder: Path, weights: Iterable[Tensor]) -> None:

@@ -302,7 +302,7 @@ class LoggerState(Callback):
         if stored is None or not writes_files(trainer):
             return
         for path in self.earlier_events:
-            if path.exists():  # --overwrite has removed those of an earlier run
+            if path.exists():  # --overwrite has moved those of an earlier run
                 truncate(path, stored["sizes"].get(path.name, 0))
         numbers = dict(stored["pending"])
         step = int(numbers.pop("step", pl_module.iteration))

@@ -25,8 +25,8 @@ from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
     MetricsCSV,
-    SafeLogger,
     TensorBoard,
+    guard,
     name_runs,
 )
 from litgrpo.callbacks.run_folder import (
@@ -36,8 +36,8 @@ from litgrpo.callbacks.run_folder import (
     check_links,
     checkpoint_folder,
     claim_folder,
+    earlier_files,
     find_newest_checkpoint,
-    find_run_files,
     lock_run_folder,
     resolve_checkpoint,
 )
@@ -318,7 +318,8 @@ class LitGRPOCLI(RecipeCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.fall_back = self.resumes_automatically
-        replaced = find_run_files(Path(self.config.run_dir)) if self.starts_from_scratch else []
+        folder = Path(self.config.run_dir)
+        replaced = earlier_files(folder) if self.starts_from_scratch else []
         always = [
             RunFolder(self.config_text, replaced),
             Hyperparameters(self.config_text),
@@ -327,7 +328,7 @@ class LitGRPOCLI(RecipeCLI):
             LoggerState(self.config.run_dir),
         ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
-        # loggers is noted before a file is written; HFCheckpoints follows IterationCheckpoint.
+        # loggers is noted before a file is written.
         options["callbacks"] = [*ours, *always, *given]
         options["logger"] = self.loggers(options["logger"])
         options["plugins"] = [*cluster_plugins(options["plugins"]), VerifiedCheckpointIO()]
@@ -345,7 +346,7 @@ class LitGRPOCLI(RecipeCLI):
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
-        return [SafeLogger(logger) for logger in loggers]
+        return [guard(logger) for logger in loggers]
 
     @cached_property
     def config_text(self) -> str:

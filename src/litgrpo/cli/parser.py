@@ -21,7 +21,7 @@ from litgrpo.argument_types import classes_in, find_class, members
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.evaluation_files import EvaluationFiles, Predictions
-from litgrpo.callbacks.export import Export, HFCheckpoints
+from litgrpo.callbacks.export import Export
 from litgrpo.callbacks.guards import NonFinite, Recompilation, Watchdog
 from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.summary import Summary
@@ -56,7 +56,6 @@ CALLBACKS: dict[str, type[Callback]] = {
     "watchdog": Watchdog,
     "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
-    "hf_checkpoints": HFCheckpoints,
 }
 TRAINER_DEFAULTS = {
     "max_epochs": -1,  # the module's max_iterations ends the training
@@ -75,7 +74,11 @@ RUN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
         "Folder for everything that a run writes (default: runs/<name of the first -c>); {seed} in "
         "it is replaced by the seed.",
     ),
-    "overwrite": (bool, False, "Replace the run in run_dir."),
+    "overwrite": (
+        bool,
+        False,
+        "Move the run in run_dir to a folder beside it, and start anew.",
+    ),
     "auto_resume": (
         bool,
         False,

@@ -18,7 +18,6 @@ from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
-from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import NAMES, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.checkpointing.io import use_verified_io
@@ -514,7 +513,7 @@ class GRPO(LightningModule):
         """
         if is_attached(self):
             check_trainer(self)
-        callbacks: list[Callback] = [IterationMetrics(), MonitorChecks()]
+        callbacks: list[Callback] = [IterationMetrics()]
         if self.coefficients.objective.reward_coef:
             callbacks.append(NoLearningSignal())
         if self.check_invariants:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning
-from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -116,19 +116,6 @@ def validation_is_due(trainer: Any) -> bool:
         return False
     is_due = private(loop.epoch_loop, "_should_check_val_fx")
     return bool(is_due(private(loop, "_data_fetcher")))
-
-
-def acts_after_validation(callback: Any, trainer: Any) -> bool:
-    """Return whether EarlyStopping or ModelCheckpoint act after validations only.
-
-    Both decide it in `setup`, by rules that depend on the trainer, and keep the result private.
-    """
-    if isinstance(callback, EarlyStopping):
-        return not private(callback, "_check_on_train_epoch_end")
-    every_n_steps = private(callback, "_every_n_train_steps")
-    interval = private(callback, "_train_time_interval")
-    at_epoch_end = private(callback, "_should_save_on_train_epoch_end")(trainer)
-    return not (every_n_steps or interval or at_epoch_end)
 
 
 def log_every_iteration(trainer: Any) -> None:

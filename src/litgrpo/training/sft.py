@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.invariant_checks import TargetChecks
-from litgrpo.callbacks.monitors import MonitorChecks
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.checkpointing.io import use_verified_io
@@ -234,9 +233,9 @@ class SFT(LightningModule):
                 kernel_choice.set_logits(self, sizes.logits)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Start-up checks, checks of other callbacks, a progress bar that counts iterations."""
+        """Start-up checks, and a progress bar that counts iterations."""
         checks = [TargetChecks()] if self.check_invariants else []
-        return [*checks, MonitorChecks(), *replace_stock_bar(self)]
+        return [*checks, *replace_stock_bar(self)]
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trained parameters, and its schedule in iterations."""

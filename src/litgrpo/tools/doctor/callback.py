@@ -14,7 +14,7 @@ from litgrpo.callbacks.completions import completion_rows
 from litgrpo.callbacks.loggers import loggers_of
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder
-from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.tools.doctor.diagnosis import examine
 from litgrpo.tools.doctor.finding import SEVERITIES, Severity
 from litgrpo.tools.doctor.render import render_line, render_markdown
@@ -97,7 +97,8 @@ class Doctor(Callback):
         for finding in new:
             rank_zero_info(render_line(finding))
         for logger in loggers_of(trainer, TensorBoardLogger):
-            logger.experiment.add_text("doctor", render_markdown(diagnosis), iteration)
+            with warn_once_on_failure("logger TensorBoard"):
+                logger.experiment.add_text("doctor", render_markdown(diagnosis), iteration)
 
     def is_new(self, rule: str, severity: Severity) -> bool:
         """Return whether a finding was not logged before, or is more severe now; remember it."""
