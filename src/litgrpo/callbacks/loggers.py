@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import Namespace as Settings
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import require
@@ -60,7 +61,8 @@ def loggers_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
 def guard(logger: Logger) -> Logger:
     """Let a logger warn once instead of raising, so that training continues; return it.
 
-    MLflow, which rejects `@` in a name, gets `avg_at_4` for `avg@4`.
+    It becomes a subclass of its class. MLflow, which rejects `@` in a name, gets `avg_at_4` for
+    `avg@4`.
 
     Args:
         logger: any Lightning logger.
@@ -69,20 +71,30 @@ def guard(logger: Logger) -> Logger:
         >>> guard(MetricsCSV("runs/demo")).path.name
         'metrics.csv'
     """
-    kind = type(logger).__name__
-    for name in ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize"):
-        setattr(logger, name, _guard_method(getattr(logger, name), f"logger {kind}"))
-    if kind == "MLFlowLogger":
-        log = logger.log_metrics
+    kind: Any = type(logger)
+    source = f"logger {kind.__name__}"
 
-        def log_renamed(metrics: Mapping[str, float], step: int | None = None) -> None:
-            log({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
+    def experiment(self: Logger) -> Any:
+        with warn_once_on_failure(source):
+            return kind.experiment.__get__(self, kind)
+        return DummyExperiment()
 
-        logger.log_metrics = log_renamed  # type: ignore[method-assign]
+    def log_metrics(self: Logger, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if kind.__name__ == "MLFlowLogger":
+            metrics = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        with warn_once_on_failure(source):
+            kind.log_metrics(self, dict(metrics), step)
+
+    methods = ("log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
+    members: dict[str, Any] = {name: _guarded(getattr(kind, name), source) for name in methods}
+    if hasattr(kind, "experiment"):
+        members["experiment"] = property(experiment)
+    members |= {"log_metrics": log_metrics, "__module__": kind.__module__}
+    logger.__class__ = type(kind.__name__, (kind,), members)
     return logger
 
 
-def _guard_method(method: Callable[..., Any], source: str) -> Callable[..., Any]:
+def _guarded(method: Callable[..., Any], source: str) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with warn_once_on_failure(source):
