@@ -9,7 +9,7 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
-from litgrpo.tools.plan.devices import load_devices
+from litgrpo.plan.devices import DEVICES
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -74,4 +74,4 @@ def test_chips_that_a_notebook_asks_for_are_known():
     text = (ROOT / "notebooks" / "04_your_model_on_colab_or_kaggle.ipynb").read_text()
     chips = re.findall(r'\\": \\"([\w-]+)\\"', text.partition("chip = {")[2].partition("}")[0])
     assert len(chips) == 3
-    assert set(chips) <= load_devices().devices.keys()
+    assert set(chips) <= DEVICES["cuda"].keys()

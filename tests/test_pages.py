@@ -25,7 +25,6 @@ from litgrpo.cli.main import COMMANDS, runs_as_list
 from litgrpo.cli.options import find_option
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.cli.recipes import CommandLine
-from litgrpo.tools.plan.devices import load_devices
 from tests.support.pages import ROOT, blocks, name_of, pages
 
 SOURCE = ROOT / "src" / "litgrpo"
@@ -259,10 +258,6 @@ def test_the_yaml_of_a_page_loads_as_a_recipe(page, tmp_path, monkeypatch):
             (tmp_path / module[1]).write_text(block)
     for block in blocks(page, "yaml"):
         content = yaml.safe_load(block)
-        if content.keys() <= {"devices", "sessions"}:
-            (tmp_path / "devices.yaml").write_text(block)
-            assert content["devices"].keys() <= load_devices("devices.yaml").devices.keys()
-            continue
         if not content.keys() & SECTIONS.keys():  # a part of the model
             content = {"model": content}
         model = content.get("model", {})

@@ -1,5 +1,4 @@
 import fcntl
-import json
 import os
 import pty
 import re
@@ -18,9 +17,7 @@ from litgrpo.callbacks.progress import (
     BATCHES,
     ITERATIONS,
     Progress,
-    Stopwatch,
     WholeItems,
-    clock,
     format_metrics,
     main_metrics,
 )
@@ -247,24 +244,3 @@ def test_the_bar_and_other_lines_are_on_lines_of_their_own(columns, unbuffered, 
 def test_lines_are_rare_by_default(tmp_path, capsys):
     fit(tmp_path, Progress(), module=StandIn(3), enable_progress_bar=True)
     assert "1/3" not in capsys.readouterr().out
-
-
-def test_events_are_written_in_order_with_both_clocks(tmp_path):
-    watch = Stopwatch(str(tmp_path / "events.jsonl"))
-    watch.on_validation_start(None, None)
-    watch.on_validation_end(None, None)
-    watch.on_train_batch_start(None)
-    watch.on_train_batch_end(None)
-    watch.on_train_end(None, None)
-    noted = [json.loads(line) for line in watch.file.read_text().splitlines()]
-    assert [each["event"] for each in noted] == [
-        *("validation", "end of validation", "iteration", "end of iteration", "end of training")
-    ]
-    assert [each["wall"] for each in noted] == sorted(each["wall"] for each in noted)
-
-
-def test_processor_time_grows_with_work():
-    before = clock()["cpu"]
-    while clock()["cpu"] < before + 0.02:
-        sum(range(10_000))
-    assert clock()["wall"] > 0

@@ -9,6 +9,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.argument_types import UNSET, classes_in, members
+from litgrpo.audit.command import audit
 from litgrpo.cli.main import COMMANDS
 from litgrpo.cli.mistakes import (
     OTHER_COMMANDS,
@@ -29,9 +30,8 @@ from litgrpo.cli.parser import (
 )
 from litgrpo.cli.recipes import CommandLine
 from litgrpo.foreign_names import OTHER_NAMES
-from litgrpo.tools.audit.command import audit
+from litgrpo.plan.command import plan
 from litgrpo.tools.compare import compare
-from litgrpo.tools.plan.command import plan
 
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
 TOP = {name: Option(name, kind, UNSET, "") for name, kind in ROOTS.items()}
@@ -349,7 +349,7 @@ def test_an_unknown_option_is_reported_before_a_missing_one():
     [
         ("audit -c grpo.yaml --limit x", ("limit", "'x'", "int")),
         ("plan -c grpo.yaml --chips many", ("chips", "'many'", "int or null")),
-        ("plan -c grpo.yaml --fit 3", ("fit", "3", "bool")),
+        ("plan -c grpo.yaml --measure 3", ("measure", "3", "bool")),
         ("fit -c grpo.yaml --overwrite maybe", ("overwrite", "'maybe'", "bool")),
         ("fit -c grpo.yaml --seed_everything x", ("seed_everything", "'x'", "int")),
         ("doctor . --fail_on warn", ("fail_on", "'warn'", "'warning'")),

@@ -154,7 +154,7 @@ def test_one_room_and_one_table_know_the_compiler():
     for path in SOURCE.rglob("*.py"):
         text, name = path.read_text().lower(), path.relative_to(SOURCE).as_posix()
         # The planner names the kinds of sharding that it counts.
-        known = name.startswith(("xla/", "tools/plan/")) or path == Path(devices.__file__)
+        known = name.startswith(("xla/", "plan/")) or path == Path(devices.__file__)
         if not known and any(word in text for word in COMPILER):
             assert not [word for word in COMPILER if word in words_of(path)], name
 

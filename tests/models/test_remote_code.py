@@ -12,8 +12,8 @@ import litgrpo
 from litgrpo import GRPO
 from litgrpo.data.tokenization import load_tokenizer as load_data_tokenizer
 from litgrpo.models.loading import load_policy, load_tokenizer
+from litgrpo.plan.sizes import load_config
 from litgrpo.rewards import RewardModel
-from litgrpo.tools.plan.sizes import load_config
 from tests.support.models import byte_tokenizer, tiny_model
 
 SOURCE = Path(litgrpo.__file__).parent

@@ -1,6 +1,6 @@
 """Math problems with worked solutions, for tests of `audit`."""
 
-from litgrpo.tools.audit.cases import Problem
+from litgrpo.audit.cases import Problem
 
 # Written for this test; naive answer parsers fail on the last two.
 WORKED = [

@@ -1,8 +1,7 @@
-"""Progress of a run: a bar over iterations, lines for log files, and the times of its events."""
+"""Progress of a run: a bar over iterations, and lines for log files."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -12,7 +11,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -424,51 +422,3 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     """
     known = {name: float(metrics[key]) for name, key in NAMES.items() if key in metrics}
     return {name: format_number(value) for name, value in list(known.items())[:MAX_NAMES]}
-
-
-# --- times of events ---
-
-
-def clock() -> dict[str, float]:
-    """Seconds: `wall` time, and `cpu` time of this process and its terminated children."""
-    used = os.times()
-    cpu = used.user + used.system + used.children_user + used.children_system
-    return {"wall": time.perf_counter(), "cpu": cpu}
-
-
-class Stopwatch(Callback):
-    """Writes the times of iterations and evaluations, which `plan --measure` reads.
-
-    Args:
-        file: a .jsonl file to append to, one line per event.
-
-    Example:
-        A line is `{"event": "iteration", "wall": 12.5, "cpu": 20.1}`.
-    """
-
-    def __init__(self, file: str) -> None:
-        self.file = Path(file)
-
-    def _write(self, event: str) -> None:
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, **clock()}) + "\n")
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Write the start of an iteration, after all work of the previous one."""
-        self._write("iteration")
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Write the end of an iteration; a checkpoint may follow."""
-        self._write("end of iteration")
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the start of an evaluation."""
-        self._write("validation")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the end of an evaluation."""
-        self._write("end of validation")
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the end of training; the last evaluation and the model's files may follow."""
-        self._write("end of training")

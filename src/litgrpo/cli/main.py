@@ -107,22 +107,13 @@ def run_trainer(command: str, words: Sequence[str]) -> None:
     done.mark_complete()
 
 
-def plan(words: Sequence[str]) -> None:
-    """Estimate what a recipe needs."""
-    from litgrpo.tools.plan.command import PlanCLI
-    from litgrpo.tools.plan.command import plan as run
-
-    given = PlanCLI(words)
-    run(given, **given.extra_options)
-
-
-def audit(words: Sequence[str]) -> None:
-    """Check the rewards of a recipe."""
+def check_recipe(command: str, words: Sequence[str]) -> None:
+    """Call the function of a command that reads a recipe and trains nothing."""
     from litgrpo.cli.parser import RecipeCLI
-    from litgrpo.tools.audit.command import audit as run
 
-    given = RecipeCLI(words, "audit", extra=run)
-    run(given, **given.extra_options)
+    function = import_by_path(COMMANDS[command].function)
+    given = RecipeCLI(words, command, extra=function)
+    function(given, **given.extra_options)
 
 
 def collect_fit_options(words: Sequence[str]) -> list[str]:
@@ -194,15 +185,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "audit": Command(
         "check reward functions for false negatives and exploits",
-        audit,
+        partial(check_recipe, "audit"),
         recipe=True,
-        function="litgrpo.tools.audit.command.audit",
+        function="litgrpo.audit.command.audit",
     ),
     "plan": Command(
-        "estimate memory, run time and cost per device",
-        plan,
+        "count the memory of a recipe: does it fit, and what to change",
+        partial(check_recipe, "plan"),
         recipe=True,
-        function="litgrpo.tools.plan.command.plan",
+        function="litgrpo.plan.command.plan",
     ),
     "compare": Command(
         "compare algorithms over seeds, with confidence intervals",

@@ -97,7 +97,7 @@ def keep_attention_in_recompute(
 def supports_sdpa(model_class: type[PreTrainedModel]) -> bool:
     """Check if a model class can compute attention by torch's scaled_dot_product_attention.
 
-    `tools/plan` needs to know this before a model exists; the public way is to build the model and
+    `plan` needs to know this before a model exists; the public way is to build the model and
     read the attention that it selected.
     """
     return bool(require_private(model_class, "_supports_sdpa"))

@@ -1,0 +1,191 @@
+"""Audit the environment of a recipe against samples of the initial policy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from litgrpo.arguments import require
+from litgrpo.audit.episodes import EpisodeReport, audit_episodes
+from litgrpo.audit.run import PATIENCE_S
+from litgrpo.cli.console import keep_quiet
+from litgrpo.data.modules import PromptData
+from litgrpo.data.sources import read_rows
+from litgrpo.environments.agent import Agent
+from litgrpo.environments.base import EpisodeStart
+from litgrpo.environments.workers import EpisodeWorkers
+from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.rewards import ProcessRunner, Scorer
+from litgrpo.rollout.episodes import RolloutKey, episode_seed
+from litgrpo.text.counts import plural
+from litgrpo.text.tables import markdown_table
+from litgrpo.training.grpo import GRPO
+from litgrpo.types import Rollout
+
+MOST_ROWS, SAMPLES = 32, 4
+WORKERS = 8
+# Settings that change the episodes of the initial policy; the others concern the update.
+SAMPLING_SETTINGS = (
+    *("pretrained", "rewards", "max_completion_length", "sampling", "precision", "lora"),
+    *("reward_format", "environment", "episode", "seed"),
+)
+
+
+class RolloutRecorder(Callback):
+    """Keep the rollouts of a validation and their rewards."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any
+    ) -> None:
+        """Keep a batch."""
+        self.seen.append(outputs)
+
+
+def audit_environment(
+    recipe: Mapping[str, Any], scorer: Scorer, reference_source: str | None, limit: int
+) -> EpisodeReport:
+    """Sample episodes of the initial policy, and play the same rows with scripted policies.
+
+    Args:
+        recipe: settings of model and data.
+        scorer: its rewards.
+        reference_source: rows to use instead of the training data.
+        limit: maximum number of rows; 0 or more than 32: 32.
+    """
+    settings = dict(recipe["model"]["init_args"])
+    require(
+        bool(settings.get("pretrained")), "audit samples the initial policy: set model.pretrained"
+    )
+    data = build_data(recipe, reference_source, limit)
+    module = build_module({key: settings[key] for key in SAMPLING_SETTINGS if key in settings})
+    require(
+        not isinstance(module.environment, Agent),
+        "audit plays an environment with scripted turns; an Agent cannot be played that way. Test "
+        "it with a server that returns fixed replies.",
+    )
+    rollout, rewards = sample_episodes(module, data, str(settings["pretrained"]))
+    starts = episode_starts(rollout, data, module.seed)
+    episode = module.episode
+    pool = EpisodeWorkers(
+        module.environment,
+        num_workers=min(WORKERS, episode.num_workers or WORKERS),
+        timeout_s=episode.timeout_s,
+        max_observation_chars=episode.max_observation_chars,
+    )
+    size = rollout.group_size
+    turn_texts = [each.assistant_texts for each in rollout.episodes]
+    groups = [turn_texts[first : first + size] for first in range(0, len(turn_texts), size)]
+    with (
+        closing(ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)) as runner,
+        closing(pool),
+    ):
+        patient = Scorer(scorer.components, scorer.reward_format, runner)
+        turns = episode.max_turns
+        environment = module.environment
+        return audit_episodes(pool, environment, patient, starts, rewards, groups, max_turns=turns)
+
+
+def build_data(recipe: Mapping[str, Any], reference_source: str | None, limit: int) -> PromptData:
+    """Build the recipe's data with a few training rows as the validation set."""
+    data = instantiate_data(recipe)
+    source: Any = data.sources["train"] if reference_source is None else reference_source
+    require(source is not None, "the recipe has no training data; give rows: --problems rows.jsonl")
+    rows = read_rows(source)
+    wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
+    data.sources = dict.fromkeys(data.sources)
+    data.sources["val"] = [row.values for row in rows[:: len(rows) // wanted][:wanted]]
+    data.eval_batch_size = wanted
+    return data
+
+
+def instantiate_data(recipe: Mapping[str, Any]) -> PromptData:
+    """Build the data of a recipe.
+
+    Raises:
+        ValueError: the recipe has data of another class.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
+    if not isinstance(data, PromptData):
+        raise ValueError(f"audit requires data of class PromptData, got {type(data).__name__}")
+    return data
+
+
+def build_module(settings: Mapping[str, Any]) -> GRPO:
+    """Build a GRPO that samples a few episodes of each row in its validation."""
+    # The environment may be any object and is passed on as parsed settings, so the parser must not
+    # see it; options that are not set keep the defaults of GRPO.
+    parser = ArgumentParser(exit_on_error=False)
+    parameters = {*inspect.signature(GRPO).parameters}
+    parsed = {name: value for name, value in settings.items() if name != "environment"}
+    skipped = parameters - parsed.keys()
+    parser.add_class_arguments(GRPO, "model", skip=skipped, instantiate=False)
+    arguments = parser.instantiate(parser.parse_object({"model": parsed})).model
+    evaluation = Evaluation(num_samples=SAMPLES, greedy=False, text_quality=False)
+    return GRPO(**arguments.as_dict(), environment=settings["environment"], evaluation=evaluation)
+
+
+def sample_episodes(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tensor]:
+    """Return episodes of the initial policy and their total rewards [B, k]; NaN if failed."""
+    print(f"playing {SAMPLES} episodes of {data.eval_batch_size} rows by {name}")
+    keep_quiet()
+    sampled = RolloutRecorder()
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    options: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0}
+    trainer = Trainer(callbacks=[sampled], devices=1, **options)
+    trainer.validate(module, data, verbose=False)
+    (seen,) = sampled.seen
+    table = seen["rewards"]
+    return seen["rollout"], table.total.masked_fill(~table.valid, torch.nan)
+
+
+def episode_starts(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStart]:
+    """Return starts of the same episodes as a rollout's, with the prompts before `reset`."""
+    prompts, texts = rollout.prompts, data.sets["val"].texts
+    named = RolloutKey(seed, "val", 0, 0)
+    numbers = {index: place for place, index in enumerate(data.sets["val"].index)}
+    return [
+        EpisodeStart(
+            {name: values[row] for name, values in prompts.columns.items()}
+            | {"prompt": texts[numbers[index]]},
+            seed=episode_seed(named, index),
+            key=(0, 0, index, 0),
+        )
+        for row, index in enumerate(prompts.index.tolist())
+    ]
+
+
+def episode_lines(report: EpisodeReport) -> list[str]:
+    """Return the report of an audit of an environment in lines."""
+    rows = [
+        (
+            *(line.policy, f"{line.mean:.3g}", f"{line.paid} of {line.count}"),
+            *(f"{line.turns:.1f}", line.failed, line.beats, line.above_mean),
+        )
+        for line in sorted(report.lines, key=lambda line: -line.mean)
+    ]
+    head = ("policy", "mean reward", "paid", "turns", "failed", "beats the best sample")
+    return [
+        f"{report.rows} rows; {report.samples} episodes of each by the initial policy earn "
+        f"{report.mean:.3g} on average, the best of them {report.best:.3g}",
+        "",
+        *markdown_table((*head, "beats the mean"), rows),
+        "",
+        *(f"remark: {remark}" for remark in report.remarks),
+        *(f"FAULT: {fault}" for fault in report.faults),
+        "PASS" if report.passed else "FAIL: " + plural(len(report.faults), "fault"),
+    ]

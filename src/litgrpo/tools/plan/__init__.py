@@ -1,1 +1,0 @@
-"""Estimate memory, run time and cost of a recipe before it runs."""

@@ -1,0 +1,94 @@
+"""Exploits of rewards for open-ended text are found; sound rewards pass."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from litgrpo.audit.cases import Problem
+from litgrpo.audit.open_text import LEXICON_WORDS, audit_open_text, find_lexicon
+from litgrpo.rewards import Reward, Scorer
+from litgrpo.rewards.runner import InProcessRunner
+
+LEXICON = {"joyful": 3.0, "splendid": 4.0, "sad": -2.0}
+PROBLEMS = [Problem(f"Write about {what} and the sea.", None) for what in ("cats", "dogs")]
+SAMPLES = [["It was a fine day. We walked.", "No idea."]] * 2
+
+
+def cheerful(prompts, completions):
+    """Counts words of a lexicon: easy to stuff."""
+    return [sum(LEXICON.get(word, 0.0) for word in text.lower().split()) for text in completions]
+
+
+def on_topic(prompts, completions):
+    """Share of the prompt's words: the prompt copied is best."""
+    pairs = zip(prompts, completions, strict=True)
+    return [len(set(p.split()) & set(c.split())) / len(set(p.split())) for p, c in pairs]
+
+
+def real_text(prompts, completions):
+    """1 for the samples, 0 for every exploit."""
+    return [float(text in SAMPLES[0]) for text in completions]
+
+
+def always_half(prompts, completions):
+    return [0.5 for _ in completions]
+
+
+def broken(prompts, completions):
+    return [1 / len(text) for text in completions]
+
+
+def found(function, **kwargs):
+    scorer = Scorer({"one": Reward(function, kwargs=kwargs)})
+    runner = InProcessRunner(max_failed_frac=1.0)
+    return audit_open_text(scorer, PROBLEMS, SAMPLES, runner=runner)
+
+
+def kinds_of_exploits(report):
+    return {fault.split("'")[1] for fault in report.faults}
+
+
+def test_a_reward_that_counts_words_is_exploited_with_its_lexicon():
+    report = found(cheerful)
+    assert kinds_of_exploits(report) == {LEXICON_WORDS, f"{LEXICON_WORDS}, repeated"}
+    (best,) = [
+        exploit for exploit in report.exploits if exploit.kind == f"{LEXICON_WORDS}, repeated"
+    ]
+    assert (best.mean, best.beats, best.example.split()[:2]) == (120.0, 2, ["splendid"] * 2)
+    assert not report.passed
+
+
+def test_a_reward_for_the_prompts_words_is_exploited_by_copying_them():
+    report = found(on_topic)
+    assert {"prompt copied", "keywords of the prompt"} <= kinds_of_exploits(report)
+
+
+def test_equal_is_not_better_and_a_sound_reward_passes():
+    report = found(always_half)
+    assert (report.passed, report.remarks) == (True, [])
+    report = found(real_text)
+    assert (report.passed, report.mean, report.best) == (True, 1.0, 1.0)
+
+
+def test_failures_are_faults():
+    (fault,) = [fault for fault in found(broken).faults if "failures" in fault]
+    assert "'one' fails on completions of the audit" in fault
+
+
+def test_words_are_found_in_arguments_constants_closures_and_objects():
+    analyzer = SimpleNamespace(lexicon={"closed": 9.0, ":-)": 3.0})
+
+    def count_words(prompts, completions, words=("default",), bad=()):
+        return [float(text in analyzer.lexicon) for text in completions]
+
+    words = find_lexicon(
+        Scorer({"one": Reward(count_words, kwargs={"bad": ["given", "two words"]})})
+    )
+    assert words[:3] == ["closed", "splendid", "joyful"]
+    assert {"given", "default"} <= set(words)
+    assert not {":-)", "two words"} & set(words)
+
+
+def test_no_prompts_raise():
+    with pytest.raises(ValueError, match="no prompts to audit with"):
+        audit_open_text(Scorer({"one": Reward(cheerful)}), [], [])
