@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from litgrpo.audit import command as audit_command
+from litgrpo.audit.answers import audit_rewards
 from litgrpo.audit.cases import Problem
 from litgrpo.audit.command import read_problems
-from litgrpo.audit.run import audit_rewards
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as library
 from litgrpo.text.answers import parse_number
@@ -30,7 +30,7 @@ def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path, worker_processes)
     code, out, err = cli("audit", "-c", QUICKSTART, "--limit", "5", "--report", report)
     assert (code, err) == (0, "")
     assert "| dollar sign " in out
-    assert "5 of 5" in out
+    assert re.search(r"\| dollar sign +\| 5 +\| 5 +\|", out)
     assert out.splitlines()[-1] == "PASS"
     content = json.loads(Path(report).read_text())
     assert content["passed"]
@@ -81,8 +81,8 @@ def test_the_usual_formats_of_an_answer_are_recognized(name) -> None:
 
     problems = [Problem(f"{n} + 1?", str(n + 1), solution="I add.") for n in range(3, 9)]
     report = audit_rewards(Scorer({"right": Reward(right)}), problems)
-    assert name in repr(report.answer_format)
-    assert report.false_negatives == 0
+    assert name in repr(report.numbers["answer_format"])
+    assert report.numbers["false_negatives"] == 0
 
 
 PAGES = {"README.md": 1, "docs/tutorials/pretrained_model.md": 2}  # {page: number of rewards}

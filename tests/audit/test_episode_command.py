@@ -31,8 +31,9 @@ def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):
     assert "| gives empty turns " in out
     found = json.loads(report.read_text())
     assert found["rows"] == 2
-    assert not any(line["failed"] for line in found["lines"])
-    nothing = next(line for line in found["lines"] if line["policy"] == "gives empty turns")
+    lines = found["tables"]["policy"]
+    assert not any(line["failed"] for line in lines)
+    nothing = next(line for line in lines if line["policy"] == "gives empty turns")
     assert (nothing["mean"], nothing["turns"]) == (0.0, 2.0)
 
 

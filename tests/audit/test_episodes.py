@@ -10,7 +10,6 @@ from litgrpo.environments.base import EpisodeStart, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.examples import NumberGame
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.runner import InProcessRunner
 
 ROWS = [{"prompt": "Guess.", "answer": str(n)} for n in (3, 7)]
 SAMPLES = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -32,22 +31,22 @@ class Paying:
 
 
 def found(environment, rewards=None, turn_texts=TURN_TEXTS):
-    scorer = Scorer(rewards or {"environment": Reward()}, runner=InProcessRunner(max_failed_frac=1))
+    scorer = Scorer(rewards or {"environment": Reward()})
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(ROWS)]
     pool = InProcessEpisodes(environment)
     return audit_episodes(pool, environment, scorer, starts, SAMPLES, turn_texts, max_turns=3)
 
 
 def line(report, policy):
-    return next(each for each in report.lines if each.policy == policy)
+    return report.tables["policy"].loc[policy]
 
 
 def test_a_sound_environment_passes_and_rewarding_the_reference_answer_is_a_remark():
     report = found(Paying(lambda text, row: float(text.startswith(f"{row['answer']} <"))))
     assert report.passed, report.faults
-    assert line(report, "gives the reference answer").paid == 2
-    assert line(report, "only talks").mean == 0.0
-    assert line(report, "only talks").turns == 3
+    assert line(report, "gives the reference answer")["paid"] == 2
+    assert line(report, "only talks")["mean"] == 0.0
+    assert line(report, "only talks")["turns"] == 3
     assert [each for each in report.remarks if "without playing is paid on 2 of 2" in each]
     assert json.loads(json.dumps(report.as_dict()))["passed"]
 
@@ -65,7 +64,7 @@ def test_a_sound_environment_passes_and_rewarding_the_reference_answer_is_a_rema
             "exploit: a policy that 'copies the observation'",
         ),
         (lambda text, row: float(text in "89"), "exploit: a policy that 'repeats a first turn'"),
-        (lambda text, row: 0.0 * int("7" * 4 in text and "x"), "breaks 2 of 2 episodes (ValueErr"),
+        (lambda text, row: 0.0 * int("²" in text and "²"), "breaks 2 of 2 episodes (ValueErr"),
     ],
 )
 def test_rewards_for_scripted_policies_and_failures_are_faults(pays, fault):
@@ -79,7 +78,7 @@ def loud(prompts, completions, turns, messages):
 
 def test_other_rewards_are_added_and_their_failures_named():
     report = found(NumberGame(), {"environment": Reward(), "loud": Reward(loud, weight=2.0)})
-    assert line(report, "gives empty turns").mean == 2.0
+    assert line(report, "gives empty turns")["mean"] == 2.0
     assert any("exploit: a policy that 'gives empty turns'" in fault for fault in report.faults)
     broken = found(
         NumberGame(), {"environment": Reward(), "bad": Reward(lambda prompts, **_: 1 / 0)}

@@ -7,7 +7,6 @@ import pytest
 from litgrpo.audit.cases import Problem
 from litgrpo.audit.open_text import LEXICON_WORDS, audit_open_text, find_lexicon
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.runner import InProcessRunner
 
 LEXICON = {"joyful": 3.0, "splendid": 4.0, "sad": -2.0}
 PROBLEMS = [Problem(f"Write about {what} and the sea.", None) for what in ("cats", "dogs")]
@@ -40,8 +39,7 @@ def broken(prompts, completions):
 
 def found(function, **kwargs):
     scorer = Scorer({"one": Reward(function, kwargs=kwargs)})
-    runner = InProcessRunner(max_failed_frac=1.0)
-    return audit_open_text(scorer, PROBLEMS, SAMPLES, runner=runner)
+    return audit_open_text(scorer, PROBLEMS, SAMPLES)
 
 
 def kinds_of_exploits(report):
@@ -51,10 +49,9 @@ def kinds_of_exploits(report):
 def test_a_reward_that_counts_words_is_exploited_with_its_lexicon():
     report = found(cheerful)
     assert kinds_of_exploits(report) == {LEXICON_WORDS, f"{LEXICON_WORDS}, repeated"}
-    (best,) = [
-        exploit for exploit in report.exploits if exploit.kind == f"{LEXICON_WORDS}, repeated"
-    ]
-    assert (best.mean, best.beats, best.example.split()[:2]) == (120.0, 2, ["splendid"] * 2)
+    best = report.tables["exploit"].loc[f"{LEXICON_WORDS}, repeated"]
+    assert (best["mean"], best["beats_best"]) == (120.0, 2)
+    assert best["example"].split()[:2] == ["splendid"] * 2
     assert not report.passed
 
 
@@ -67,7 +64,7 @@ def test_equal_is_not_better_and_a_sound_reward_passes():
     report = found(always_half)
     assert (report.passed, report.remarks) == (True, [])
     report = found(real_text)
-    assert (report.passed, report.mean, report.best) == (True, 1.0, 1.0)
+    assert (report.passed, report.numbers["mean"], report.numbers["best"]) == (True, 1.0, 1.0)
 
 
 def test_failures_are_faults():

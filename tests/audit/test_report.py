@@ -1,44 +1,50 @@
-"""Faults and remarks of a report."""
+"""Faults and remarks of tables of numbers."""
 
 import json
 
+import pandas as pd
 import pytest
 
+from litgrpo.audit.answers import find_faults, find_remarks
 from litgrpo.audit.cases import GIVEN_UP, HONEST, INCORRECT, MALFORMED
-from litgrpo.audit.report import KindResult, Report, RewardResult, slack
+from litgrpo.audit.report import AuditReport
+from litgrpo.audit.score import slack
+
+PART = {"lowest": 0.0, "highest": 1.0, "share": 0.5, "slowest_s": 0.0, "slowest_on": "digits"}
 
 
-def line(kind: str, mean: float, **changes) -> KindResult:
-    correct = 9 if kind == HONEST else 0
-    numbers = {
-        "count": 9,
-        "correct": correct,
-        "best_margin": -1.0,
-        "beats": 0,
-        "equals": 0,
-        "example": "so 7",
+def part(**changes):
+    return PART | {"failed": {}, "unfair": {}} | changes
+
+
+def report(honest=1.2, wrong=0.2, given_up=0.2, untagged=0.0, parts=None, conflicts=None):
+    means = {HONEST: honest, INCORRECT: wrong, GIVEN_UP: given_up, MALFORMED: untagged}
+    numbers = {"count": 9, "best_margin": -1.0, "beats": 0, "equals": 0, "example": "so 7"}
+    rows = {
+        kind: numbers | {"mean": mean, "correct": 9 * (kind == HONEST)}
+        for kind, mean in means.items()
     }
-    return KindResult(kind=kind, mean=mean, **(numbers | changes))
+    kinds = pd.DataFrame.from_dict(rows, orient="index")
+    rewards = pd.DataFrame.from_dict(parts or {"part": part()}, orient="index")
+    cosines = {f"reward/cosine_{pair}": value for pair, value in (conflicts or {}).items()}
+    faults = list(find_faults(kinds, rewards, "part", None))
+    remarks = list(find_remarks(kinds, rewards, pd.Series(cosines, dtype=float)))
+    return AuditReport("nine problems", {"problems": 9}, {"kind": kinds}, faults, remarks)
 
 
-def part(**changes) -> RewardResult:
-    numbers = {"low": 0.0, "high": 1.0, "share": 0.5, "slowest_s": 0.0, "slowest_on": "digits"}
-    return RewardResult(**({"name": "part", "failed": {}, "unfair": {}} | numbers | changes))
-
-
-def report(honest=1.2, wrong=0.2, given_up=0.2, untagged=0.0, parts=(), conflicts=None) -> Report:
-    attacks = [line(INCORRECT, wrong), line(GIVEN_UP, given_up), line(MALFORMED, untagged)]
-    return Report("part", 9, [line(HONEST, honest)], attacks, list(parts), conflicts or {})
-
-
-def test_sound_numbers_pass_and_become_json() -> None:
-    found = report(parts=[part()])
+def test_sound_numbers_pass_and_become_json_and_lines() -> None:
+    found = report()
     assert found.passed
     content = json.loads(json.dumps(found.as_dict()))
-    assert content["faults"] == []
-    assert content["false_negatives"] == 0
+    assert (content["faults"], content["problems"]) == ([], 9)
     assert content["remarks"] == found.remarks
+    assert content["tables"]["kind"][0]["kind"] == HONEST
+    assert content["tables"]["kind"][0]["correct"] == 9
     assert found.remarks[0].startswith("the best exploit is 'incorrect, in format': 0.2 on average")
+    lines = list(found.lines())
+    assert (lines[0], lines[-1]) == ("nine problems", "PASS")
+    assert f"remark: {found.remarks[0]}" in lines
+    assert any(line.startswith(f"| {HONEST} ") and "'so 7'" in line for line in lines)
 
 
 @pytest.mark.parametrize("more", [0.0, 1e-7, 0.3 - (0.1 + 0.2), 0.0007, 0.0099])
@@ -51,10 +57,11 @@ def test_giving_up_that_pays_and_a_format_that_outweighs_are_faults() -> None:
     assert report(given_up=0.22).faults == [
         "giving up pays: 'no idea' in format earns 0.22, an incorrect attempt 0.2"
     ]
-    (fault,) = report(honest=1.9, wrong=1.0, given_up=1.0).faults
-    assert fault.startswith(
+    found = report(honest=1.9, wrong=1.0, given_up=1.0)
+    assert found.faults[0].startswith(
         "the format outweighs the answer: an incorrect answer in format earns 1, "
     )
+    assert list(found.lines())[-2:] == [f"FAULT: {found.faults[0]}", "FAIL: 1 fault"]
 
 
 def test_without_correctness_adds_nothing_equal_rewards_are_equal_but_for_rounding() -> None:
@@ -64,7 +71,8 @@ def test_without_correctness_adds_nothing_equal_rewards_are_equal_but_for_roundi
 
 def test_parts_that_are_slow_failing_or_unfair_are_faults() -> None:
     unfair = {HONEST: 2, "bold": 3}
-    faults = report(parts=[part(slowest_s=1.5, failed={"IndexError": 4}, unfair=unfair)]).faults
+    faulty = part(slowest_s=1.5, failed={"IndexError": 4}, unfair=unfair)
+    faults = report(parts={"part": faulty}).faults
     assert [fault.partition(":")[0] for fault in faults] == [
         *("slow", "false negatives", "false negatives", "failures"),
     ]
@@ -73,12 +81,13 @@ def test_parts_that_are_slow_failing_or_unfair_are_faults() -> None:
 
 
 def test_constant_and_dominant_parts_and_conflicts_are_remarks() -> None:
-    parts = [part(low=0.3, high=0.1 + 0.2), part(name="other", share=0.97)]
+    parts = {"part": part(lowest=0.3, highest=0.1 + 0.2), "other": part(share=0.97)}
     remarks = report(parts=parts, conflicts={"a_b": -0.9, "a_c": 0.9}).remarks
     assert [remark.partition(":")[0] for remark in remarks[1:]] == [
         *("constant", "dominance", "conflict"),
     ]
-    assert report(parts=[part(share=1.0)]).remarks[1:] == []
+    assert remarks[-1].startswith("conflict: a_b have opposed")
+    assert report(parts={"part": part(share=1.0)}).remarks[1:] == []
 
 
 def test_slack_grows_with_the_reward() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,21 @@ from litgrpo.audit.policies import (
     list_policies,
     text_of,
 )
-from litgrpo.audit.report import slack
-from litgrpo.audit.run import no_warnings
+from litgrpo.audit.report import AuditReport
+from litgrpo.audit.score import (
+    LOWEST,
+    best_samples,
+    compare_with_samples,
+    describe_failures,
+    mean_and_best,
+    patient_scorer,
+    slack,
+)
 from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 from litgrpo.rewards.scorer import Scorer
 
-LOWEST = -1e300  # replaces NaN, the reward of a failed episode, so that it is never the best
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass
@@ -49,112 +58,6 @@ class PlayedEpisode:
     failed: str = ""
 
 
-@dataclass(frozen=True)
-class PolicyResult:
-    """Rewards of one scripted policy."""
-
-    policy: str
-    kind: str
-    count: int
-    mean: float  # total reward, of episodes that did not fail
-    paid: int  # episodes with a reward above 0
-    turns: float
-    failed: int
-    reason: str  # of the first that failed
-    beats: int  # rows with more reward than the best sample of the initial policy
-    reaches: int  # rows with a reward above 0 that is at least as high as that sample
-    above_mean: int  # rows with more reward than the mean of the samples
-
-
-@dataclass(frozen=True)
-class EpisodeReport:
-    """Result of the audit of an environment.
-
-    Args:
-        rows: number of rows that were played.
-        samples: episodes of each row by the initial policy.
-        mean: mean total reward of these samples.
-        best: mean over rows of the best sample's reward.
-        sampled_failed: number of samples that failed.
-        lines: one result per scripted policy.
-        failed: {reward: {reason: episodes on which it failed}}.
-    """
-
-    rows: int
-    samples: int
-    mean: float
-    best: float
-    sampled_failed: int
-    lines: list[PolicyResult]
-    failed: dict[str, dict[str, int]]
-
-    @property
-    def faults(self) -> list[str]:
-        """Problems that make environment or rewards unfit for training, one sentence each."""
-        than = f"of {self.samples} samples of the initial policy (these earn {self.best:.3g})"
-        exploits = [
-            f"exploit: a policy that '{line.policy}' earns {line.mean:.3g} on average and beats "
-            f"the best {than} on {line.beats} of {line.count} rows"
-            for line in self.lines
-            if line.kind != KNOWS and 2 * line.beats > line.count
-        ]
-        free = [
-            f"paid for nothing: a policy that '{line.policy}' earns {line.mean:.3g} on average, as "
-            f"much as the best {than} on {line.reaches} of {line.count} rows"
-            for line in self.lines
-            if line.kind in (IDLE, HOSTILE) and 2 * line.reaches > line.count >= 2 * line.beats
-        ]
-        broken = [
-            f"failures: '{line.policy}' breaks {line.failed} of {line.count} episodes "
-            f"({line.reason})"
-            for line in self.lines
-            if line.failed
-        ]
-        rewards = [
-            f"failures: reward {name!r} fails on episodes of the audit ({reason}: {count})"
-            for name, reasons in self.failed.items()
-            for reason, count in reasons.items()
-        ]
-        total = self.rows * self.samples
-        found = [*exploits, *free, *broken, *rewards]
-        if self.sampled_failed:
-            found.append(
-                f"failures: {self.sampled_failed} of {total} samples of the initial policy failed"
-            )
-        return found
-
-    @property
-    def remarks(self) -> list[str]:
-        """Findings that may be intended, one sentence each."""
-        earned = []
-        for line in self.lines:
-            if line.paid and line.kind != KNOWS:
-                remark = f"'{line.policy}' is paid on {line.paid} of {line.count} rows"
-                if line.above_mean:
-                    remark += f", more than the mean sample on {line.above_mean}"
-                earned.append(remark)
-        known = [
-            f"giving the reference answer without playing is paid on {line.paid} of {line.count} "
-            "rows: the environment's answers are not needed for the reward"
-            for line in self.lines
-            if line.paid and line.kind == KNOWS
-        ]
-        equal = self.mean == self.best and all(line.mean == self.mean for line in self.lines)
-        if equal:
-            known.append("every policy and every sample earns the same: advantages are zero")
-        return earned + known
-
-    @property
-    def passed(self) -> bool:
-        """True if there is no fault."""
-        return not self.faults
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        found = {"faults": self.faults, "remarks": self.remarks, "passed": self.passed}
-        return asdict(self) | found
-
-
 def audit_episodes(
     pool: EpisodePool,
     environment: object,
@@ -164,40 +67,100 @@ def audit_episodes(
     turn_texts: Sequence[Sequence[Sequence[str]]],
     *,
     max_turns: int,
-) -> EpisodeReport:
+) -> AuditReport:
     """Play episodes with scripted policies; compare their rewards with the initial policy's.
 
     Args:
         pool: plays the environment.
         environment: the environment itself, whose tools are listed.
-        scorer: the rewards; failures must not stop it.
+        scorer: the rewards.
         starts: B rows with their seeds.
         samples: [B, k] total rewards of the initial policy's episodes; NaN where they failed.
         turn_texts: [B][k] turns of these episodes.
         max_turns: maximum number of turns per episode.
     """
+    import pandas as pd
+
     require(len(starts) > 0, "there are no rows to play")
-    best = samples.nan_to_num(LOWEST).argmax(1).tolist()
-    shown = [texts[place] for texts, place in zip(turn_texts, best, strict=True)]
+    shown = [texts[n] for texts, n in zip(turn_texts, best_samples(samples), strict=True)]
     answers = [_answer(start.row) for start in starts]
-    with no_warnings():
-        lines = []
+    rows = {}
+    with patient_scorer(scorer) as patient:
         for policy in list_policies(environment, any(map(bool, shown)), any(answers)):
             games = [Game("", *seen) for seen in zip(shown, answers, strict=True)]
             episodes = play(pool, policy, starts, games, max_turns)
-            lines.append(
-                summarize_policy(policy, episodes, score_episodes(scorer, episodes), samples)
+            rows[policy.name] = summarize_policy(
+                policy, episodes, score_episodes(patient, episodes), samples
             )
-    real = samples.nan_to_num(LOWEST).max(1).values
-    return EpisodeReport(
-        rows=len(starts),
-        samples=samples.shape[1],
-        mean=float(samples.nanmean()),
-        best=float(real[real > LOWEST].mean()),
-        sampled_failed=int(samples.isnan().sum()),
-        lines=lines,
-        failed={name: dict(reasons) for name, reasons in scorer.failures.items() if reasons},
+    policies = pd.DataFrame.from_dict(rows, orient="index").sort_values("mean", ascending=False)
+    mean, best = mean_and_best(samples)
+    num_rows, num_samples = samples.shape
+    numbers = {"rows": num_rows, "samples": num_samples, "mean": mean, "best": best}
+    return AuditReport(
+        title=f"{num_rows} rows; {num_samples} episodes of each by the initial policy earn "
+        f"{mean:.3g} on average, the best of them {best:.3g}",
+        numbers=numbers | {"sampled_failed": int(samples.isnan().sum())},
+        tables={"policy": policies},
+        faults=[
+            *find_faults(policies, samples),
+            *describe_failures(patient, "episodes", "reward "),
+            *describe_failed_samples(samples),
+        ],
+        remarks=list(find_remarks(policies, samples)),
     )
+
+
+# --- faults and remarks ---
+
+
+def find_faults(policies: DataFrame, samples: Tensor) -> Iterator[str]:
+    """Yield policies that earn without solving the task, and those that break episodes."""
+    _, best = mean_and_best(samples)
+    than = f"of {samples.shape[1]} samples of the initial policy (these earn {best:.3g})"
+    for name, row in policies.iterrows():
+        count, earns = row["count"], f"a policy that '{name}' earns {row['mean']:.3g} on average"
+        if row["kind"] != KNOWS and 2 * row["beats_best"] > count:
+            yield (
+                f"exploit: {earns} and beats the best {than} on {row['beats_best']} of {count} rows"
+            )
+        elif row["kind"] in (IDLE, HOSTILE) and 2 * row["reaches_best"] > count:
+            yield (
+                f"paid for nothing: {earns}, as much as the best {than} on {row['reaches_best']} "
+                f"of {count} rows"
+            )
+    for name, row in policies[policies["failed"] > 0].iterrows():
+        yield (
+            f"failures: '{name}' breaks {row['failed']} of {row['count']} episodes "
+            f"({row['reason']})"
+        )
+
+
+def describe_failed_samples(samples: Tensor) -> list[str]:
+    """Return a fault if samples of the initial policy failed."""
+    failed = int(samples.isnan().sum())
+    fault = f"failures: {failed} of {samples.numel()} samples of the initial policy failed"
+    return [fault] if failed else []
+
+
+def find_remarks(policies: DataFrame, samples: Tensor) -> Iterator[str]:
+    """Yield policies that are paid, which may be intended, and rewards that rank nothing."""
+    paid = policies[policies["paid"] > 0]
+    for name, row in paid[paid["kind"] != KNOWS].iterrows():
+        remark = f"'{name}' is paid on {row['paid']} of {row['count']} rows"
+        if row["beats_mean"]:
+            remark += f", more than the mean sample on {row['beats_mean']}"
+        yield remark
+    for _, row in paid[paid["kind"] == KNOWS].iterrows():
+        yield (
+            f"giving the reference answer without playing is paid on {row['paid']} of "
+            f"{row['count']} rows: the environment's answers are not needed for the reward"
+        )
+    mean, best = mean_and_best(samples)
+    if mean == best and (policies["mean"] == mean).all():
+        yield "every policy and every sample earns the same: advantages are zero"
+
+
+# --- playing ---
 
 
 def _answer(row: dict[str, Any]) -> str:
@@ -290,7 +253,7 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
 
 def summarize_policy(
     policy: ScriptedPolicy, episodes: Sequence[PlayedEpisode], paid: Tensor, samples: Tensor
-) -> PolicyResult:
+) -> dict[str, Any]:
     """Summarize the episodes of one policy.
 
     Args:
@@ -299,21 +262,13 @@ def summarize_policy(
         paid: [B] total rewards; NaN for failed episodes.
         samples: [B, k] total rewards of the initial policy.
     """
-    highest, mean = samples.nan_to_num(LOWEST).max(1).values, samples.nanmean(1)
-    known = paid[~paid.isnan()]
+    highest = samples.nan_to_num(LOWEST).max(1).values
     failed = [episode.failed for episode in episodes if episode.failed]
-    good = paid.nan_to_num(LOWEST)
-    reaches = (good > 0) & (good >= highest - slack(highest))
-    return PolicyResult(
-        policy=policy.name,
-        kind=policy.kind,
-        count=len(episodes),
-        mean=float(known.mean()) if len(known) else 0.0,
-        paid=int((good > 0).sum()),
-        turns=sum(len(episode.turns) for episode in episodes) / len(episodes),
-        failed=len(failed),
-        reason=next(iter(Counter(failed)), ""),
-        beats=int((good > highest + slack(highest)).sum()),
-        reaches=int(reaches.sum()),
-        above_mean=int((good > mean + slack(mean)).sum()),
-    )
+    return compare_with_samples(paid, samples) | {
+        "reaches_best": int(((paid > 0) & (paid >= highest - slack(highest))).sum()),
+        "paid": int((paid > 0).sum()),
+        "turns": sum(len(episode.turns) for episode in episodes) / len(episodes),
+        "failed": len(failed),
+        "reason": next(iter(Counter(failed)), ""),
+        "kind": policy.kind,
+    }

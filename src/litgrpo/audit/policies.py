@@ -12,9 +12,10 @@ from litgrpo.environments.tool_caller import ToolCaller
 from litgrpo.environments.tool_calls import HermesFormat, TagFormat, format_of
 
 IDLE, ACTS, KNOWS, HOSTILE = "idle", "acts", "knows", "hostile"
-LONG = 1_000_000  # characters of a hostile turn
 TALK = "Let me think about it. I am sure that we can find out, if we go step by step."
 CALLS = ('<tool_call>{"name": ', "<call>((", "[f(", '<tool_call>{"name": 7}</tool_call>')
+# NUL, a reversed direction, half an emoji, an emoji, digits that `int` rejects, a cleared screen.
+STRANGE = "\x00\u202e\ud800\U0001f600\u0661\u00b2\uff17\n\r\x1b[2J" * 20
 # Arguments of each JSON type that fit a schema and carry no meaning.
 VALUES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 
@@ -74,47 +75,34 @@ def list_policies(environment: object, sampled: bool, answers: bool) -> list[Scr
         ScriptedPolicy("only talks", IDLE, lambda game: TALK),
         ScriptedPolicy("loops", IDLE, lambda game: "and again " * 50),
         ScriptedPolicy("copies the prompt", IDLE, lambda game: game.prompt),
-        ScriptedPolicy(
-            "copies the observation", IDLE, lambda game: (game.observations or [game.prompt])[-1]
-        ),
+        ScriptedPolicy("copies the observation", IDLE, copy_observation),
+        ScriptedPolicy("calls without end", ACTS, lambda game: calls) if calls else None,
+        ScriptedPolicy("repeats a first turn", ACTS, repeat_first_turn) if sampled else None,
+        ScriptedPolicy("gives the reference answer", KNOWS, give_answer) if answers else None,
+        ScriptedPolicy("broken calls", HOSTILE, break_call),
+        ScriptedPolicy("strange characters", HOSTILE, lambda game: STRANGE),
     ]
-    if calls:
-        policies.append(ScriptedPolicy("calls without end", ACTS, lambda game: calls))
-    if sampled:
-        policies.append(
-            ScriptedPolicy(
-                "repeats a first turn", ACTS, lambda game: game.sample[0] if game.sample else ""
-            )
-        )
-    if answers:
-        policies.append(
-            ScriptedPolicy(
-                "gives the reference answer",
-                KNOWS,
-                lambda game: f"{game.answer} <answer>{game.answer}</answer>",
-            )
-        )
-    return policies + _hostile_policies()
+    return [policy for policy in policies if policy is not None]
 
 
-def _hostile_policies() -> list[ScriptedPolicy]:
-    """Return policies whose texts may break an environment: long, malformed, strange."""
-    texts = {
-        "a million characters": "1 and (" * (LONG // 7),
-        "a million digits": "7" * LONG,
-        "strange characters": "\x00\u202e\ud800\U0001f600\u0661\u00b2\uff17\n\r\x1b[2J" * 20,
-        "deep JSON": '<tool_call>{"name": "f", "arguments": ' + "[" * 5_000,
-    }
-
-    def break_call(game: Game) -> str:
-        return CALLS[len(game.observations) % len(CALLS)]
-
-    policies = [ScriptedPolicy("broken calls", HOSTILE, break_call)]
-    return policies + [ScriptedPolicy(name, HOSTILE, _always(text)) for name, text in texts.items()]
+def copy_observation(game: Game) -> str:
+    """Return the last observation; at first the prompt."""
+    return (game.observations or [game.prompt])[-1]
 
 
-def _always(text: str) -> Callable[[Game], str]:
-    return lambda game: text
+def repeat_first_turn(game: Game) -> str:
+    """Return the first turn of the initial policy."""
+    return game.sample[0] if game.sample else ""
+
+
+def give_answer(game: Game) -> str:
+    """Return the reference answer, also in tags."""
+    return f"{game.answer} <answer>{game.answer}</answer>"
+
+
+def break_call(game: Game) -> str:
+    """Return one of the calls that cannot be parsed."""
+    return CALLS[len(game.observations) % len(CALLS)]
 
 
 def call_texts(environment: object) -> str:

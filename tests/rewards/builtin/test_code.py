@@ -5,7 +5,6 @@ import pytest
 
 from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
 from litgrpo.rewards.builtin.code import (
-    check_tests,
     extract_code,
     find_undefined,
     read_tests,
@@ -310,23 +309,23 @@ def test_tests_that_cannot_judge_code_are_rejected_as_they_are_read(tests):
 
 
 @pytest.mark.parametrize(
-    ("tests", "entry_point", "reference", "names"),
+    ("tests", "entry_point", "names"),
     [
-        ("assert f(g(2)) == 4", ["f", "g"], None, ("f", "g")),
-        ("assert bisect.bisect([1], 1) == 1\nassert f(1)", None, None, ("f",)),
-        ("assert max([1, 2]) == 2", "max", None, ("max",)),
-        ("def check(g):\n assert g([1]) == 1", "Solution().total", None, ("Solution",)),
+        ("assert f(g(2)) == 4", ["f", "g"], ("f", "g")),
+        ("assert bisect.bisect([1], 1) == 1\nassert f(1)", None, ("f",)),
+        ("assert max([1, 2]) == 2", "max", ("max",)),
+        ("def check(g):\n assert g([1]) == 1", "Solution().total", ("Solution",)),
     ],
 )
-def test_the_names_of_the_code_can_be_declared(tests, entry_point, reference, names):
-    assert read_tests(tests, entry_point, reference).names == names
+def test_the_names_of_the_code_can_be_declared(tests, entry_point, names):
+    assert read_tests(tests, entry_point).names == names
 
 
-def test_a_helper_that_is_neither_declared_nor_in_the_reference_is_rejected():
+def test_a_helper_that_is_not_declared_is_rejected():
     with raises_for("close", "entry_point", error=UnusableReward):
         read_tests("assert close(f(2), 4)", "f")
     with raises_for("close", "entry_point", error=UnusableReward):
-        read_tests("assert close(f(2), 4)", None, "def f(x): return x * x")
+        read_tests("assert close(f(2), 4)")
 
 
 @in_sandbox
@@ -336,65 +335,26 @@ def test_the_code_cannot_define_a_helper_that_the_tests_lack():
         share(code, "assert close(f(2), 4)")
 
 
-SAME_FOR_ALL = {
-    "a TestCase without a call": (
-        "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)"
-    ),
-    "a TestCase behind __main__": (
-        "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\n"
-        "if __name__ == '__main__': unittest.main()"
-    ),
-    "unittest.main": (
-        "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\n"
-        "unittest.main()"
-    ),
-    "sys.exit": "import sys\nassert sys\nsys.exit(f(2) != 4)",
-    "a module that is not there": "import numpy as np\nassert np.isclose(f(2), 4)",
-    "pytest": "import pytest\ndef test_f():\n assert f(2) == pytest.approx(4)",
-    "an import in a function": "def test_f():\n assert f(2) == 4\n import numpy",
-    "the code as a module": "from solution import f\nassert f(2) == 4",
-    "asserts in a function that is not called": "def run():\n assert f(2) == 4",
-    "a test that is not awaited": "async def test_f():\n assert f(2) == 4",
-    "a class of pytest": "class TestF:\n def test_f(self):\n  assert f(2) == 4",
-    "an assert on a pair": "assert (f(2) == 4, 'f(2)')",
-    "an assert that is caught": "try:\n assert f(2) == 4\nexcept Exception:\n pass",
-    "an assert that is always true": "assert f(2) == 4 or True",
-    "any error": "try:\n f(2)\n assert False\nexcept:\n pass",
-    "a loop over nothing": "for x in []:\n assert f(x) == x",
-    "nothing expected": [["f(1)", None], {"call": "f(2)", "expected": None}],
-}
-
-
 @in_sandbox
-@pytest.mark.parametrize("name", SAME_FOR_ALL)
-def test_tests_that_judge_all_code_the_same_stop_the_run(name):
-    tests = SAME_FOR_ALL[name]
-    entry = {"entry_point": ["f"]} if "module" in name else {}
-    with raises_for("tests", error=UnusableReward):
-        check_tests([tests], **entry)
+def test_tests_that_cannot_be_read_stop_the_run_before_training():
     scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")})
-    columns = {"tests": [SQUARES, tests]} | ({"entry_point": [None, "f"]} if entry else {})
-    with raises_for("tests"):
-        scorer.check(columns)
+    with raises_for("tests", "no name that the code could define"):
+        scorer.check({"tests": [SQUARES, "import sys\nassert sys\nsys.exit(f(2) != 4)"]})
+    with raises_for("tests", "is not Python"):
+        scorer.check({"tests": [SQUARES, "assert f("]})
+    with raises_for("tests", error=UnusableReward):
+        read_tests([{"stdin": 1, "stdout": "1"}])
 
 
 @in_sandbox
 @pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
 def test_a_row_that_is_first_seen_in_training_stops_the_run(runner):
+    exits = "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\nunittest.main()"
     scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")}, runner=runner())
-    columns = {"tests": [SQUARES] * 3 + [SAME_FOR_ALL["unittest.main"]]}
+    columns = {"tests": [SQUARES] * 3 + [exits]}
     with raises_for("tests", "unittest.main"):
         scorer([""] * 4, ["def f(x): return x * x"] * 4, columns, group_size=4)
     scorer.close()
-
-
-@in_sandbox
-def test_tests_are_run_against_the_reference_solution():
-    good, bad = "def f(x): return x * x", "def f(x): return 4"
-    check_tests([SQUARES], reference_solution=[good])
-    check_tests([SQUARES], reference_solution=[f"```python\n{good}\n```"])
-    with raises_for("reference_solution", "1 of 2", error=UnusableReward):
-        check_tests([SQUARES], reference_solution=[bad])
 
 
 @in_sandbox
@@ -559,15 +519,6 @@ def test_methods_of_results_are_called_here_and_arguments_have_any_name():
     ]
     code = "def f(expression): return 'secret ' + expression\nclass Solution:\n def f(self, x): return f(x)"
     assert share(code, tests, entry_point=[["f", "Solution"]]) == 1.0
-
-
-@in_sandbox
-def test_tests_of_programs_are_checked_before_training():
-    with raises_for("tests", "would pass all", error=UnusableReward):
-        check_tests([[{"stdin": "1", "stdout": ""}]])
-    check_tests([PROGRAM], reference_solution=["print(sum(map(int, input().split())))"])
-    with raises_for("tests", error=UnusableReward):
-        read_tests([{"stdin": 1, "stdout": "1"}])
 
 
 @in_sandbox

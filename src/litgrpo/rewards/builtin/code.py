@@ -28,7 +28,6 @@ TEST_FORMATS = (
     "a test script, a list of assert lines, or a list of [call, expected], {call: ...,"
     " expected: ...} or {stdin: ..., stdout: ...}"
 )
-NUM_RUN = 64  # rows whose tests are run before training, evenly spread
 _FOLDER = Path(sandbox.__file__).parent
 
 Tests = str | Sequence[Any] | None
@@ -38,24 +37,16 @@ Names = str | Sequence[str] | None
 def check_tests(
     tests: Sequence[Tests],
     entry_point: Sequence[Names] | None = None,
-    reference_solution: Sequence[str | None] | None = None,
     timeout_s: float = 4.0,
-    memory_mib: int = 256,
 ) -> None:
-    """Check before training that the tests of each row can distinguish correct code from other.
-
-    All rows are read, and the tests of at most 64 are run.
+    """Read the tests of all rows before training; `audit` runs them.
 
     Raises:
-        UnusableReward: there is no sandbox; the tests have another format, or use undefined
-            names; code that does nothing passes them, or the reference solution does not.
+        UnusableReward: there is no sandbox; the tests have another format, or use undefined names.
     """
     require_sandbox()
-    rows = list(dict.fromkeys(_read_rows(tests, entry_point, reference_solution)))
-    rows = [row for row in rows if row.tests]
-    rows = rows[:: max(1, -(-len(rows) // NUM_RUN))]
-    with _threads() as threads:
-        list(threads.map(_try_tests, rows, [_limits(timeout_s, memory_mib)] * len(rows)))
+    above("timeout_s", timeout_s, 0)
+    _read_rows(tests, entry_point)
 
 
 def require_sandbox() -> None:
@@ -78,7 +69,6 @@ def unit_tests(
     completions: Completions,
     tests: Sequence[Tests],
     entry_point: Sequence[Names] | None = None,
-    reference_solution: Sequence[str | None] | None = None,
     *,
     timeout_s: float = 4.0,
     memory_mib: int = 256,
@@ -91,8 +81,8 @@ def unit_tests(
     the tests, nor the expected values, nor the results. It returns plain data, which the other
     sandbox compares with Python's comparison. Each test uses a fresh process of the code.
 
-    Before training, tests are run against code that does nothing, and against the reference
-    solution. If the first passes all tests of a row or the second does not, the run stops.
+    `audit` runs the tests against code that does nothing, and against the column
+    `reference_solution`: the first must not pass all tests of a row, and the second must.
 
     Args:
         prompts: N prompts; not read.
@@ -105,7 +95,6 @@ def unit_tests(
             and each function `test_*` is one test. Rows without tests are not scored.
         entry_point: N names, or lists of names, that the code must define; needed if the tests use
             several of them. The first is the argument of scripts that define `check(candidate)`.
-        reference_solution: N programs that must pass the tests.
         timeout_s: seconds for all tests of a completion together, including the start-up; one test
             may take half of it.
         memory_mib: memory limit of the code.
@@ -124,22 +113,14 @@ def unit_tests(
         [0.5]
     """
     require_sandbox()
-    limits = _limits(timeout_s, memory_mib)
-    rows = _read_rows(tests, entry_point, reference_solution)
+    above("timeout_s", timeout_s, 0)
+    limits = sandbox.SandboxLimits(seconds=timeout_s, memory_mib=memory_mib)
+    rows = _read_rows(tests, entry_point)
     codes = [
         extract_code(text_of(each), require_code_block=require_code_block) for each in completions
     ]
-    with _threads() as threads:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         return list(threads.map(_pass_share, codes, rows, [limits] * len(codes)))
-
-
-def _limits(timeout_s: float, memory_mib: int) -> sandbox.SandboxLimits:
-    above("timeout_s", timeout_s, 0)
-    return sandbox.SandboxLimits(seconds=timeout_s, memory_mib=memory_mib)
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1)
 
 
 def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
@@ -166,7 +147,6 @@ class RowTests:
         tests: JSON list of tests, each `{script}`, `{call, expected}` or `{stdin, stdout}`; ""
             without any.
         names: names that the code must define.
-        reference: program that must pass them.
 
     Example:
         >>> read_tests("assert f(2) == 4").names
@@ -175,7 +155,6 @@ class RowTests:
 
     tests: str = ""
     names: tuple[str, ...] = ()
-    reference: str | None = None
 
     @property
     def listed(self) -> list[dict[str, Any]]:
@@ -183,17 +162,11 @@ class RowTests:
         return list(json.loads(self.tests)) if self.tests else []
 
 
-def _read_rows(
-    tests: Sequence[Tests],
-    entry_point: Sequence[Names] | None,
-    reference_solution: Sequence[str | None] | None,
-) -> list[RowTests]:
-    names = entry_point or [None] * len(tests)
-    references = reference_solution or [None] * len(tests)
-    return list(map(read_tests, tests, names, references))
+def _read_rows(tests: Sequence[Tests], entry_point: Sequence[Names] | None) -> list[RowTests]:
+    return list(map(read_tests, tests, entry_point or [None] * len(tests)))
 
 
-def read_tests(given: Tests, entry_point: Names = None, reference: str | None = None) -> RowTests:
+def read_tests(given: Tests, entry_point: Names = None) -> RowTests:
     """Return the tests of a row; none for None, NaN, and an empty text or list.
 
     Raises:
@@ -213,10 +186,9 @@ def read_tests(given: Tests, entry_point: Names = None, reference: str | None = 
         len(scripts) < len(tests) or any(map(_can_fail, scripts)),
         f"{given!r:.60} has no assert, so any code would pass",
     )
-    code = None if reference is None else extract_code(reference)
     texts = [str(test.get("script", test.get("call"))) for test in tests if "stdin" not in test]
     names = _find_code_names(texts, declared) if texts else []
-    return RowTests(json.dumps(tests, default=_not_json), tuple(names), code)
+    return RowTests(json.dumps(tests, default=_not_json), tuple(names))
 
 
 def _not_json(value: object) -> None:
@@ -372,54 +344,6 @@ def _global_symbols(script: str) -> Iterator[symtable.Symbol]:
 # --- running them ---
 
 
-def _try_tests(row: RowTests, limits: sandbox.SandboxLimits) -> None:
-    """Run the tests of a row against code that does nothing and the reference solution.
-
-    Raises:
-        UnusableReward: the former passes all of them, or the latter does not.
-    """
-    stubs = "\n".join(f"def {name}(*args, **kwargs): pass" for name in row.names)
-    sources = {"empty code": "", "functions that return nothing": stubs}
-    if row.reference is not None:
-        sources["reference_solution"] = row.reference
-    tests, shown = row.listed, f"the tests {row.tests!r:.100}"
-    imports = [{"script": each} for test in tests for each in _find_imports(test)]
-    longer = sandbox.SandboxLimits(
-        seconds=limits.seconds * (1 + len(sources)), memory_mib=limits.memory_mib
-    )
-    cases = [
-        test | {"names": list(row.names), "source": number}
-        for number in range(len(sources))
-        for test in [*tests, *(imports if number == 0 else [])]
-    ]
-    marks, broken = _run(list(sources.values()), cases, longer, limits.seconds / 2)
-    _require_not_broken(row, broken)
-    for number, name in enumerate(sources):
-        places = [n for n, case in enumerate(cases) if case["source"] == number][: len(tests)]
-        passed = sum(marks[n : n + 1] == "+" for n in places)
-        if name == "reference_solution":
-            _require(
-                passed == len(tests),
-                f"{shown}: the reference_solution passes {passed} of {len(tests)} (one test may"
-                f" take {limits.seconds / 2:g} s)",
-            )
-        else:
-            _require(passed < len(tests), f"{shown}: {name} would pass all of them")
-
-
-def _find_imports(test: Mapping[str, Any]) -> list[str]:
-    """Return the import statements of a test, without those that `try` may skip."""
-    waiting: list[ast.AST] = [ast.parse(test.get("script", ""))]
-    found = []
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found.append(ast.unparse(node))
-        elif not isinstance(node, ast.Try):
-            waiting += ast.iter_child_nodes(node)
-    return list(dict.fromkeys(found))
-
-
 def _pass_share(code: str | None, row: RowTests, limits: sandbox.SandboxLimits) -> float | None:
     """Return the fraction of tests that code passes; None without tests."""
     tests = row.listed
@@ -428,20 +352,20 @@ def _pass_share(code: str | None, row: RowTests, limits: sandbox.SandboxLimits) 
     if code is None or not _compiles(code):
         return 0.0
     cases = [test | {"names": list(row.names), "source": 0} for test in tests]
-    marks, broken = _run([code], cases, limits, limits.seconds / 2)
-    _require_not_broken(row, broken)
+    marks, broken = run_tests([code], cases, limits, limits.seconds / 2)
+    _require(not broken, f"the tests {row.tests!r:.100} {describe_broken(broken)}")
     return marks.count("+") / len(tests)
 
 
-def _require_not_broken(row: RowTests, broken: Sequence[str]) -> None:
-    _require(
-        not broken,
-        f"the tests {row.tests!r:.100} cannot run with any code: {broken[:1]}. They have Python's"
-        " standard library only, and must not exit (as unittest.main does)",
+def describe_broken(reasons: Sequence[str]) -> str:
+    """Say why tests cannot run, whatever the code is."""
+    return (
+        f"cannot run with any code: {reasons[:1]}. They have Python's standard library only, and"
+        " must not exit (as unittest.main does)"
     )
 
 
-def _run(
+def run_tests(
     sources: Sequence[str],
     tests: Sequence[Mapping[str, Any]],
     limits: sandbox.SandboxLimits,

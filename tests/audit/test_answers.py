@@ -4,11 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
+from litgrpo.audit.answers import audit_rewards
 from litgrpo.audit.cases import AnswerFormat, Problem
-from litgrpo.audit.run import audit_rewards
 from litgrpo.data.examples.problems import held_out
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.format import reasoning_answer
@@ -29,6 +30,11 @@ def report(rewards=SOUND, problems=PROBLEMS, **settings):
     return audit_rewards(Scorer(rewards), problems, **settings)
 
 
+def kinds(found):
+    """All kinds of completions of a report, as one table."""
+    return pd.concat([found.tables["correct answer"], found.tables["everything else"]])
+
+
 def faulty_rewards(*names: str) -> dict[str, Reward]:
     return {name: Reward(getattr(faulty_rules, name)) for name in names}
 
@@ -36,12 +42,12 @@ def faulty_rewards(*names: str) -> dict[str, Reward]:
 def test_sound_rewards_pass() -> None:
     found = report()
     assert found.passed, found.faults
-    assert found.false_negatives == 0
-    assert len(found.variants) >= 8
-    assert {line.count for line in found.variants} == {len(PROBLEMS)}
-    assert all(line.correct == line.beats == line.equals == 0 for line in found.attacks)
-    best = max(line.best_margin for line in found.attacks)
-    assert best == pytest.approx(-0.8)
+    variants, exploits = found.tables["correct answer"], found.tables["everything else"]
+    assert found.numbers["false_negatives"] == 0
+    assert len(variants) >= 8
+    assert set(variants["count"]) == {len(PROBLEMS)}
+    assert not exploits[["correct", "beats", "equals"]].to_numpy().any()
+    assert exploits["best_margin"].max() == pytest.approx(-0.8)
     assert json.loads(json.dumps(found.as_dict()))["passed"] is True
 
 
@@ -58,13 +64,13 @@ def test_answers_that_are_no_numbers_are_audited_too() -> None:
 def test_every_known_fault_of_widespread_rules_is_found() -> None:
     names = ("check_answer", "check_numbers", "whole_form", "some_form")
     found = report(faulty_rewards(*names), threshold=3.0)
-    lines = {line.kind: line for line in found.variants + found.attacks}
+    lines = kinds(found)
     # the sums that these rules are known for
-    assert lines["correct, malformed"].mean == -2.0
+    assert lines["mean"]["correct, malformed"] == -2.0
     # 4.5 if the reference answer is "1,080", which it cannot read
-    assert lines["incorrect, in format"].mean == pytest.approx(4.0, abs=0.05)
-    assert lines["no idea, in format"].mean == 4.5
-    assert lines["dollar sign"].correct == 0
+    assert lines["mean"]["incorrect, in format"] == pytest.approx(4.0, abs=0.05)
+    assert lines["mean"]["no idea, in format"] == 4.5
+    assert lines["correct"]["dollar sign"] == 0
     text = "\n".join(found.faults)
     assert (
         "'check_numbers' gives 2 correct answers less than its best although" in text
@@ -77,8 +83,9 @@ def test_every_known_fault_of_widespread_rules_is_found() -> None:
 
 def test_a_reward_that_searches_the_whole_completion_is_a_fault() -> None:
     found = report(faulty_rewards("substring"))
-    wrong = {line.kind for line in found.attacks if line.correct and line.beats + line.equals}
-    assert wrong >= {"all numbers as the answer", "many answers", "hedged"}
+    table = found.tables["everything else"]
+    wrong = table[(table["correct"] > 0) & (table["beats"] + table["equals"] > 0)].index
+    assert {*wrong} >= {"all numbers as the answer", "many answers", "hedged"}
     assert any(fault.startswith("false positives: 12 of 12") for fault in found.faults)
     assert any(fault.startswith("exploit: 12 of 12") for fault in found.faults)
 
@@ -87,8 +94,9 @@ def test_a_part_that_pays_for_length_lets_exploits_win() -> None:
     rewards = {"correct": Reward(correctness)} | faulty_rewards("longer_is_better")
     rewards["longer_is_better"].weight = 10.0
     found = report(rewards)
-    beaten = {line.kind for line in found.attacks if line.beats + line.equals}
-    assert {"incorrect answer repeated", "tags repeated"} <= beaten
+    table = found.tables["everything else"]
+    beaten = table[table["beats"] + table["equals"] > 0].index
+    assert {"incorrect answer repeated", "tags repeated"} <= {*beaten}
     assert any("of the advantage comes from 'longer_is_better'" in x for x in found.remarks)
 
 
@@ -142,13 +150,14 @@ def test_a_correct_answer_below_the_best_by_rounding_is_accepted() -> None:
 
     found = report({"correct": Reward(correctness), "rounded": Reward(round_off)})
     assert found.passed, found.faults
-    assert found.parts[1].unfair == {}
+    assert found.tables["reward"]["unfair"]["rounded"] == {}
 
 
 def test_an_exploit_below_a_correct_answer_by_rounding_is_a_fault() -> None:
     rewards = {"correct": Reward(correctness), "undone": Reward(undone, weight=1.0)}
     found = report(rewards)
-    assert all(line.beats + line.equals == line.count for line in found.attacks)
+    table = found.tables["everything else"]
+    assert (table["beats"] + table["equals"] == table["count"]).all()
 
 
 def undone(prompts, completions, answer):
@@ -162,7 +171,7 @@ def test_a_length_limit_that_few_long_solutions_exceed_is_no_fault() -> None:
     rewards = SOUND | {"length": Reward(length, weight=0.1, kwargs={"max_tokens": 150})}
     found = report(rewards, [*PROBLEMS, long])
     assert found.passed, found.faults
-    means = {line.kind: line.mean for line in found.attacks}
+    means = kinds(found)["mean"]
     assert 0 < means["no idea, in format"] - means["incorrect, in format"] < 0.005
 
 

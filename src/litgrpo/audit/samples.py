@@ -1,9 +1,9 @@
-"""Audit the environment of a recipe against samples of the initial policy."""
+"""Samples of the initial policy, which probes of open text and of episodes are compared with."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -14,19 +14,22 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.audit.episodes import EpisodeReport, audit_episodes
-from litgrpo.audit.run import PATIENCE_S
+from litgrpo.audit.cases import Problem
+from litgrpo.audit.episodes import audit_episodes
+from litgrpo.audit.open_text import audit_open_text
+from litgrpo.audit.report import AuditReport
 from litgrpo.cli.console import keep_quiet
 from litgrpo.data.modules import PromptData
+from litgrpo.data.prompts import tokenize_prompts
 from litgrpo.data.sources import read_rows
 from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import EpisodeStart
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.rewards import ProcessRunner, Scorer
+from litgrpo.rewards import Scorer
 from litgrpo.rollout.episodes import RolloutKey, episode_seed
-from litgrpo.text.counts import plural
-from litgrpo.text.tables import markdown_table
+from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import Rollout
 
@@ -37,6 +40,81 @@ SAMPLING_SETTINGS = (
     *("pretrained", "rewards", "max_completion_length", "sampling", "precision", "lora"),
     *("reward_format", "environment", "episode", "seed"),
 )
+
+
+def instantiate_data(recipe: Mapping[str, Any]) -> PromptData:
+    """Build the data of a recipe.
+
+    Raises:
+        ValueError: the recipe has data of another class.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
+    if not isinstance(data, PromptData):
+        raise ValueError(f"audit requires data of class PromptData, got {type(data).__name__}")
+    return data
+
+
+def named_policy(settings: Mapping[str, Any]) -> str:
+    """Return the name of the initial policy."""
+    name = settings.get("pretrained")
+    require(bool(name), "audit samples the initial policy: set model.pretrained")
+    return str(name)
+
+
+def evenly(rows: Sequence[Any], limit: int) -> list[Any]:
+    """Return at most `limit` rows, and 32, evenly spread; samples of more would take long."""
+    wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
+    return list(rows[:: len(rows) // wanted][:wanted])
+
+
+# --- open text ---
+
+
+def audit_open(
+    recipe: Mapping[str, Any], scorer: Scorer, data: PromptData, limit: int
+) -> AuditReport:
+    """Try exploits on rewards of open text, and compare them with samples.
+
+    Args:
+        recipe: settings of model and data.
+        scorer: its rewards.
+        data: its data.
+        limit: maximum number of prompts; 0 or more than 32: 32.
+    """
+    from litgrpo.models.loading import load_policy, load_tokenizer
+
+    settings = recipe["model"]["init_args"]
+    name = named_policy(settings)
+    tokenizer = load_tokenizer(name)
+    rows = data.reader.read(data.sources["train"] or [], data.prompt_format.template.required)
+    prompts = tokenize_prompts(
+        evenly(rows, limit),
+        "audit",
+        prompt_format=data.prompt_format,
+        limit=data.limit,
+        tokenizer=tokenizer,
+        pad_to_multiple_of=1,
+    )
+    rollouter = Rollouter(
+        load_policy(name, tokenizer=tokenizer),
+        SAMPLES,
+        int(settings.get("max_completion_length", 256)),
+        sampling=Sampling(**(settings.get("sampling") or {})),
+    )
+    print(f"sampling {SAMPLES} completions of {len(prompts)} prompts by {name}")
+    rollout = rollouter.generate(prompts[list(range(len(prompts)))], "predict")
+    texts = rollout.completions
+    samples = [texts[start : start + SAMPLES] for start in range(0, len(texts), SAMPLES)]
+    problems = [
+        Problem(text, None, {name: values[n] for name, values in prompts.columns.items()})
+        for n, text in enumerate(prompts.texts)
+    ]
+    return audit_open_text(scorer, problems, samples)
+
+
+# --- episodes ---
 
 
 class RolloutRecorder(Callback):
@@ -54,7 +132,7 @@ class RolloutRecorder(Callback):
 
 def audit_environment(
     recipe: Mapping[str, Any], scorer: Scorer, reference_source: str | None, limit: int
-) -> EpisodeReport:
+) -> AuditReport:
     """Sample episodes of the initial policy, and play the same rows with scripted policies.
 
     Args:
@@ -64,9 +142,7 @@ def audit_environment(
         limit: maximum number of rows; 0 or more than 32: 32.
     """
     settings = dict(recipe["model"]["init_args"])
-    require(
-        bool(settings.get("pretrained")), "audit samples the initial policy: set model.pretrained"
-    )
+    name = named_policy(settings)
     data = build_data(recipe, reference_source, limit)
     module = build_module({key: settings[key] for key in SAMPLING_SETTINGS if key in settings})
     require(
@@ -74,7 +150,7 @@ def audit_environment(
         "audit plays an environment with scripted turns; an Agent cannot be played that way. Test "
         "it with a server that returns fixed replies.",
     )
-    rollout, rewards = sample_episodes(module, data, str(settings["pretrained"]))
+    rollout, rewards = sample_episodes(module, data, name)
     starts = episode_starts(rollout, data, module.seed)
     episode = module.episode
     pool = EpisodeWorkers(
@@ -86,14 +162,9 @@ def audit_environment(
     size = rollout.group_size
     turn_texts = [each.assistant_texts for each in rollout.episodes]
     groups = [turn_texts[first : first + size] for first in range(0, len(turn_texts), size)]
-    with (
-        closing(ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)) as runner,
-        closing(pool),
-    ):
-        patient = Scorer(scorer.components, scorer.reward_format, runner)
-        turns = episode.max_turns
-        environment = module.environment
-        return audit_episodes(pool, environment, patient, starts, rewards, groups, max_turns=turns)
+    with closing(pool):
+        turns, environment = episode.max_turns, module.environment
+        return audit_episodes(pool, environment, scorer, starts, rewards, groups, max_turns=turns)
 
 
 def build_data(recipe: Mapping[str, Any], reference_source: str | None, limit: int) -> PromptData:
@@ -101,25 +172,10 @@ def build_data(recipe: Mapping[str, Any], reference_source: str | None, limit: i
     data = instantiate_data(recipe)
     source: Any = data.sources["train"] if reference_source is None else reference_source
     require(source is not None, "the recipe has no training data; give rows: --problems rows.jsonl")
-    rows = read_rows(source)
-    wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
+    rows = [row.values for row in evenly(read_rows(source), limit)]
     data.sources = dict.fromkeys(data.sources)
-    data.sources["val"] = [row.values for row in rows[:: len(rows) // wanted][:wanted]]
-    data.eval_batch_size = wanted
-    return data
-
-
-def instantiate_data(recipe: Mapping[str, Any]) -> PromptData:
-    """Build the data of a recipe.
-
-    Raises:
-        ValueError: the recipe has data of another class.
-    """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
-    if not isinstance(data, PromptData):
-        raise ValueError(f"audit requires data of class PromptData, got {type(data).__name__}")
+    data.sources["val"] = rows
+    data.eval_batch_size = len(rows)
     return data
 
 
@@ -166,26 +222,4 @@ def episode_starts(rollout: Rollout, data: PromptData, seed: int) -> list[Episod
             key=(0, 0, index, 0),
         )
         for row, index in enumerate(prompts.index.tolist())
-    ]
-
-
-def episode_lines(report: EpisodeReport) -> list[str]:
-    """Return the report of an audit of an environment in lines."""
-    rows = [
-        (
-            *(line.policy, f"{line.mean:.3g}", f"{line.paid} of {line.count}"),
-            *(f"{line.turns:.1f}", line.failed, line.beats, line.above_mean),
-        )
-        for line in sorted(report.lines, key=lambda line: -line.mean)
-    ]
-    head = ("policy", "mean reward", "paid", "turns", "failed", "beats the best sample")
-    return [
-        f"{report.rows} rows; {report.samples} episodes of each by the initial policy earn "
-        f"{report.mean:.3g} on average, the best of them {report.best:.3g}",
-        "",
-        *markdown_table((*head, "beats the mean"), rows),
-        "",
-        *(f"remark: {remark}" for remark in report.remarks),
-        *(f"FAULT: {fault}" for fault in report.faults),
-        "PASS" if report.passed else "FAIL: " + plural(len(report.faults), "fault"),
     ]
