@@ -1,4 +1,4 @@
-"""Each planted bug (B3 to B7, B10) violates the invariant that covers it."""
+"""Each planted bug (B10) violates the invariant that covers it."""
 
 from dataclasses import replace
 
@@ -12,18 +12,15 @@ from litgrpo.checks.invariants import (
     Conditions,
     Invariant,
     bridge_errors,
-    episode_errors,
     measure_invariants,
     raise_if_violated,
 )
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rollout.episodes import EpisodeListener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.template_probes import PROBES, verify_template
 from litgrpo.rollout.turn_format import TemplateFormat
-from litgrpo.training.learner import Learner
 from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
 from tests.support.chat_templates import QWEN, chat_format
@@ -67,27 +64,11 @@ TOP_K = {"sampling": Sampling(top_k=9, temperature=0.8)}
 def test_everything_holds_with_turns(architecture, settings):
     found = findings_of(architecture, **settings)
     assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
-    assert Invariant.REWARD_INPUT in found
-    if architecture != "t5":
-        assert found[Invariant.EPISODE_GRADIENT].error < 1e-5
-
-
-def test_identical_episodes_do_not_fail_the_gradient_check():
-    """Gradients of copies cancel; the remaining rounding is not an error."""
-    policy = tiny_policy("llama", tie_word_embeddings=False)
-    with torch.no_grad():
-        policy.bare_model.lm_head.weight.mul_(300)
-    learner = replace(learner_of(policy), max_completion_length=11, reuse_sampler_logprobs=False)
-    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=11)
-    dry = dry_run.DryRun.from_run(rollouter, learner)
-    rollout = dry.sample(PROMPTS)
-    same = rollout.completion_ids.view(3, -1, rollout.completion_ids.shape[1])
-    assert (same == same[:, :1]).all()
-    assert episode_errors(dry, rollout)[Invariant.EPISODE_GRADIENT] < 1e-5
+    assert Invariant.REPRODUCIBLE in found
 
 
 @pytest.mark.parametrize("name", ["bnpo", "dapo", "gspo", "gigpo", "gtpo", "rebn"])
-def test_published_algorithms_learn_episodes_as_turns(name):
+def test_everything_holds_with_turns_for_published_algorithms(name):
     found = findings_of(objective=PUBLISHED[name])
     assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
 
@@ -121,7 +102,7 @@ def test_a_run_with_a_wrong_turn_format_raises():
     rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=40)
     learner = replace(learner_of(policy), max_completion_length=40)
     found = measure_invariants(rollouter, learner, PROMPTS, Conditions())
-    with pytest.raises(ValueError, match=r"9 the turn_format.* line break"):
+    with pytest.raises(ValueError, match=r"8 the turn_format.* line break"):
         raise_if_violated(found)
 
 
@@ -132,75 +113,6 @@ def test_the_small_episodes_have_turns_and_hear():
     rollout = dry.sample(PROMPTS)
     assert rollout.turns.max() == 2
     assert (rollout.completion_mask & ~rollout.loss_mask).any()
-
-
-def plant(monkeypatch, change):
-    """Plant a bug in the training batches of the learner."""
-    right = Learner.build_batch
-
-    def wrong(self, rollout, rewards, logprobs):
-        return change(self, right, rollout, rewards, logprobs)
-
-    monkeypatch.setattr(Learner, "build_batch", wrong)
-
-
-def observations_in_the_loss(learner, right, rollout, rewards, logprobs):
-    """B3: a loss path forgets the mask."""
-    return right(learner, replace(rollout, loss_mask=rollout.completion_mask), rewards, logprobs)
-
-
-def discount_by_all_tokens(learner, right, rollout, rewards, logprobs):
-    """B4: observations count in the discount."""
-    found = right(learner, rollout, rewards, logprobs)
-    advantages = learner.objective.token_advantages(rewards, rollout.completion_mask, learner.comm)
-    return replace(found, advantages=advantages * rollout.loss_mask)
-
-
-def kl_of_observations(learner, right, rollout, rewards, logprobs):
-    """B5: observations enter the KL term."""
-    found = right(learner, rollout, rewards, logprobs)
-    observed = rollout.completion_mask & ~rollout.loss_mask
-    extra = found.ref_logprobs + 0.5 * observed.float().sum(1, keepdim=True)
-    return replace(found, ref_logprobs=extra * rollout.loss_mask)
-
-
-def denominators_of_all_tokens(learner, right, rollout, rewards, logprobs):
-    """B7: denominators count tokens that the loss does not."""
-    found = right(learner, rollout, rewards, logprobs)
-    weights = learner.objective.loss_weights(
-        rollout.completion_mask, rollout.truncated, learner.max_completion_length, learner.comm
-    )
-    return replace(found, loss_weights=weights * rollout.loss_mask)
-
-
-BUGS = [
-    observations_in_the_loss,
-    discount_by_all_tokens,
-    kl_of_observations,
-    denominators_of_all_tokens,
-]
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_wrong_gradient_of_episodes_is_found(bug, monkeypatch):
-    plant(monkeypatch, bug)
-    found = findings_of()
-    assert not found[Invariant.EPISODE_GRADIENT].holds, str(found[Invariant.EPISODE_GRADIENT])
-    assert found[Invariant.EPISODE_GRADIENT].error > 1e-2
-
-
-def test_observations_in_reward_inputs_are_found(monkeypatch):
-    """B6: texts are decoded from whole rows."""
-    right = EpisodeListener.complete_rollout
-
-    def wrong(self, rollout):
-        texts = self.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
-        return replace(right(self, rollout), completions=texts)
-
-    monkeypatch.setattr(EpisodeListener, "complete_rollout", wrong)
-    found = findings_of(objective=Objective())
-    assert not found[Invariant.REWARD_INPUT].holds
-    assert found[Invariant.REWARD_INPUT].error > 0
 
 
 def test_a_turn_that_continues_after_its_end_is_found(monkeypatch):

@@ -468,8 +468,8 @@ def test_there_are_twelve_seeded_bugs_and_all_seven_invariants_find_one():
     numbers = {number[0] for plants in SEEDED.values() for _, number in plants}
     # See test_episode_checks.py and test_template_probes.py.
     assert numbers == set("1234567")
-    # Number 12 is that of supervised fine-tuning: tests/checks/test_target_checks.py.
-    assert {invariant.number for invariant in Invariant} == set(range(1, 13))
+    # Number 10 is that of supervised fine-tuning: tests/checks/test_target_checks.py.
+    assert {invariant.number for invariant in Invariant} == set(range(1, 11))
 
 
 def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):

@@ -1,21 +1,15 @@
-"""Start-up checks of episodes: gradients of turns, inputs of rewards, reproducible environments.
-
-Gradients and reward inputs are checked with a small built-in environment, which is fast and calls
-no tool of the run.
-"""
+"""Start-up checks of episodes: ends of turns, reproducible environments."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import MicroBatchTokenMean
 from litgrpo.environments.base import (
     EpisodePool,
     EpisodeStart,
@@ -24,21 +18,11 @@ from litgrpo.environments.base import (
     StepResult,
 )
 from litgrpo.environments.episode import InProcessEpisodes
-from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.episodes import EpisodeRunner, Episodes, EpisodeSettings
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.rollout.turn_format import InlineFormat
-from litgrpo.training.controllers import FixedCoefficients
-from litgrpo.training.learner import Learner
-from litgrpo.types import (
-    PromptBatch,
-    RewardTable,
-    Rollout,
-    RolloutLogprobs,
-    TrainingBatch,
-    pad_left,
-)
+from litgrpo.types import PromptBatch, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -180,149 +164,3 @@ def count_bad_turns(rollout: Rollout, ends: Tensor, limit: int) -> float:
     correct = torch.where(last, generated_ends | full | at_limit, ~generated_ends)
     correct &= mask == (places < lengths[:, None])
     return float((~correct.all(1) | (lengths == 0)).sum())
-
-
-def turns_error(
-    learner: Learner, rollout: Rollout, rewards: RewardTable, gradient_of: Any
-) -> float:
-    """Compare the gradient of episodes with that of their turns as separate rows.
-
-    Loss weights and advantages come from rows without observations, in which generated tokens
-    follow each other. Each turn then becomes a row, whose prompt is everything before it in its
-    segment.
-
-    Returns the norm of the difference over the norm. If all episodes of a group have the same text,
-    their gradients cancel and only rounding remains. The norm is therefore the larger of two, with
-    and without the signs of the advantages. `micro_batch_token_mean` is replaced by a token mean,
-    because there are more turns than episodes, and the cross-entropy of observations is left out,
-    because turns have none.
-
-    Args:
-        learner: of the run, in small.
-        rollout: N episodes.
-        rewards: [B, G] of these episodes.
-        gradient_of: function of a learner and a training batch.
-    """
-    learner = with_comparable_loss(learner)
-    known = learner.old_and_reference_logprobs(rollout)
-    whole = learner.build_batch(rollout, rewards, known)
-    alone = split_turns(learner, rollout, rewards, known)
-    found, expected = gradient_of(learner, whole), gradient_of(learner, alone)
-    off = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
-    unsigned = gradient_of(learner, replace(alone, advantages=alone.advantages.abs()))
-    size = max(sum(float(b.square().sum()) for b in each) for each in (expected, unsigned))
-    return math.sqrt(off / size) if off else 0.0
-
-
-def with_comparable_loss(learner: Learner) -> Learner:
-    """Return a learner whose loss does not depend on which rows the turns are in.
-
-    Args:
-        learner: of the run, in small.
-    """
-    objective = replace(learner.objective, observation_nll_coef=0.0)
-    if isinstance(objective.aggregation, MicroBatchTokenMean):
-        objective = replace(objective, loss_aggregation="token_mean")
-    if objective == learner.objective:
-        return learner
-    return replace(learner, coefficients=FixedCoefficients(objective))
-
-
-def split_turns(
-    learner: Learner, rollout: Rollout, rewards: RewardTable, known: RolloutLogprobs
-) -> TrainingBatch:
-    """Make every turn a separate row, whose prompt is everything before the turn."""
-    assert rollout.turns is not None
-    generated = rollout.turns >= 0
-    ids, mask = pack_left(rollout.completion_ids, generated)
-
-    def pack(values: Tensor | None, fill: float = 0.0) -> Tensor | None:
-        return None if values is None else _move_left(values, generated).masked_fill(~mask, fill)
-
-    candidates = rollout.candidate_ids
-    if candidates is not None:
-        every = [_move_left(each, generated) for each in candidates.unbind(2)]
-        candidates = torch.stack(every, 2).masked_fill(~mask[..., None], -1)
-    values: dict[str, Any] = {
-        "completion_ids": ids,
-        "completion_mask": mask,
-        "loss_mask": mask,
-        "sampler_logprobs": pack(rollout.sampler_logprobs),
-        "candidate_ids": candidates,
-        "turns": pack(rollout.turns, -1),
-        "segments": None,
-    }
-    joined = replace(rollout, **values)
-    norms = pack(known.score_norms)
-    seen = RolloutLogprobs(pack(known.old), pack(known.ref), score_norms=norms)
-    return _one_row_per_turn(learner.build_batch(joined, rewards, seen), joined, rollout)
-
-
-def _move_left(values: Tensor, marked: Tensor) -> Tensor:
-    """Move the marked entries of each row to its left, [N, c]."""
-    order = (~marked).long().argsort(dim=1, stable=True)[:, : int(marked.sum(1).max())]
-    return values.gather(1, order)
-
-
-def _one_row_per_turn(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -> TrainingBatch:
-    """Split rows whose turns follow each other into rows [M] of one turn each."""
-    assert joined.turns is not None
-    assert rollout.turns is not None
-    numbers = joined.turns.amax(1)
-    pairs = [(row, turn) for row, last in enumerate(numbers.tolist()) for turn in range(last + 1)]
-    prompts = []
-    for row, turn in pairs:
-        first = int((rollout.turns[row] == turn).nonzero()[0])
-        before, segment = rollout.completion_ids[row, :first], 0
-        if rollout.segments is not None:
-            segment = int(rollout.segments[row, first])
-            before = before[rollout.segments[row, :first] == segment]
-        prompt = int(batch.prompt_of[row])
-        asked = batch.prompt_ids[prompt][batch.prompt_mask[prompt]]
-        prompts.append([*asked.tolist() * (segment == 0), *before.tolist()])
-    ids, mask = (each.to(batch.prompt_ids.device) for each in pad_left(prompts, 0))
-    rows = torch.tensor([row for row, _ in pairs])
-    mine = joined.turns[rows] == torch.tensor([[turn] for _, turn in pairs]).to(numbers.device)
-
-    def part(values: Tensor | None) -> Any:
-        if values is None:
-            return None
-        order = (~mine).long().argsort(dim=1, stable=True)[:, : int(mine.sum(1).max())]
-        return values[rows][torch.arange(len(rows))[:, None], order]
-
-    real = part(torch.ones_like(joined.turns, dtype=torch.bool)) & _move_left(mine, mine)
-    names = ("completion_ids", "sampler_logprobs", "old_logprobs", "ref_logprobs", "candidate_ids")
-    values = {name: part(getattr(batch, name)) for name in names}
-    values |= {name: part(getattr(batch, name)) * real for name in ("advantages", "loss_weights")}
-    if batch.nll_weights is not None:
-        values["nll_weights"] = part(batch.nll_weights) * real
-    values |= {"completion_mask": real, "loss_mask": real}
-    prompt_of = torch.arange(len(pairs), device=ids.device)
-    return replace(batch, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)
-
-
-def count_rewards_of_other_text(
-    rollout: Rollout,
-    inputs: dict[str, Any],
-    policy: Policy,
-    stop_token_ids: Sequence[int],
-    cut: Callable[[str], str],
-) -> float:
-    """Count rows whose reward function received other text than the last turn of the policy.
-
-    Args:
-        rollout: N episodes.
-        inputs: arguments of a reward function.
-        policy: has the tokenizer.
-        stop_token_ids: of `sampling`.
-        cut: cuts a text at its stop string.
-    """
-    assert rollout.turns is not None
-    last = rollout.turns == rollout.turns.amax(1, keepdim=True)
-    wrong = 0
-    for row, mine in enumerate(last):
-        ids = rollout.completion_ids[row][mine & rollout.loss_mask[row]].tolist()
-        text = cut(*policy.completion_texts([ids], stop_token_ids))
-        differs = inputs["completions"][row] != text or inputs["completion_ids"][row] != ids
-        wrong += bool(differs)
-    return float(wrong)

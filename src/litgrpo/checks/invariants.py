@@ -32,10 +32,8 @@ from litgrpo.checks.dry_run import (
 )
 from litgrpo.checks.episode_checks import (
     count_bad_turns,
-    count_rewards_of_other_text,
     count_unreproducible_responses,
     mark_stop_strings,
-    turns_error,
 )
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.collectives import Comm
@@ -128,28 +126,15 @@ class Invariant(Enum):
         "micro-batches are averaged, a mean of means, or loss weights are computed inside each of "
         "them",
     )
-    EPISODE_GRADIENT = (
-        8,
-        "an episode has the gradient of its turns",
-        "observations contribute to the loss, or count in lengths, denominators, discounts or the "
-        "KL term: a mask of all tokens is used instead of `loss_mask`",
-    )
-    REWARD_INPUT = (
-        11,
-        "rewards receive only generated text",
-        "reward functions receive observations as if the policy had generated them: texts are "
-        "decoded from whole rows",
-        True,
-    )
     TURN_FORMAT = (
-        9,
+        8,
         "the turn_format is the chat template's",
         "the tokens between two turns differ from the chat template's rendering of the "
         "conversation: a line break behind an end token is lost, or history was encoded again",
         True,
     )
     REPRODUCIBLE = (
-        10,
+        9,
         "the environment is reproducible",
         "the environment keeps state outside of an episode (an attribute of its class, a list of "
         "its module), or reads a clock, a disk or a network",
@@ -157,7 +142,7 @@ class Invariant(Enum):
     )
 
     TARGETS = (
-        12,
+        10,
         "targets equal those of a plain forward",
         "the log-probabilities of targets are not the model's: rows are computed in another order "
         "than they are written, tokens are shifted by one, padding is attended to, or soft-cap, "
@@ -375,8 +360,6 @@ def learning_errors(
         Invariant.GROUPS: dry.probe.count_misplaced(rollout, batch),
         Invariant.RATIO: ratio_error(batch, now),
     }
-    if rollout.turns is not None:
-        errors |= episode_errors(dry, rollout)
     if learner.reference is not None and not learner.reference.computes_elsewhere:
         errors |= reference_errors(learner, batch, now, conditions)
     if not isinstance(
@@ -392,32 +375,6 @@ def bridge_errors(rollouter: Rollouter) -> dict[Invariant, float]:
     if not isinstance(turn_format, TemplateFormat):
         return {}  # plain text between turns has no template to differ from
     return {Invariant.TURN_FORMAT: count_mismatches(turn_format)}
-
-
-def episode_errors(dry: DryRun, rollout: Rollout) -> dict[Invariant, float]:
-    """Measure errors of the loss and the rewards of episodes, as {invariant: error}."""
-    learner, rewards = dry.learner, dry.rewards(rollout)
-
-    def gradient_of(learner: Learner, batch: TrainingBatch) -> list[Tensor]:
-        return gradient(learner, batch, BatchLimits(shared=learner.policy.computes_prompts_once))
-
-    def cut(text: str) -> str:
-        stops, include = dry.rollouter.stop_strings, dry.rollouter.sampling
-        return text if stops is None else stops.cut(text, include.include_stop_str_in_output)
-
-    errors = {
-        Invariant.REWARD_INPUT: count_rewards_of_other_text(
-            rollout,
-            dry.probe.inputs,
-            learner.policy,
-            dry.rollouter.sampling.stop_token_ids,
-            cut,
-        )
-    }
-    # An encoder-decoder reads earlier turns in its decoder: they cannot be moved to the prompt.
-    if not learner.policy.bare_model.config.is_encoder_decoder:
-        errors[Invariant.EPISODE_GRADIENT] = turns_error(learner, rollout, rewards, gradient_of)
-    return errors
 
 
 # --- measurements ---

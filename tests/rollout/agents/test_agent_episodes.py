@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.checks.episode_checks import turns_error
 from litgrpo.checks.invariants import gradient
 from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import EnvironmentFailure
@@ -22,6 +21,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.micro_batches import BatchLimits
 from tests.support.agent_rollouts import GROUP, KEY, agent_episodes, play_agents
 from tests.support.algorithms import PUBLISHED
+from tests.support.episode_gradients import turns_error
 from tests.support.models import byte_tokenizer, tiny_model, tiny_policy
 from tests.support.turns_support import ending
 from tests.support.vllm_stand_in import StandIn
@@ -142,10 +142,7 @@ def test_the_gradient_is_that_of_each_reply_as_a_row_of_its_own(episodes, name):
     learner = replace(learner, group_size=GROUP, max_completion_length=64)
     rollout = play_agents(episodes, "branch", "parallel", "talk", policy=policy)
 
-    def gradient_of(learner, batch):
-        return gradient(learner, batch, BatchLimits(shared=policy.computes_prompts_once))
-
-    assert turns_error(learner, rollout, rewards_of(rollout), gradient_of) < 1e-5
+    assert turns_error(learner, rollout, rewards_of(rollout)) < 1e-5
     whole = learner.build_batch(
         rollout, rewards_of(rollout), learner.old_and_reference_logprobs(rollout)
     )
