@@ -20,6 +20,7 @@ from litgrpo.rewards.builtin.code import (
     read_tests,
     require_sandbox,
     run_tests,
+    unit_tests,
 )
 from litgrpo.workers.sandbox import SandboxLimits
 
@@ -38,17 +39,18 @@ def find_test_faults(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> list[
         UnusableReward: there is no sandbox, or the tests of a row cannot be read.
     """
     require_sandbox()
-    limits = {"timeout_s": 4.0, "memory_mib": 256} | reward.kwargs
+    limits = {**(unit_tests.__kwdefaults__ or {}), **reward.kwargs}
     pairs = dict.fromkeys(
         (read_tests(row.get("tests"), row.get("entry_point")), row.get(REFERENCE)) for row in rows
     )
     judged = [pair for pair in pairs if pair[0].tests]
     judged = judged[:: max(1, -(-len(judged) // NUM_RUN))]
+
+    def faults_of(pair: tuple[RowTests, str | None]) -> list[tuple[str, str]]:
+        return list(try_row(*pair, limits["timeout_s"], limits["memory_mib"]))
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        found = threads.map(
-            lambda pair: list(try_row(*pair, limits["timeout_s"], limits["memory_mib"])), judged
-        )
-        faults = [fault for of_row in found for fault in of_row]
+        faults = [fault for of_row in threads.map(faults_of, judged) for fault in of_row]
     counts, examples = Counter(reason for reason, _ in faults), dict(reversed(faults))
     return [
         f"tests of {count} of {len(judged)} rows, such as {examples[reason]}: {reason}"
