@@ -183,6 +183,14 @@ def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
     assert "earn 1 on average" in out
 
 
+def test_a_file_of_one_row_is_data_and_not_a_recipe(tmp_path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    settings = {"train": str(tmp_path / "one.jsonl")}
+    recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
+    _, (problem,) = read_problems(recipe, None)
+    assert (problem.prompt, problem.answer) == ("1 + 1?", "2")
+
+
 def test_columns_may_be_used_under_both_names() -> None:
     # The audit reads `answer`; a user's reward may read the name in the data.
     names = {"columns": {"prompt": "task", "answer": "solution"}}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from litgrpo.arguments import require
@@ -19,6 +18,7 @@ from litgrpo.audit.episodes import audit_episodes
 from litgrpo.audit.open_text import audit_open_text
 from litgrpo.audit.report import AuditReport
 from litgrpo.cli.console import keep_quiet
+from litgrpo.cli.parser import build_data
 from litgrpo.data.modules import PromptData
 from litgrpo.data.prompts import tokenize_prompts
 from litgrpo.data.sources import read_rows
@@ -48,9 +48,7 @@ def instantiate_data(recipe: Mapping[str, Any]) -> PromptData:
     Raises:
         ValueError: the recipe has data of another class.
     """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
+    data = build_data(recipe["data"])
     if not isinstance(data, PromptData):
         raise ValueError(f"audit requires data of class PromptData, got {type(data).__name__}")
     return data
@@ -143,7 +141,7 @@ def audit_environment(
     """
     settings = dict(recipe["model"]["init_args"])
     name = named_policy(settings)
-    data = build_data(recipe, reference_source, limit)
+    data = build_rows(recipe, reference_source, limit)
     module = build_module({key: settings[key] for key in SAMPLING_SETTINGS if key in settings})
     require(
         not isinstance(module.environment, Agent),
@@ -167,7 +165,7 @@ def audit_environment(
         return audit_episodes(pool, environment, scorer, starts, rewards, groups, max_turns=turns)
 
 
-def build_data(recipe: Mapping[str, Any], reference_source: str | None, limit: int) -> PromptData:
+def build_rows(recipe: Mapping[str, Any], reference_source: str | None, limit: int) -> PromptData:
     """Build the recipe's data with a few training rows as the validation set."""
     data = instantiate_data(recipe)
     source: Any = data.sources["train"] if reference_source is None else reference_source

@@ -162,6 +162,17 @@ class OneLineParser(ArgumentParser):
         self.exit(2, f"error: {one_line(self.explain() or last_line(message))}\n")
 
 
+def build_data(settings: Mapping[str, Any]) -> Any:
+    """Build the data module of a recipe, and nothing else.
+
+    Args:
+        settings: {class_path, init_args}.
+    """
+    parser = OneLineParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    return parser.instantiate(parser.parse_object({"data": settings})).data
+
+
 class RecipeParser(OneLineParser, LightningArgumentParser):
     """The same for LightningCLI; keys are masked where it prints the configuration."""
 

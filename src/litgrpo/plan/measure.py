@@ -102,13 +102,13 @@ def read_length(settings: Namespace) -> RunLength:
         settings: the command line of `fit`, parsed.
 
     Raises:
-        ValueError: the data are streamed, so that their length is unknown.
+        ValueError: the data are needed and not on this machine, or fill no batch.
     """
     model, trainer = settings.model.init_args, settings.trainer
     iterations = model.max_iterations
     if iterations is None:
         batches = len(load_data(settings).train_dataloader())
-        require(batches > 0, "the length of the run is unknown: set --model.max_iterations")
+        require(batches > 0, "the data fill no batch: lower data.batch_size")
         epochs = given_epochs(trainer.max_epochs) or DEFAULT_EPOCHS
         iterations = epochs * -(-batches // trainer.accumulate_grad_batches)
     interval, evaluates = trainer.val_check_interval, trainer.limit_val_batches != 0

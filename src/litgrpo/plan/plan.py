@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jsonargparse import Namespace
@@ -113,6 +114,7 @@ def count_devices(recipe: RecipeSizes, trainer: Namespace) -> int:
     return default
 
 
+@cache
 def process_bytes() -> int:
     """Return the memory of this process, which has the same imports as a run but no model."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -16,6 +16,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
 
 from litgrpo.arguments import import_by_path, require
+from litgrpo.cli.parser import build_data
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
@@ -427,11 +428,11 @@ def load_data(settings: Namespace) -> Any:
     Raises:
         ValueError: the data or the model's tokenizer are not on this machine.
     """
-    model, given = settings.model, settings.data
+    model = settings.model
     module = instantiate_module(
         LightningModule, {"_class_path": model.class_path, **model.init_args.as_dict()}
     )
-    data = import_by_path(given.class_path)(**given.init_args.as_dict())
+    data = build_data(settings.data.as_dict())
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     trainer.strategy.connect(module)
     data.trainer = module.trainer = trainer
