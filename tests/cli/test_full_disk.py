@@ -191,5 +191,6 @@ class Removal(Callback):
     """Removes the run folder in the middle of the run."""
 
     def on_train_batch_start(self, trainer, pl_module, *_):
-        if pl_module.iteration == 4:
-            shutil.rmtree(trainer.default_root_dir)
+        # A checkpoint may be written meanwhile.
+        while pl_module.iteration == 4 and Path(trainer.default_root_dir).exists():
+            shutil.rmtree(trainer.default_root_dir, ignore_errors=True)
