@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,7 +18,7 @@ torch.set_num_threads(1)
 
 pytest.register_assert_rewrite("tests.support")
 
-from litgrpo.rewards.runner import InProcessRunner  # noqa: E402
+from litgrpo.rewards.runner import Runner  # noqa: E402
 from tests.support.command_line import cli, finished_run  # noqa: E402, F401
 from tests.support.models import architecture  # noqa: E402, F401
 from tests.support.recipes import gsm8k, models, program, questions  # noqa: E402, F401
@@ -60,6 +61,6 @@ def rewards_run_in_this_process(monkeypatch):
 
     Each fit would start workers that import torch. With them, three files of tests/training took
     more than four times as long. Tests that pass a runner are not affected, nor are programs that a
-    test starts, such as the run of tests/golden: these use the process runner.
+    test starts, such as the run of tests/golden: these use worker processes.
     """
-    monkeypatch.setattr("litgrpo.rewards.scorer.ProcessRunner", InProcessRunner)
+    monkeypatch.setattr("litgrpo.rewards.scorer.Runner", partial(Runner, num_workers=0))

@@ -115,7 +115,7 @@ def test_every_public_class_with_settings_is_checked():
         ("sampling", {"temperature": "1"}, "Sampling: temperature is '1' (str), expected float"),
         ("engine", "vllm", "unknown class 'vllm': use one of ColocatedEngine, "),
         ("engine", {"class_path": "ServerEngine"}, "missing a required argument: 'urls'"),
-        ("reward_runner", {"timeout_s": 1.0}, "give one of InProcessRunner, ProcessRunner"),
+        ("reward_runner", {"timeout_s": "1"}, "Runner: timeout_s is '1' (str), expected float"),
         ("objective", {"class_path": "litgrpo.Sampling"}, "expected Objective"),
         ("objective", {"advantages": {"scale": "grup"}}, "did you mean 'group'"),
         ("precision", {"dtype": "bf16"}, "Precision: dtype is 'bf16', expected 'float32' or"),

@@ -18,7 +18,7 @@ from litgrpo.algorithms.turn_credit import (
 )
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.rewards.reward import Reward, environment
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable
 from tests.support.algorithms import PUBLISHED
@@ -250,7 +250,7 @@ def test_every_algorithm_config_trains_on_episodes(name):
     policy = tiny_policy("llama")
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
     rollout = rollouter.generate(prompt_batch("a", "hello there"), "train")
-    scorer = Scorer({"environment": Reward(environment)}, runner=InProcessRunner())
+    scorer = Scorer({"environment": Reward(environment)}, runner=Runner(num_workers=0))
     rewards = scorer.start(rollout).wait()
     assert rewards.total.unique().numel() > 1
     learner = learner_of(policy, PUBLISHED[name])

@@ -19,7 +19,7 @@ from litgrpo.callbacks.iteration_metrics import (
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.training.iteration_metrics import average_over_ranks
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import RewardTable, StepReport, mean_and_extremes
@@ -120,7 +120,7 @@ def test_what_an_iteration_did_not_measure_is_not_logged(tmp_path):
         calls.append(1)
         return [None if len(calls) == 2 else float(n) for n in range(len(completions))]
 
-    settings = {"reward_runner": InProcessRunner(), "check_invariants": False}
+    settings = {"reward_runner": Runner(num_workers=0), "check_invariants": False}
     grpo = module(reward=not_the_second, max_iterations=3, **settings)
     train(grpo, batches("a", "b"), logger=MetricsCSV(tmp_path), log_every_n_steps=1)
     with (tmp_path / "metrics.csv").open() as file:
@@ -176,7 +176,7 @@ def test_the_module_adds_both_callbacks():
 def lines(caplog, reward, iterations):
     """Warnings of a run with this reward."""
     caplog.set_level(logging.INFO, "litgrpo")
-    settings = {"reward_runner": InProcessRunner(), "check_invariants": False}
+    settings = {"reward_runner": Runner(num_workers=0), "check_invariants": False}
     train(module(reward=reward, max_iterations=iterations, **settings), batches("a", "b"))
     return [line for line in caplog.messages if line.startswith("No learning signal")]
 

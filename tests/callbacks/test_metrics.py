@@ -13,7 +13,7 @@ from litgrpo.callbacks.metrics import METRICS, TRL, VERL, definition, find_entry
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training.controllers import Controllers, EntropyTarget
 from litgrpo.training.grpo import GRPO
@@ -104,7 +104,7 @@ def of_grpo(folder) -> set[str]:
         dynamic_sampling_attempts=1,
         max_iterations=2,
         check_invariants=False,
-        reward_runner=InProcessRunner(),
+        reward_runner=Runner(num_workers=0),
     )
     return collect_names(
         folder, module, PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2)

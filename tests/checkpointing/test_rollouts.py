@@ -16,7 +16,7 @@ from litgrpo.checkpointing.rollouts import pack_rollout, rollout_file, unpack_ro
 from litgrpo.data.modules import PromptData
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
@@ -47,7 +47,7 @@ def run(folder, ckpt=None, iterations=ITERATIONS, data=None, policy=None, **sett
         "max_completion_length": LENGTH,
         "objective": CORRECTED,
         "check_invariants": False,
-        "reward_runner": InProcessRunner(),
+        "reward_runner": Runner(num_workers=0),
         "rewards": {"letters": Reward(letters)},
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     } | settings

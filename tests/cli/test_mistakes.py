@@ -80,7 +80,7 @@ def test_a_wrong_option_gets_one_line_with_the_nearest_valid_option(cli, key, ne
         ("--checkpoint.mode 3", ("checkpoint.mode", "'max' or 'min'")),
         ("--model GPRO", ("model", "GPRO", "GRPO")),
         ("--model.engine LocalEngin", ("model.engine", "LocalEngin", "LocalEngine")),
-        ("--model.reward_runner.timeout_s 2", ("--model.reward_runner CLASS", "ProcessRunner")),
+        ("--model.reward_runner.timeout_s now", ("model.reward_runner.timeout_s", "now", "float")),
         ("--seed_everything", ("--seed_everything", "needs a value")),
     ],
 )

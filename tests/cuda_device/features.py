@@ -247,7 +247,7 @@ def config_of(name: str, folder: Path) -> Config:
     else:
         options |= {
             "rewards": {"spread": SPREAD},
-            "reward_runner": of_class("InProcessRunner"),
+            "reward_runner": {"num_workers": 0},
             "group_size": 4,
             "max_completion_length": 12,
             "check_invariants": False,

@@ -10,7 +10,7 @@ import torch
 from litgrpo.models.adapters import LoRA
 from litgrpo.models.export import export
 from litgrpo.models.loading import load_policy
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.engines.vllm import RESERVED_FRAC, ColocatedEngine
 from litgrpo.rollout.engines.weight_transfer import NcclTransfer
 from tests.cuda_device.run import on_cuda
@@ -58,7 +58,7 @@ def test_colocated_vllm_gets_the_memory_that_training_leaves():
         max_iterations=3,
         engine=ColocatedEngine(max_model_len=64),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-        reward_runner=InProcessRunner(),
+        reward_runner=Runner(num_workers=0),
         check_invariants=False,
     )
     grpo.policy = tiny_policy("llama", hidden_size=256, intermediate_size=512)

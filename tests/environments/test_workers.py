@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from litgrpo.environments.base import EpisodeStart, FailedEpisode, FailureCounter
+from litgrpo.environments.base import EpisodeFailures, EpisodeStart, FailedEpisode
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import TIMEOUT_REPLY, EpisodeWorkers, episode_pool
 from tests.support.faulty import Dice, Echo, Meeting
@@ -57,7 +57,7 @@ def test_a_fault_costs_its_episode_only(pool_of, caplog) -> None:
     pool = pool_of(Echo(), timeout_s=1.0)
     for fault, reason in FAULTS.items():
         caplog.clear()
-        failures = FailureCounter()
+        failures = EpisodeFailures()
         failures.reset(starts())
         assert pool.reset(starts())[3] == "seed 1"
         step_all(pool, {n: f"turn {n}" for n in range(4)})

@@ -2,15 +2,9 @@
 
 import pytest
 
-from litgrpo.rewards.process_runner import ProcessRunner
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from tests.support.rewards_with_state import SavedNovelty
-
-RUNNERS = {
-    "workers": lambda: ProcessRunner(num_workers=2),
-    "this process": InProcessRunner,
-}
 
 
 def score(scorer, *texts):
@@ -18,9 +12,11 @@ def score(scorer, *texts):
     return table.total.flatten().tolist()
 
 
-@pytest.mark.parametrize("runner", RUNNERS.values(), ids=RUNNERS)
-def test_the_state_of_an_object_is_saved_and_restored(runner):
-    first, second = (Scorer({"new": SavedNovelty()}, runner=runner()) for _ in range(2))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_state_of_an_object_is_saved_and_restored(num_workers):
+    first, second = (
+        Scorer({"new": SavedNovelty()}, runner=Runner(num_workers=num_workers)) for _ in range(2)
+    )
     try:
         assert score(first, "a", "b") == [1.0, 1.0]
         assert score(first, "a", "c") == [0.0, 1.0]

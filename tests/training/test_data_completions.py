@@ -10,7 +10,7 @@ from litgrpo.algorithms.losses import KLInReward, Objective, PositiveNLL
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.controllers import Controllers, EntropyTarget
 from litgrpo.training.data_completions import DataCompletions
@@ -36,7 +36,7 @@ def given(frac=0.0):
 def distilling(frac=0.0, *, reference="the teacher", **settings):
     """A module that learns from a teacher, of which only some iterations sample."""
     defaults = {"objective": DISTILLING, "group_size": 1, "check_invariants": False}
-    defaults |= {"reward_runner": InProcessRunner(), "data_completions": given(frac)}
+    defaults |= {"reward_runner": Runner(num_workers=0), "data_completions": given(frac)}
     grpo = module(reference=reference, **defaults | settings)
     grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
     return grpo

@@ -9,7 +9,7 @@ from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import LoRA, load_policy
 from litgrpo.models.policy import Policy
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training import initial_policy as start
 from litgrpo.training.grpo import GRPO
@@ -36,7 +36,7 @@ def module(kl_coef: float = 0.0, lora: LoRA | None = None, **settings) -> GRPO:
         evaluation=Evaluation(**evaluation),
         max_completion_length=6,
         lora=lora,
-        reward_runner=InProcessRunner(),
+        reward_runner=Runner(num_workers=0),
         **limits,
     )
     grpo.configure_model()

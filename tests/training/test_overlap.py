@@ -9,7 +9,7 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rewards import InProcessRunner, ProcessRunner
+from litgrpo.rewards import Runner
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.update_config import UpdateConfig
 from tests.rewards import faulty
@@ -22,7 +22,7 @@ KL = Objective(kl_coef=0.1)
 
 @pytest.fixture
 def runner():
-    runner = ProcessRunner(timeout_s=20, num_workers=2)
+    runner = Runner(timeout_s=20, num_workers=2)
     yield runner
     runner.close()
 
@@ -60,7 +60,7 @@ def test_time_of_functions_that_run_in_this_process_is_time_of_rewards():
         time.sleep(0.2)
         return vowels(prompts, completions)
 
-    grpo = module(reward=slow, reward_runner=InProcessRunner(), max_iterations=1)
+    grpo = module(reward=slow, reward_runner=Runner(num_workers=0), max_iterations=1)
     logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
     assert 0.2 <= logged["time/reward_s"] <= logged["time/step_s"]
 
@@ -88,7 +88,7 @@ def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
 )
 def test_the_weights_are_the_same_to_the_last_bit(runner, learning):
     ends = []
-    for how in (InProcessRunner(), runner):
+    for how in (Runner(num_workers=0), runner):
         grpo = learner(reward=faulty.letters, reward_runner=how, update=learning, max_iterations=3)
         train(grpo, PromptData(TEXTS, batch_size=2))
         ends.append(grpo.policy.state_dict())
@@ -124,16 +124,17 @@ def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(
     rollout = sample_rollout(grpo, prompt_batch(*TEXTS))
     first = grpo.scorer.start(rollout)
     grpo.scorer.start(rollout)
-    assert [worker.busy for worker in runner.pool.workers].count(True) == 1
+    (loaded,) = runner.workers.values()
+    assert [worker.busy for worker in loaded.pool.workers] == [True]
     with pytest.raises(RuntimeError, match="cancelled"):
         first.wait()
     grpo.teardown("fit")
-    assert not runner.pool.workers
-    assert runner.pool.launcher is None
+    assert all(worker.is_lost for worker in loaded.pool.workers)
+    assert not runner.workers
 
 
 def test_time_before_wait_does_not_count_against_the_rows():
-    runner = ProcessRunner(timeout_s=2.0, num_workers=2)
+    runner = Runner(timeout_s=2.0, num_workers=2)
     grpo = module(reward=faulty.sleeps, reward_runner=runner)
     rollout = sample_rollout(grpo, prompt_batch("a", "b"))
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]

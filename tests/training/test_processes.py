@@ -21,7 +21,7 @@ from litgrpo.evaluation.metrics import DialogueScores
 from litgrpo.models.export import export
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.data_completions import DataCompletions
 from litgrpo.training.grpo import GRPO
@@ -72,7 +72,7 @@ def build(module=GRPO, kind="qwen2", **settings):
         "max_iterations": 2,
         "check_invariants": False,
         "optimizer": partial(torch.optim.SGD, lr=0.5),
-        "reward_runner": InProcessRunner(),
+        "reward_runner": Runner(num_workers=0),
     }
     grpo = module("", **defaults | settings)
     grpo.policy = policy(kind)

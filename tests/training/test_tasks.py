@@ -10,7 +10,7 @@ from litgrpo.data import PromptData
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.environments import TaskEnvironments
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.rewards import InProcessRunner
+from litgrpo.rewards import Runner
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.grpo import GRPO
@@ -43,7 +43,7 @@ REWARDS = {"vowels": Reward(vowels, tasks=["words"]), "letters": Reward(letters,
 
 def run(data=None, *, rewards=None, iterations=4, ckpt=None, **settings):
     sizes = dict(group_size=GROUP, max_completion_length=LENGTH, max_iterations=iterations)
-    settings = {"reward_runner": InProcessRunner(), "check_invariants": False} | settings
+    settings = {"reward_runner": Runner(num_workers=0), "check_invariants": False} | settings
     grpo = Kept("", REWARDS if rewards is None else rewards, **sizes, **settings)
     grpo.policy = tiny_policy("qwen2")
     train(grpo, data or PromptData(TASKS, batch_size=3), ckpt, max_epochs=-1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from litgrpo.audit.cases import Case, Problem
-from litgrpo.rewards import ProcessRunner, Scorer
+from litgrpo.rewards import Runner, Scorer
 from litgrpo.types import RewardTable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def patient_scorer(
     log = logging.getLogger("litgrpo.rewards.runner")
     level = log.level
     # max_failed_frac=1: the audit counts failures, so none may stop it.
-    runner = ProcessRunner(timeout_s=patience_s, max_failed_frac=1.0, **settings)
+    runner = Runner(timeout_s=patience_s, max_failed_frac=1.0, **settings)
     log.setLevel(logging.ERROR)
     try:
         with closing(runner):

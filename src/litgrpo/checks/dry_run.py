@@ -15,7 +15,7 @@ from litgrpo.checks.episode_checks import small_episodes
 from litgrpo.distributed.precision import matmul_precision
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner
@@ -74,7 +74,7 @@ class DryRun:
 
     def rewards(self, rollout: Rollout) -> RewardTable:
         """Compute rewards that differ within every group."""
-        scorer = Scorer({"probe": Reward(self.probe)}, runner=InProcessRunner())
+        scorer = Scorer({"probe": Reward(self.probe)}, runner=Runner(num_workers=0))
         return scorer.start(rollout).wait()
 
 

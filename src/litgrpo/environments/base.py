@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from litgrpo.workers.failures import FailureCounter
 
 Message = dict[str, Any]  # {"role": "user" | "tool", "content": ...}, as chat templates take them
 
@@ -224,11 +225,11 @@ class EnvironmentFailure(RuntimeError):
     exit_code = 2
 
 
-class FailureCounter:
+class EpisodeFailures:
     """Counts failed episodes, logs the first, and stops the run if more than half of a batch fail.
 
     Example:
-        >>> failures = FailureCounter()
+        >>> failures = EpisodeFailures()
         >>> failures.reset([EpisodeStart({}, 0, (0, 0, 0, n)) for n in range(4)])
         >>> failures.count({3: FailedEpisode("timed out")})
         >>> failures.failed
@@ -236,7 +237,7 @@ class FailureCounter:
     """
 
     def __init__(self) -> None:
-        self.reasons: Counter[str] = Counter()  # of the whole run
+        self.reasons = FailureCounter()  # of the whole run
         self.starts: Sequence[EpisodeStart] = ()
         self.failed: dict[int, str] = {}
 
@@ -253,17 +254,16 @@ class FailureCounter:
         for episode, result in results.items():
             if not isinstance(result, FailedEpisode):
                 continue
-            before = self.reasons.total()
+            is_first = not self.reasons
             self.failed[episode] = result.reason
-            self.reasons[result.reason] += 1
-            if not before:
+            has_doubled = self.reasons.add([result.reason])
+            if is_first:
                 log.warning(
                     "%s failed and is excluded from training: %s. %s",
                     *(self._describe(episode), result.reason, result.details),
                 )
-            elif self.reasons.total().bit_length() > before.bit_length():  # the total doubled
-                listed = ", ".join(f"{why}: {n}" for why, n in self.reasons.most_common(3))
-                log.warning("%d episodes failed so far (%s)", self.reasons.total(), listed)
+            elif has_doubled:
+                log.warning("%d episodes failed so far (%s)", self.reasons.total(), self.reasons)
         if len(self.failed) > MAX_FAILED_FRAC * len(self.starts):
             first = min(self.failed)
             raise EnvironmentFailure(

@@ -26,8 +26,7 @@ from litgrpo.rewards.builtin.reasoning import (
 from litgrpo.rewards.builtin.reasoning_gym import reasoning_gym
 from litgrpo.rewards.builtin.safety import safety
 from litgrpo.rewards.calls import pure, whole_batch
-from litgrpo.rewards.process_runner import ProcessRunner
-from litgrpo.rewards.runner import InProcessRunner, RewardFailure, RewardRunner
+from litgrpo.rewards.runner import RewardFailure, Runner
 
 if TYPE_CHECKING:
     from litgrpo.rewards.llm_judge import LLMJudge
@@ -52,16 +51,14 @@ NEED_TORCH = {
 
 __all__ = [
     "Criterion",
-    "InProcessRunner",
     "Judge",
     "LLMJudge",
     "PendingRewards",
-    "ProcessRunner",
     "Reward",
     "RewardFailure",
     "RewardModel",
-    "RewardRunner",
     "Rubric",
+    "Runner",
     "Scorer",
     "arithmetic",
     "bleu",

@@ -1,4 +1,4 @@
-"""Calls of reward functions, in the training process and inside workers."""
+"""Calls of reward functions: what they are given, what they return, and their marks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import copy
 import inspect
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from litgrpo.arguments import require
+from litgrpo.arguments import above, require
 from litgrpo.event_loops import wait_for
-from litgrpo.workers.failures import WorkerError, cause_of, to_picklable
-from litgrpo.workers.process import Send
+from litgrpo.workers.failures import WorkerError, cause_of
 
 LOOP = "rewards"  # name of the event loop of coroutines
-MARKS = ("whole_batch", "pure", "isolated", "in_process")
+MARKS = (
+    *("whole_batch", "pure", "isolated", "in_process"),
+    *("row_timeout_s", "row_memory_bytes", "prepare"),
+)
 
 Function = Callable[..., Any]
 Checked = TypeVar("Checked", bound=Function)
@@ -44,11 +45,36 @@ def isolated(function: Function) -> Function:
     return function
 
 
-def is_marked(function: Any, mark: str) -> bool:
-    """Return True if a function, or the function inside a partial, has a mark."""
+def limit_rows(
+    timeout_s: float, memory_bytes: int, prepare: Callable[[], object]
+) -> Callable[[Checked], Checked]:
+    """Give each row of a function of this package its own limits; one that exceeds them scores 0.
+
+    Args:
+        timeout_s: seconds for one row.
+        memory_bytes: memory that one row may take.
+        prepare: imports what the function needs, once and before any row.
+    """
+
+    def attach(function: Checked) -> Checked:
+        function.row_timeout_s = timeout_s  # type: ignore[attr-defined]
+        function.row_memory_bytes = memory_bytes  # type: ignore[attr-defined]
+        function.prepare = prepare  # type: ignore[attr-defined]
+        return function
+
+    return attach
+
+
+def find_mark(function: Any, mark: str) -> Any:
+    """Return an attribute of a function, or of the function inside a partial; None without it."""
     assert mark in MARKS
     # The function is foreign: most functions have none of these attributes.
-    return bool(getattr(_innermost(function), mark, False))
+    return getattr(_innermost(function), mark, None)
+
+
+def is_marked(function: Any, mark: str) -> bool:
+    """Return True if a function, or the function inside a partial, has a mark."""
+    return bool(find_mark(function, mark))
 
 
 def add_check(check: Function) -> Callable[[Checked], Checked]:
@@ -124,19 +150,23 @@ class Call:
         kinds = (self.function, type(self.function).__call__)
         return any(map(inspect.iscoroutinefunction, kinds))
 
-    def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
-        """Copies of the arguments, since a function may change what it is given."""
-        chosen = {name: _copy_column(name, values[rows]) for name, values in self.rows.items()}
-        return chosen | self.context | copy_settings(self.settings)
+    @property
+    def row_timeout_s(self) -> float | None:
+        """Time limit for one row that the function declares by an attribute of this name."""
+        limit_s: float | None = find_mark(self.function, "row_timeout_s")
+        above(f"row_timeout_s of reward '{self.name}'", limit_s, 0)
+        return limit_s
 
-    def select(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """The arguments of some rows, not copied."""
-        return {name: [values[row] for row in rows] for name, values in self.rows.items()}
+    def arguments(self) -> dict[str, Any]:
+        """Copies of the arguments, since a function may change what it is given."""
+        columns = {name: _copy_column(name, values) for name, values in self.rows.items()}
+        return columns | self.context | _copy_settings(self.settings)
 
     def only(self, rows: Sequence[int]) -> Call:
         """The same call for some of the rows."""
+        columns = {name: [values[row] for row in rows] for name, values in self.rows.items()}
         places = [self.places[row] for row in rows] if self.places else ()
-        return replace(self, rows=self.select(rows), num_rows=len(rows), places=places)
+        return replace(self, rows=columns, num_rows=len(rows), places=places)
 
 
 @dataclass
@@ -271,30 +301,21 @@ def _as_python(value: Any) -> tuple[Any, float]:
     return value.tolist(), precision
 
 
-def call_function(
-    function: Function,
-    given: dict[str, Any],
-    num_rows: int,
-    notes: Iterable[str] = (),
-    caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
+def score_call(
+    call: Call, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
 ) -> Scores:
-    """Call a function for N rows, and return its scores or its failure.
+    """Call a function for all rows, and return its scores or its failure.
 
-    Args:
-        function: the reward function.
-        given: its arguments, copies.
-        num_rows: N.
-        notes: which methods of `Notes` it names.
-        caught: exceptions that fail the rows; Ctrl-C must reach the run.
+    Ctrl-C in the training process must reach the run, so it is not among `caught`.
     """
-    noted = Notes(num_rows)
+    noted = Notes(call.num_rows)
     try:
-        result = function(**given, **noted.methods(notes))
+        result = call.function(**call.arguments(), **noted.methods(call.notes))
         if inspect.isawaitable(result):
             (result,) = run_coroutines([result])
         return noted.read(result)
     except caught as error:
-        return make_failed_scores(num_rows, error)
+        return make_failed_scores(call.num_rows, error)
 
 
 def make_failed_scores(num_rows: int, error: BaseException, reason: str | None = None) -> Scores:
@@ -304,7 +325,7 @@ def make_failed_scores(num_rows: int, error: BaseException, reason: str | None =
     return Scores([nan] * num_rows, dict.fromkeys(range(num_rows), reason or name), error=told)
 
 
-def copy_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def _copy_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Copy lists and dicts of the settings; a judge or a model is passed without a copy."""
     return {
         name: copy_value(value) if isinstance(value, list | dict) else value
@@ -341,35 +362,25 @@ def run_coroutines(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
     return wait_for(together(), LOOP)
 
 
-async def await_function(
-    function: Function,
-    given: dict[str, Any],
-    num_rows: int,
-    notes: Iterable[str],
-    limit_s: float | None,
-) -> Scores:
-    """Do the same as `call_function` for a coroutine function, with a time limit in seconds."""
-    noted = Notes(num_rows)
+async def _await_call(call: Call, limit_s: float | None) -> Scores:
+    """Do the same as `score_call` for a coroutine function, with a time limit in seconds."""
+    noted = Notes(call.num_rows)
     try:
-        coming = function(**given, **noted.methods(notes))
+        coming = call.function(**call.arguments(), **noted.methods(call.notes))
         return noted.read(await asyncio.wait_for(coming, limit_s))
     except (Exception, SystemExit) as error:
-        return make_failed_scores(num_rows, error)
+        return make_failed_scores(call.num_rows, error)
 
 
 async def score_coroutine(call: Call, limit_s: float | None) -> Scores:
-    """Await the function for all rows; if that fails, for each row, all at the same time."""
-
-    def attempt(rows: range) -> Any:
-        given = call.arguments(slice(rows.start, rows.stop))
-        return await_function(call.function, given, len(rows), call.notes, limit_s)
-
-    whole: Scores = await attempt(range(call.num_rows))
-    if whole.error is None or is_marked(call.function, "whole_batch"):
+    """Await a function for all rows; if that fails, for each row, all at the same time."""
+    whole = await _await_call(call, limit_s)
+    if whole.error is None or call.num_rows == 1 or is_marked(call.function, "whole_batch"):
         return whole
     scores = Scores([nan] * call.num_rows, error=whole.error)
-    each = [attempt(range(row, row + 1)) for row in range(call.num_rows)]
-    for row, one in enumerate(await asyncio.gather(*each)):
+    rows = range(call.num_rows)
+    alone = await asyncio.gather(*(_await_call(call.only([row]), limit_s) for row in rows))
+    for row, one in zip(rows, alone, strict=True):
         scores.put([row], one)
     return scores
 
@@ -384,73 +395,3 @@ def find_state_owner(function: Any) -> Any:
     owner = getattr(function, "__self__", function)
     methods = (getattr(owner, name, None) for name in ("state_dict", "load_state_dict"))
     return owner if all(map(callable, methods)) and not hasattr(owner, "parameters") else None
-
-
-Answer = tuple[int, Scores, float]  # number of the question, scores, seconds that it took
-
-
-class Question(NamedTuple):
-    """Some rows of a call, sent to a worker, which already has the function and its settings.
-
-    Args:
-        name: of the reward function.
-        arguments: {parameter: value}.
-        num_rows: how many.
-        notes: which methods of `Notes` the function names.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    num_rows: int
-    notes: tuple[str, ...] = ()
-
-
-class Message(NamedTuple):
-    """A message to a worker.
-
-    Args:
-        questions: one, or coroutines that are awaited at the same time.
-        together: they are coroutines.
-        limit_s: seconds after which a coroutine is stopped.
-    """
-
-    questions: list[Question]
-    together: bool
-    limit_s: float
-
-
-def handle_message(loaded: dict[str, Any], message: Message, send: Send) -> Answer | None:
-    """Handle a message in a worker; coroutines send their answers when they finish."""
-    if message.together:
-        asyncio.run(_handle_coroutines(loaded, message, send))
-        return None
-    (question,) = message.questions
-    started = time.perf_counter()
-    function, given = _load_call(loaded, question)
-    # Ctrl-C does not reach a worker, so every exception comes from the function.
-    scores = call_function(function, given, question.num_rows, question.notes, (BaseException,))
-    return _pack_answer(0, scores, started)
-
-
-async def _handle_coroutines(loaded: dict[str, Any], message: Message, send: Send) -> None:
-    """Call all functions, and await them at the same time."""
-
-    async def ask(number: int, question: Question) -> None:
-        started = time.perf_counter()
-        function, given = _load_call(loaded, question)
-        rows, notes = question.num_rows, question.notes
-        scores = await await_function(function, given, rows, notes, message.limit_s)
-        send(_pack_answer(number, scores, started))
-
-    await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
-
-
-def _load_call(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[str, Any]]:
-    function, settings = loaded[question.name]
-    return function, question.arguments | copy_settings(settings)
-
-
-def _pack_answer(number: int, scores: Scores, started: float) -> Answer:
-    if scores.error is not None and not isinstance(scores.error, MalformedResult | UnusableReward):
-        scores.error = to_picklable(scores.error)
-    return number, scores, time.perf_counter() - started

@@ -1,35 +1,48 @@
-"""Reward runners: start calls, wait for their scores, count what failed."""
+"""The reward runner: calls reward functions in worker processes, and counts what failed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
+import os
+import sys
 import time
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from math import nan
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, nan
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from litgrpo.argument_types import check_argument_types
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, at_most
 from litgrpo.event_loops import drop_event_loop, event_loop
 from litgrpo.rewards.calls import (
     LOOP,
     Call,
+    Function,
     MalformedResult,
     Scores,
     UnusableReward,
-    call_function,
+    find_mark,
+    find_state_owner,
     is_marked,
     make_failed_scores,
+    score_call,
     score_coroutine,
 )
-from litgrpo.workers.failures import cause_of
+from litgrpo.workers.failures import FailureCounter, WorkerError, cause_of, to_picklable
+from litgrpo.workers.process import Send, Worker, WorkerPool, receive
 
 log = logging.getLogger(__name__)
-GRACE_S = 5.0  # for a coroutine to be stopped from within, on a busy machine
+
+OWN_PACKAGE = "litgrpo.rewards."
+MAX_WORKERS = 4
+GRACE_S = 2.0  # for a coroutine to be stopped from within, on a busy machine
+SLOW_S = 1.0  # of a call; slower ones are logged
+SLOW_IMPORT_S = 3.0
 
 
 class RewardFailure(RuntimeError):
@@ -41,84 +54,322 @@ class RewardFailure(RuntimeError):
     exit_code = 2
 
 
-def record_failures(
-    counts: Counter[str], call: Call, scores: Scores, max_failed_frac: float
-) -> None:
-    """Count the failures of a call; show the first, and stop the run if there are too many.
+class FunctionInWorker:
+    """Scores rows in the worker processes of one function.
 
     Args:
-        counts: {reason: rows of this function so far}, added to.
-        call: the call.
-        scores: what came of it, with at least one failure.
-        max_failed_frac: share of the rows that may fail.
-
-    Raises:
-        RewardFailure: more failed.
+        call: a call of the function, whose rows are not kept.
     """
-    before, first = counts.total(), min(scores.failures)
-    counts.update(scores.failures.values())
-    summary = f"reward '{call.name}': {len(scores.failures)} of {call.num_rows} completions failed"
-    if len(scores.failures) > max_failed_frac * call.num_rows:
-        raise RewardFailure(_failure_message(call, scores, summary)) from scores.error
-    if not before:
-        given = (f"{name} {values[first]!r:.200}" for name, values in call.rows.items())
-        log.warning(
-            "%s and are left out (%s); the first is %s, which got %s",
-            *(summary, _list_counts(counts), _row(call, first), ", ".join(given)),
-            exc_info=scores.error,
-        )
-    elif counts.total().bit_length() > before.bit_length():  # each time that the total doubles
-        log.warning("%s; so far %d (%s)", summary, counts.total(), _list_counts(counts))
+
+    def __init__(self, call: Call) -> None:
+        self.call = replace(call, rows={}, num_rows=0, context={}, places=())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Import what the function needs, before this process is forked."""
+        self.__dict__.update(state)
+        prepare = find_mark(self.call.function, "prepare")
+        if prepare is not None:
+            prepare()
+
+    def __call__(self, message: tuple[Any, ...], send: Send) -> tuple[Scores, float]:
+        """Return the scores of some rows, and the seconds that it took."""
+        rows, num_rows, context, limit_s = message
+        call = replace(self.call, rows=rows, num_rows=num_rows, context=context)
+        memory_bytes = find_mark(call.function, "row_memory_bytes")
+        if memory_bytes is not None:
+            _limit_memory(memory_bytes)
+        started = time.perf_counter()
+        if call.is_coroutine:
+            scores = asyncio.run(score_coroutine(call, limit_s))
+        else:
+            # Ctrl-C does not reach a worker, so every exception comes from the function.
+            scores = score_call(call, (BaseException,))
+        if not isinstance(scores.error, MalformedResult | UnusableReward | None):
+            scores.error = to_picklable(scores.error)
+        return scores, time.perf_counter() - started
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process take so much more memory than it has."""
+    import resource  # not on Windows, where there are no workers
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+class FunctionWorkers(NamedTuple):
+    """A function with its settings, and its workers, or the reason why they do not start."""
+
+    function: Function
+    settings: dict[str, Any]
+    pool: WorkerPool | WorkerError | None  # None: it cannot be sent to another process
+
+
+@check_field_types
+@dataclass(eq=False)
+class Runner:
+    """Runs reward functions, counts failures, and stops the run if too many rows fail.
+
+    Functions run in worker processes, several at a time. One that hangs (even in C code) is killed
+    after its time limit; one that crashes loses only the affected rows. litgrpo's own functions run
+    in the training process, which is faster, as do objects with `state_dict` and functions that
+    cannot be pickled (with a warning).
+
+    Args:
+        timeout_s: seconds that one function may take per iteration: half of them for all rows
+            together; if that fails, the other half for the rows one by one.
+        num_workers: number of worker processes; default: one per core, at most 4. 0 runs everything
+            in the training process: a function that hangs is not interrupted, and one that crashes
+            ends the run.
+        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
+            run.
+
+    Example:
+        >>> from litgrpo.rewards import Runner, Scorer
+        >>> def is_two(completions):
+        ...     return [float(text == "2") for text in completions]
+        >>> scorer = Scorer([is_two], runner=Runner(num_workers=0))
+        >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
+        [[1.0, 0.0]]
+    """
+
+    timeout_s: float = 60.0
+    num_workers: int | None = None
+    max_failed_frac: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        above("model.reward_runner.timeout_s", self.timeout_s, 0)
+        at_least("model.reward_runner.num_workers", self.num_workers, 0)
+        at_least("model.reward_runner.max_failed_frac", self.max_failed_frac, 0)
+        at_most("model.reward_runner.max_failed_frac", self.max_failed_frac, 1)
+        self.failures: dict[str, FailureCounter] = {}
+        self.proven: set[str] = set()  # functions that have scored a row
+        self.warned: set[str] = set()
+        self._forget_processes()
+
+    def _forget_processes(self) -> None:
+        self.owner = os.getpid()
+        self.started: StartedCalls | None = None
+        self.workers: dict[str, FunctionWorkers] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy the settings and the counts; a copy starts its own workers."""
+        return self.__dict__ | {"started": None, "workers": {}}
+
+    @property
+    def size(self) -> int:
+        """Number of workers that run at the same time."""
+        if sys.platform == "win32":  # which has no workers
+            return 0
+        default = min(MAX_WORKERS, os.cpu_count() or 1)
+        return default if self.num_workers is None else self.num_workers
+
+    def start(self, calls: Sequence[Call]) -> StartedCalls:
+        """Start the calls of one iteration; worker processes run while the caller continues.
+
+        Calls that were started before and not waited for are cancelled.
+
+        Args:
+            calls: one call per reward function.
+        """
+        self.cancel()
+        self.started = StartedCalls(self, calls)
+        return self.started
+
+    def cancel(self) -> None:
+        """Cancel started calls that were not waited for."""
+        if self.owner != os.getpid():  # a forked copy: the workers belong to the original process
+            self._forget_processes()
+        if self.started is not None:
+            self.started.cancel()
+        self.started = None
+        self.kill_busy()
+
+    def kill_busy(self) -> None:
+        """Kill workers whose answers are no longer needed."""
+        for pool in self._worker_pools():
+            pool.take_all_back()
+
+    def close(self) -> None:
+        """Cancel started calls and kill all workers; they start again when needed."""
+        self.cancel()
+        for pool in self._worker_pools():
+            pool.close()
+        self.workers = {}
+
+    def _worker_pools(self) -> list[WorkerPool]:
+        pools = [each.pool for each in self.workers.values()]
+        return [pool for pool in pools if isinstance(pool, WorkerPool)]
+
+    def find_pool(self, call: Call) -> WorkerPool | WorkerError | None:
+        """Return the workers of a function, why it broke the process that loaded it, or None.
+
+        None: it runs in this process.
+        """
+        if not self.size or stays_in_process(call):
+            return None
+        known = self.workers.get(call.name)
+        if (
+            known is None
+            or known.function is not call.function
+            or known.settings is not call.settings
+        ):
+            if known is not None and isinstance(known.pool, WorkerPool):
+                known.pool.close()
+            known = FunctionWorkers(call.function, call.settings, self._start_workers(call))
+            self.workers[call.name] = known
+        return known.pool
+
+    def _start_workers(self, call: Call) -> WorkerPool | WorkerError | None:
+        began = time.monotonic()
+        try:
+            pool = WorkerPool(FunctionInWorker(call), self.size)
+        except WorkerError as error:
+            return error
+        except Exception as error:  # pickling runs the function's own code
+            self.warn_once(
+                call.name,
+                "reward '%s' cannot be sent to another process (%s). It runs in this one, where a "
+                "hang or a crash of it cannot be survived; a function that can be imported, with "
+                "plain kwargs, can be sent.",
+                *(call.name, f"{type(error).__name__}: {error}"),
+            )
+            return None
+        if time.monotonic() - began > SLOW_IMPORT_S:
+            # Imports torch, which looking up a function does not need.
+            from litgrpo.distributed.messages import rank_zero_info
+
+            rank_zero_info(
+                f"Worker processes imported the module of the reward {call.name} in "
+                f"{time.monotonic() - began:.0f} s, once per run; modules that import torch or "
+                "lightning take longest."
+            )
+        return pool
+
+    def warn_once(self, name: str, message: str, *values: object) -> None:
+        """Warn, but only the first time for this reward and message."""
+        if name + message not in self.warned:
+            self.warned.add(name + message)
+            log.warning(message, *values)
+
+    def warn_if_slow(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
+        """Warn of the first call of a function that took long, for `rows` of its rows."""
+        if seconds > SLOW_S:
+            texts = call.rows.get("completions") or [""] * call.num_rows  # not all read them
+            self.warn_once(
+                *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
+                *(call.name, seconds, len(rows), texts[rows[0]]),
+            )
+
+    def count_failures(self, calls: Sequence[Call], results: Sequence[Scores]) -> None:
+        """Count the failures of an iteration; log the first, and each time their number doubled.
+
+        Raises:
+            ValueError: see `StartedCalls.wait`.
+            RewardFailure: see `StartedCalls.wait`.
+        """
+        for call, scores in zip(calls, results, strict=True):
+            worked = len(scores.failures) < call.num_rows
+            if isinstance(scores.error, UnusableReward):
+                raise ValueError(f"reward '{call.name}': {scores.error}")
+            if worked:
+                self.proven.add(call.name)
+            elif isinstance(scores.error, MalformedResult) and call.name not in self.proven:
+                raise ValueError(f"reward '{call.name}' {scores.error}")
+            if scores.failures:
+                self._count(call, scores)
+            elif scores.error is not None:
+                self.warn_once(
+                    call.name,
+                    "reward '%s' failed for %d rows together and was called row by row: %s",
+                    *(call.name, call.num_rows, scores.error),
+                )
+
+    def _count(self, call: Call, scores: Scores) -> None:
+        counts = self.failures.setdefault(call.name, FailureCounter())
+        is_first, first = not counts, min(scores.failures)
+        has_doubled = counts.add(scores.failures.values())
+        number = len(scores.failures)
+        summary = f"reward '{call.name}': {number} of {call.num_rows} completions failed"
+        if number > self.max_failed_frac * call.num_rows:
+            raise RewardFailure(_failure_message(call, scores, summary)) from scores.error
+        if is_first:
+            values = (f"{name} {column[first]!r:.200}" for name, column in call.rows.items())
+            log.warning(
+                "%s and are left out (%s); the first is %s, which got %s",
+                *(summary, counts, _name_row(call, first), ", ".join(values)),
+                exc_info=scores.error,
+            )
+        elif has_doubled:
+            log.warning("%s; so far %d (%s)", summary, counts.total(), counts)
 
 
 def _failure_message(call: Call, scores: Scores, summary: str) -> str:
     """One line: the reasons, the first row, the first cause, and what to do."""
-    reasons, first = (
-        _list_counts(Counter(scores.failures.values())),
-        _row(call, min(scores.failures)),
-    )
+    reasons, first = FailureCounter(scores.failures.values()), min(scores.failures)
     cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
+    completions = call.rows.get("completions") or call.rows.get("prompts")
+    hint = ""
+    if completions and reasons.keys() <= {"AttributeError", "TypeError"}:
+        is_text = isinstance(completions[0], str)
+        got, other = ("texts", "messages") if is_text else ("messages", "texts")
+        name = "chat" if is_text else "text"
+        hint = f" It got {got}; if it expects {other}, set model.reward_format to {name}."
     return (
-        f"{summary} ({reasons}), first {first}{cause}.{_suggest_format(call, scores)} Fix the"
-        " function, or raise model.reward_runner.max_failed_frac; --debug shows its traceback."
+        f"{summary} ({reasons}), first {_name_row(call, first)}{cause}.{hint} Fix the function, or"
+        " raise model.reward_runner.max_failed_frac; --debug shows its traceback."
     )
 
 
-# What functions for lists of messages raise for texts, and the other way round.
-NOT_TEXTS = re.compile(
-    "string (?:indices|index) must be|'str' object has no attribute '(?:get|items|keys)'"
-)
-NOT_MESSAGES = re.compile(
-    "'(?:list|dict)' object has no attribute|got '(?:list|dict)'|not \"?(?:list|dict)"
-)
-
-
-def _suggest_format(call: Call, scores: Scores) -> str:
-    """Name `reward_format` if a function expects completions in the other format."""
-    completions = call.rows.get("completions") or call.rows.get("prompts")
-    if not completions or scores.error is None:
-        return ""
-    is_text, cause = isinstance(completions[0], str), cause_of(scores.error)
-    if is_text and NOT_TEXTS.search(cause):
-        return (
-            " It reads texts as messages: set model.reward_format to chat for functions with TRL's"
-            " conversational format."
-        )
-    if not is_text and NOT_MESSAGES.search(cause):
-        return " It reads messages as texts: set model.reward_format to text."
-    return ""
-
-
-def _list_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason}: {count}" for reason, count in counts.items())
-
-
-def _row(call: Call, row: int) -> str:
+def _name_row(call: Call, row: int) -> str:
     """Name a row, with its prompt and completion if they are known."""
     return f"row {row} ({call.places[row]})" if call.places else f"row {row}"
 
 
-class StartedCalls(ABC):
+def stays_in_process(call: Call) -> bool:
+    """Return True if a call runs only code of this package, or an object that is not copied.
+
+    Such an object holds model weights (`in_process`), or a state that checkpoints hold.
+    """
+    function, settings = call.function, list(call.settings.values())
+    if is_marked(function, "in_process") or find_state_owner(function) is not None:
+        return True
+    while isinstance(function, partial):
+        settings += function.keywords.values()
+        function = function.func
+    may_hang = is_marked(function, "isolated") or call.row_timeout_s is not None
+    ours = str(function.__module__).startswith(OWN_PACKAGE) and not may_hang
+    return ours and not any(_is_foreign(value) for value in settings)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return True if a setting is, or contains, code from outside this package."""
+    if isinstance(value, dict):
+        return _is_foreign(list(value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_foreign, value))
+    return callable(value) and not str(value.__module__).startswith(OWN_PACKAGE)
+
+
+class Task(NamedTuple):
+    """Rows of a call that a worker scores.
+
+    Args:
+        number: of the call.
+        rows: numbers of the rows.
+        limit_s: time limit; of a coroutine for all rows, and again for the single rows.
+        is_first: a failure of several rows is followed by a task for each of them.
+    """
+
+    number: int
+    rows: Sequence[int]
+    limit_s: float
+    is_first: bool
+
+
+class StartedCalls:
     """The calls of one iteration, whose worker processes are running; `wait` for the scores.
 
     Args:
@@ -126,20 +377,32 @@ class StartedCalls(ABC):
         calls: one call per reward function.
     """
 
-    def __init__(self, runner: RewardRunner, calls: Sequence[Call]) -> None:
-        self.runner = runner
-        self.calls = list(calls)
+    def __init__(self, runner: Runner, calls: Sequence[Call]) -> None:
+        self.runner, self.calls = runner, list(calls)
         self.cancelled = False
         self._scores: list[Scores] | None = None
-        self._coroutines = {
-            n: asyncio.run_coroutine_threadsafe(
-                score_coroutine(call, self._limit_s(call)),
-                # A function that blocks its loop must not stop a judge.
-                event_loop("judges" if self._limit_s(call) is None else LOOP),
-            )
-            for n, call in enumerate(self.calls)
-            if call.is_coroutine and self.is_here(n)
-        }
+        self._results = [Scores([nan] * call.num_rows) for call in self.calls]
+        self._coroutines: dict[int, Future[Scores]] = {}  # that run in this process
+        self._pools: dict[int, WorkerPool] = {}
+        self._queues: dict[int, deque[Task]] = {}
+        self._running: dict[Worker, Task] = {}
+        self._here: list[int] = []
+        for n, call in enumerate(self.calls):
+            pool = runner.find_pool(call)
+            if isinstance(pool, WorkerPool):
+                self._pools[n] = pool
+                self._queues[n] = deque(plan_tasks(n, call, runner.timeout_s, runner.size))
+            elif pool is not None:
+                self._results[n] = make_failed_scores(call.num_rows, pool, pool.cause)
+            elif call.is_coroutine:
+                self._coroutines[n] = asyncio.run_coroutine_threadsafe(
+                    score_coroutine(call, self._limit_s(call)),
+                    # A function that blocks its loop must not stop a judge.
+                    event_loop("judges" if self._limit_s(call) is None else LOOP),
+                )
+            else:
+                self._here.append(n)
+        self._dispatch()
 
     def wait(self) -> list[Scores]:
         """Call the functions that run in this process, then wait for the worker processes.
@@ -160,19 +423,14 @@ class StartedCalls(ABC):
                 " before wait()"
             )
         if self._scores is None:
-            scores = self.collect()
+            try:
+                self._collect()
+            finally:
+                self.runner.kill_busy()  # none, unless something was raised above
             self.runner.started = None
-            self.runner.count_failures(self.calls, scores)
-            self._scores = scores
+            self.runner.count_failures(self.calls, self._results)
+            self._scores = self._results
         return self._scores
-
-    @abstractmethod
-    def is_here(self, number: int) -> bool:
-        """Return True if a call runs in this process, by its number."""
-
-    @abstractmethod
-    def collect(self) -> list[Scores]:
-        """Return the scores of each call; raises nothing that a reward function raised."""
 
     def cancel(self) -> None:
         """Cancel the calls, whose scores are not needed."""
@@ -180,19 +438,17 @@ class StartedCalls(ABC):
         for coroutine in self._coroutines.values():
             coroutine.cancel()
 
-    def score_here(self) -> dict[int, Scores]:
-        """Return {number: scores} of the calls that run in this process.
-
-        Functions run in the caller's thread, where reward models do not compete with the training
-        step; coroutines have begun before, in a thread of their own.
-        """
-        functions = {n: call for n, call in enumerate(self.calls) if self.is_here(n)}
-        scores = {
-            n: _score(self.runner, call)
-            for n, call in functions.items()
-            if n not in self._coroutines
-        }
-        return scores | {n: self._await(n) for n in self._coroutines}
+    def _collect(self) -> None:
+        """Enter the scores of each call; raises nothing that a reward function raised."""
+        # In the caller's thread, where reward models do not compete with the training step.
+        for n in self._here:
+            self._results[n] = _score_here(self.runner, self.calls[n])
+        for n in self._coroutines:
+            self._results[n] = self._await(n)
+        while self._running or any(self._queues.values()):
+            self._dispatch()
+            for worker, answer, _ in receive(list(self._running), wait=True):
+                self._record(worker, self._running.pop(worker), answer)
 
     def _limit_s(self, call: Call) -> float | None:
         """Seconds that a coroutine has for all rows; a judge limits its requests itself."""
@@ -209,162 +465,86 @@ class StartedCalls(ABC):
             drop_event_loop(LOOP)
             return make_failed_scores(call.num_rows, error)
 
+    def _dispatch(self) -> None:
+        """Send tasks while workers are free, without waiting for answers."""
+        for number, tasks in self._queues.items():
+            # A coroutine waits most of its time: it takes no worker from the others.
+            ignores_size = self.calls[number].is_coroutine
+            while tasks and (ignores_size or len(self._running) < self.runner.size):
+                worker = self._pools[number].take()
+                if worker is None:
+                    break
+                self._send(worker, tasks.popleft())
 
-class RewardRunner(ABC):
-    """Runs reward functions, counts failures, and stops the run if too many rows fail.
+    def _send(self, worker: Worker, task: Task) -> None:
+        self._running[worker] = task
+        call = self.calls[task.number].only(task.rows)
+        limit_s = task.limit_s
+        if call.is_coroutine:  # for all rows, and again for the single rows
+            limit_s = (1 + task.is_first) * limit_s + GRACE_S
+        worker.send((call.rows, call.num_rows, call.context, task.limit_s), limit_s)
 
-    Args:
-        timeout_s: seconds that one function may take per iteration: half of them for all rows
-            together; where that fails, the other half for the rows one by one.
-        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
-            run.
-        slow_warning_s: log a warning for the first call of a function that takes longer.
-    """
-
-    @check_argument_types()
-    def __init__(
-        self, timeout_s: float = 60.0, max_failed_frac: float = 0.5, slow_warning_s: float = 1.0
-    ) -> None:
-        above("model.reward_runner.timeout_s", timeout_s, 0)
-        above("model.reward_runner.slow_warning_s", slow_warning_s, 0)
-        at_least("model.reward_runner.max_failed_frac", max_failed_frac, 0)
-        at_most("model.reward_runner.max_failed_frac", max_failed_frac, 1)
-        self.timeout_s = timeout_s
-        self.max_failed_frac = max_failed_frac
-        self.slow_warning_s = slow_warning_s
-        self.failures: dict[str, Counter[str]] = {}
-        self.proven: set[str] = set()  # functions that have scored a row
-        self.warned: set[str] = set()
-        self.started: StartedCalls | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy the settings and the counts.
-
-        Started calls hold pipes to this runner's workers, which another process cannot use.
-        """
-        return self.__dict__ | {"started": None}
-
-    def start(self, calls: Sequence[Call]) -> StartedCalls:
-        """Start the calls of one iteration; worker processes run while the caller continues.
-
-        Calls that were started before and not waited for are cancelled.
-
-        Args:
-            calls: one call per reward function.
-        """
-        self.cancel()
-        self.started = self.dispatch(calls)
-        return self.started
-
-    @abstractmethod
-    def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
-        """Give the calls to worker processes; raises nothing that a reward function raised."""
-
-    def cancel(self) -> None:
-        """Cancel started calls that were not waited for."""
-        if self.started is not None:
-            self.started.cancel()
-        self.started = None
-
-    def close(self) -> None:
-        """Cancel started calls and release resources, which come back when needed."""
-        self.cancel()
-
-    def warn_once(self, name: str, message: str, *values: object) -> None:
-        """Warn, but only the first time for this reward and message."""
-        if name + message not in self.warned:
-            self.warned.add(name + message)
-            log.warning(message, *values)
-
-    def warn_if_slow(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
-        """Warn of the first call of a function that took long, for `rows` of its rows."""
-        if seconds > self.slow_warning_s:
-            texts = call.rows.get("completions") or [""] * call.num_rows  # not all read them
-            self.warn_once(
-                *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
-                *(call.name, seconds, len(rows), texts[rows[0]]),
-            )
-
-    def count_failures(self, calls: Sequence[Call], results: Sequence[Scores]) -> None:
-        """Count and log the failures of an iteration.
-
-        Raises:
-            ValueError: see `StartedCalls.wait`.
-            RewardFailure: see `StartedCalls.wait`.
-        """
-        for call, scores in zip(calls, results, strict=True):
-            worked = len(scores.failures) < call.num_rows
-            if isinstance(scores.error, UnusableReward):
-                raise ValueError(f"reward '{call.name}': {scores.error}")
-            if worked:
-                self.proven.add(call.name)
-            elif isinstance(scores.error, MalformedResult) and call.name not in self.proven:
-                raise ValueError(f"reward '{call.name}' {scores.error}")
-            if scores.failures:
-                counts = self.failures.setdefault(call.name, Counter())
-                record_failures(counts, call, scores, self.max_failed_frac)
-            elif scores.error is not None:
-                self.warn_once(
-                    call.name,
-                    "reward '%s' failed for %d rows together and was called row by row: %s",
-                    *(call.name, call.num_rows, scores.error),
-                )
+    def _record(self, worker: Worker, task: Task, answer: Any) -> None:
+        """Enter the scores of a task, or add a task for each row if several failed together."""
+        self._pools[task.number].give_back(worker)
+        call, result = self.calls[task.number], self._results[task.number]
+        if not isinstance(answer, WorkerError):
+            scores, seconds = answer
+        elif call.row_timeout_s is not None and worker.has_loaded:
+            scores, seconds = Scores([0.0]), task.limit_s
+        else:
+            scores = make_failed_scores(len(task.rows), answer, answer.cause)
+            seconds = task.limit_s
+        self.runner.warn_if_slow(call, seconds, task.rows)
+        if (
+            task.is_first
+            and scores.error is not None
+            and not isinstance(scores.error, UnusableReward)
+        ):
+            result.error = result.error or scores.error
+            limit_s = self.runner.timeout_s / 2 * min(1, self.runner.size / call.num_rows)
+            alone = [Task(task.number, [row], limit_s, False) for row in task.rows]
+            self._queues[task.number].extend(alone)
+        else:
+            result.put(task.rows, scores)
 
 
-class InProcessRunner(RewardRunner):
-    """Runs the functions in the training process, one after the other; coroutines concurrently.
-
-    A call that raises is repeated row by row until the deadline, so that only the bad rows are
-    lost. A function that hangs cannot be interrupted, and one that crashes ends the run.
+def plan_tasks(number: int, call: Call, timeout_s: float, num_workers: int) -> list[Task]:
+    """Return the first tasks of a call: all rows at once, if the function has no limit for a row.
 
     Example:
-        >>> from litgrpo.rewards import InProcessRunner, Scorer
-        >>> def is_two(completions):
-        ...     return [float(text == "2") for text in completions]
-        >>> scorer = Scorer([is_two], runner=InProcessRunner())
-        >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
-        [[1.0, 0.0]]
+        >>> plan_tasks(0, Call("r", len, {}, {}, 3), timeout_s=60.0, num_workers=2)
+        [Task(number=0, rows=range(0, 3), limit_s=30.0, is_first=True)]
     """
-
-    def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
-        """Leave everything to `wait`."""
-        return CallsInProcess(self, calls)
-
-
-class CallsInProcess(StartedCalls):
-    """Calls that run in this process."""
-
-    def is_here(self, number: int) -> bool:
-        """Return True."""
-        return True
-
-    def collect(self) -> list[Scores]:
-        """Call each function."""
-        scores = self.score_here()
-        return [scores[n] for n in range(len(self.calls))]
+    rows = range(call.num_rows)
+    if is_marked(call.function, "whole_batch"):
+        return [Task(number, rows, timeout_s, False)]
+    if call.row_timeout_s is not None:
+        limit_s = min(call.row_timeout_s, timeout_s * min(1, num_workers / len(rows)))
+        return [Task(number, [row], limit_s, False) for row in rows]
+    size = ceil(len(rows) / num_workers) if is_marked(call.function, "pure") else len(rows)
+    pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [Task(number, piece, timeout_s / 2, True) for piece in pieces]
 
 
-def _score(runner: RewardRunner, call: Call) -> Scores:
-    """Call the function for all rows; if that fails, for each row until the deadline."""
+def _score_here(runner: Runner, call: Call) -> Scores:
+    """Call a function in this process for all rows; if that fails, for each until the deadline."""
     deadline = time.monotonic() + runner.timeout_s
-    whole = _call_rows(runner, call, range(call.num_rows))
+    whole = _time_call(runner, call, range(call.num_rows))
     final = whole.error is None or isinstance(whole.error, UnusableReward)
     if final or is_marked(call.function, "whole_batch"):
         return whole
     scores = Scores([nan] * call.num_rows, error=whole.error)
     for row in range(call.num_rows):
         late = time.monotonic() > deadline
-        only = range(row, row + 1)
-        scores.put(
-            [row], make_failed_scores(1, TimeoutError()) if late else _call_rows(runner, call, only)
-        )
+        one = make_failed_scores(1, TimeoutError()) if late else _time_call(runner, call, [row])
+        scores.put([row], one)
     return scores
 
 
-def _call_rows(runner: RewardRunner, call: Call, rows: range) -> Scores:
-    """Call the function for some rows."""
+def _time_call(runner: Runner, call: Call, rows: Sequence[int]) -> Scores:
+    """Call a function for some rows, and warn if it is slow."""
     started = time.monotonic()
-    given = call.arguments(slice(rows.start, rows.stop))
-    scores = call_function(call.function, given, len(rows), call.notes)
+    scores = score_call(call.only(rows))
     runner.warn_if_slow(call, time.monotonic() - started, rows)
     return scores

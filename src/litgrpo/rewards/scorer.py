@@ -21,7 +21,6 @@ from litgrpo.rewards.calls import (
     find_check,
     find_state_owner,
 )
-from litgrpo.rewards.process_runner import ProcessRunner
 from litgrpo.rewards.reward import (
     Normalize,
     Reward,
@@ -31,7 +30,7 @@ from litgrpo.rewards.reward import (
     parameters,
     resolve_functions,
 )
-from litgrpo.rewards.runner import RewardRunner, StartedCalls
+from litgrpo.rewards.runner import Runner, StartedCalls
 from litgrpo.types import TASK, RewardTable, Rollout
 
 EPS = 1e-4
@@ -179,14 +178,14 @@ class Scorer:
             weight 1; functions in a list are named after themselves.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
-        runner: how the functions are run; default is `ProcessRunner()`.
+        runner: how the functions are run; default is `Runner()`.
         max_iterations: length of the run, for functions that name `trainer_state`.
 
     Example:
-        >>> from litgrpo.rewards import InProcessRunner
+        >>> from litgrpo.rewards import Runner
         >>> def is_two(completions):
         ...     return [float(text == "2") for text in completions]
-        >>> scorer = Scorer({"two": Reward(is_two, weight=0.5)}, runner=InProcessRunner())
+        >>> scorer = Scorer({"two": Reward(is_two, weight=0.5)}, runner=Runner(num_workers=0))
         >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
         [[0.5, 0.0]]
     """
@@ -195,7 +194,7 @@ class Scorer:
         self,
         components: Mapping[str, Reward],
         reward_format: RewardFormat = "text",
-        runner: RewardRunner | None = None,
+        runner: Runner | None = None,
         max_iterations: int | None = None,
     ) -> None:
         one_of("reward_format", reward_format, get_args(RewardFormat))
@@ -204,7 +203,7 @@ class Scorer:
         self.functions = resolve_functions(self.components)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
-        self.runner = ProcessRunner() if runner is None else runner
+        self.runner = Runner() if runner is None else runner
         self.weights = {name: float(each.weight) for name, each in self.components.items()}
 
     @property

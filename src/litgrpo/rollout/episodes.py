@@ -17,10 +17,10 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.rendering import PromptDropped
 from litgrpo.environments.base import (
+    EpisodeFailures,
     EpisodePool,
     EpisodeStart,
     FailedEpisode,
-    FailureCounter,
     Message,
     StepResult,
 )
@@ -339,7 +339,7 @@ class Episodes(EpisodeRunner):
     opener: Opener
     tools: Sequence[str] = ()
     waited: float = field(default=0.0, init=False)
-    failures: FailureCounter = field(default_factory=FailureCounter, init=False)
+    failures: EpisodeFailures = field(default_factory=EpisodeFailures, init=False)
 
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey

@@ -51,7 +51,7 @@ from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.models.transformers_compat import checkpoints_activations
 from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
 from litgrpo.rewards.reward_model import load_judges
-from litgrpo.rewards.runner import RewardRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
@@ -148,7 +148,7 @@ class GRPO(LightningModule):
         check_invariants: compare sampling, training and reference on a few short prompts before
             training, and stop if they disagree; skipped on XLA devices.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
-        reward_runner: `ProcessRunner` (default) kills functions that hang; or `InProcessRunner`.
+        reward_runner: time limit and worker processes of the reward functions.
         environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
             such as `litgrpo.environments.Tools`, or a list of functions for `Tools`; None: every
             completion is a single turn.
@@ -199,7 +199,7 @@ class GRPO(LightningModule):
         lora: LoRA | None = None,
         check_invariants: bool = True,
         reward_format: RewardFormat = "text",
-        reward_runner: RewardRunner | None = None,
+        reward_runner: Runner | None = None,
         environment: object | None = None,
         episode: EpisodeSettings = EpisodeSettings(),  # noqa: B008 (frozen)
         save_rollouts: bool = False,

@@ -1,8 +1,10 @@
-"""One-line causes of failures in user code; also used inside worker processes."""
+"""Causes of failures in user code and their counts; also used inside worker processes."""
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 MAX_CAUSE = 300  # characters of an exception's own text in a one-line message
@@ -58,3 +60,25 @@ def to_picklable(error: BaseException) -> WorkerError:
         return error
     story = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     return WorkerError(cause_of(error), story)
+
+
+class FailureCounter(Counter[str]):
+    """Numbers of failures by reason, to be logged at the first one and each time they doubled.
+
+    Example:
+        >>> failures = FailureCounter()
+        >>> [failures.add([reason]) for reason in ("late", "late", "KeyError", "late")]
+        [True, True, False, True]
+        >>> print(failures)
+        late: 3, KeyError: 1
+    """
+
+    def add(self, reasons: Iterable[str]) -> bool:
+        """Count failures; return True if they are the first, or their number has doubled."""
+        before = self.total()
+        self.update(reasons)
+        return self.total().bit_length() > before.bit_length()
+
+    def __str__(self) -> str:
+        """Return the most frequent reasons with their numbers."""
+        return ", ".join(f"{reason}: {count}" for reason, count in self.most_common(5))

@@ -278,7 +278,7 @@ class Worker:
     def __init__(self, pid: int, status: int, connection: Connection, stack: Any) -> None:
         self.pid, self.connection, self.status, self.stack = pid, connection, status, stack
         self.release = weakref.finalize(self, _close, status, stack)
-        self.is_loading, self.busy = True, False
+        self.has_loaded, self.busy = False, False
         self.deadline = time.monotonic() + LOAD_S
         self._unsent: tuple[bytes, float] | None = None
 
@@ -290,6 +290,11 @@ class Worker:
     def is_lost(self) -> bool:
         """True if the worker was killed."""
         return self.connection.closed
+
+    @property
+    def is_loading(self) -> bool:
+        """True until the worker has loaded the target, or was killed."""
+        return not (self.has_loaded or self.is_lost)
 
     @property
     def is_idle(self) -> bool:
@@ -335,10 +340,10 @@ class Worker:
         except Exception as error:  # of a class that only the worker can load
             answer, is_last = to_picklable(error), True
         if self.is_loading:
-            self.is_loading, self.deadline = False, inf
             if isinstance(answer, WorkerError):
                 self.kill()
                 return [WorkerReply(self, answer, True)]
+            self.has_loaded, self.deadline = True, inf
             if self._unsent is not None:
                 self._write(*self._unsent)
             return []
@@ -364,7 +369,7 @@ class Worker:
         """Kill the worker, its descendants and these processes; return the cause of its death."""
         if self.is_lost:
             return "was killed"
-        self.busy, self.is_loading = False, False
+        self.busy = False
         for pid in started:
             server.kill(pid)
         # The number of a process whose exit code is known may belong to another one.

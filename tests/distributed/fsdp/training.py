@@ -14,7 +14,7 @@ from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import InProcessRunner
+from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.episodes import EpisodeSettings
@@ -59,7 +59,7 @@ def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
         "max_iterations": 2,
         "update": UpdateConfig(micro_batch_size=3),
         "optimizer": partial(torch.optim.SGD, lr=0.5),
-        "reward_runner": InProcessRunner(),
+        "reward_runner": Runner(num_workers=0),
         # The step that one process fuses rounds otherwise.
         "engine": LocalEngine(fused_decode=False),
         "check_invariants": False,

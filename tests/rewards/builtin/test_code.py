@@ -3,7 +3,7 @@
 
 import pytest
 
-from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
+from litgrpo.rewards import Reward, Runner, Scorer
 from litgrpo.rewards.builtin.code import (
     extract_code,
     find_undefined,
@@ -256,7 +256,7 @@ def test_the_reward_has_the_path_that_recipes_name_and_runs_in_a_worker():
     rows = {"tests": [SQUARES], "prompts": [""], "completions": ["def f(x): return x * x"]}
     assert scorer.functions["tests"](**rows) == [1.0]
     from litgrpo.rewards.calls import Call
-    from litgrpo.rewards.process_runner import stays_in_process
+    from litgrpo.rewards.runner import stays_in_process
 
     assert not stays_in_process(Call("tests", unit_tests, {}, {}, 1))
 
@@ -347,10 +347,12 @@ def test_tests_that_cannot_be_read_stop_the_run_before_training():
 
 
 @in_sandbox
-@pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
-def test_a_row_that_is_first_seen_in_training_stops_the_run(runner):
+@pytest.mark.parametrize("num_workers", [0, None])
+def test_a_row_that_is_first_seen_in_training_stops_the_run(num_workers):
     exits = "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\nunittest.main()"
-    scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")}, runner=runner())
+    scorer = Scorer(
+        {"tests": Reward("litgrpo.rewards.unit_tests")}, runner=Runner(num_workers=num_workers)
+    )
     columns = {"tests": [SQUARES] * 3 + [exits]}
     with raises_for("tests", "unittest.main"):
         scorer([""] * 4, ["def f(x): return x * x"] * 4, columns, group_size=4)
@@ -553,9 +555,11 @@ def no_sandbox(monkeypatch, tmp_path):
     sandbox.unavailable_reason.cache_clear()
 
 
-@pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
-def test_without_a_sandbox_the_run_is_rejected_before_training_and_in_it(no_sandbox, runner):
-    scorer = Scorer({"tests": Reward("litgrpo.rewards.unit_tests")}, runner=runner())
+@pytest.mark.parametrize("num_workers", [0, None])
+def test_without_a_sandbox_the_run_is_rejected_before_training_and_in_it(no_sandbox, num_workers):
+    scorer = Scorer(
+        {"tests": Reward("litgrpo.rewards.unit_tests")}, runner=Runner(num_workers=num_workers)
+    )
     columns = {"tests": [SQUARES] * 2}
     with raises_for("tests", "sandbox", "bubblewrap"):
         scorer.check(columns)

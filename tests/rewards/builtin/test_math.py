@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from litgrpo.rewards import ProcessRunner, Reward, Scorer
+from litgrpo.rewards import Reward, Runner, Scorer
 from litgrpo.rewards.builtin.code import read_tests
 from litgrpo.rewards.builtin.dialogue import bleu, f1, lapdog, rouge_l
 from litgrpo.rewards.builtin.format import json_fields
@@ -24,7 +24,7 @@ from litgrpo.rewards.builtin.math import (
     parse_reference,
 )
 from litgrpo.rewards.calls import Call
-from litgrpo.rewards.process_runner import stays_in_process
+from litgrpo.rewards.runner import stays_in_process
 from tests.oracle.reference import GSM8K
 from tests.support.raises import raises_for
 
@@ -303,13 +303,20 @@ SLOW = [
 ]  # fmt: skip
 
 
-def test_an_answer_that_cannot_be_judged_in_time_is_incorrect() -> None:
+def verify_in_workers(claims, golds):
+    runner = Runner(timeout_s=30.0, num_workers=2)
+    scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
+    texts = [f"<answer>{claim}</answer>" for claim in claims]
+    table = scorer(["?"] * len(claims), texts, {"answer": golds}, len(claims))
+    runner.close()
+    assert table.valid.all()
+    return table.total.flatten().tolist()
+
+
+def test_an_answer_that_cannot_be_judged_in_time_is_incorrect(monkeypatch) -> None:
+    monkeypatch.setattr(math_verify, "row_timeout_s", 1.0)
     claims = [each for slow in SLOW for each in (slow, "1+x")]
-    found = math_verify(
-        ["?"] * len(claims), [f"<answer>{c}</answer>" for c in claims], ["x+1"] * len(claims),
-        timeout_s=1.0,
-    )  # fmt: skip
-    assert found == [0.0, 1.0] * len(SLOW)
+    assert verify_in_workers(claims, ["x+1"] * len(claims)) == [0.0, 1.0] * len(SLOW)
 
 
 def test_numbers_with_currency_and_units_are_compared_as_numbers() -> None:
@@ -318,12 +325,6 @@ def test_numbers_with_currency_and_units_are_compared_as_numbers() -> None:
 
 
 def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> None:
-    runner = ProcessRunner(timeout_s=30.0, num_workers=2)
-    scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
-    texts = ["<answer>1+x</answer>", r"<answer>9^{9^{9^{9^{9}}}}</answer>"] * 2
-    columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}
     assert not stays_in_process(Call("same", math_verify, {}, {}, 4))
-    table = scorer(["?"] * 4, texts, columns, 2)
-    assert table.valid.all()
-    assert table.total.tolist() == [[1.0, 0.0]] * 2
-    runner.close()
+    tower = r"9^{9^{9^{9^{9}}}}"
+    assert verify_in_workers(["1+x", tower], ["x+1", f"{tower}-1"]) == [1.0, 0.0]

@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from litgrpo.data.sources import ReasoningGym, row_of_entry
-from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, Scorer
+from litgrpo.rewards import Reward, Runner, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as reward
 from litgrpo.rewards.calls import Call
-from litgrpo.rewards.process_runner import stays_in_process
+from litgrpo.rewards.runner import stays_in_process
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 from tests.support.raises import raises_for
@@ -330,10 +330,14 @@ def test_isolation_none_is_allowed_with_a_warning_in_each_run(no_sandbox, caplog
     assert "gcd" not in said[0]
 
 
-@pytest.mark.parametrize("runner", [InProcessRunner, ProcessRunner])
-def test_a_task_that_executes_answers_stops_the_run_if_only_scoring_finds_it(no_sandbox, runner):
+@pytest.mark.parametrize("num_workers", [0, None])
+def test_a_task_that_executes_answers_stops_the_run_if_only_scoring_finds_it(
+    no_sandbox, num_workers
+):
     pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
-    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=runner())
+    scorer = Scorer(
+        {"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=Runner(num_workers=num_workers)
+    )
     metadata = row_of_entry("countdown", {"question": "", "answer": "1"})["metadata"]
     columns = {"metadata": [metadata] * 4, "task": ["gcd"] * 3 + ["countdown"]}
     said = ["no tags"] * 3 + ["<answer>1</answer>"]

@@ -5,18 +5,20 @@ Numbers are compared exactly, so no correct answer fails, and only a committed a
 
 from __future__ import annotations
 
-import importlib.util
+import logging
+import re
 from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from itertools import islice
 from math import isfinite
 from numbers import Real
+from typing import Any
 
 from litgrpo.arguments import above, require
-from litgrpo.rewards.builtin.symbolic import SymbolicComparison, is_tower, lock
-from litgrpo.rewards.calls import UnusableReward, add_check, isolated, pure
+from litgrpo.rewards.calls import UnusableReward, add_check, limit_rows
 from litgrpo.text.answers import (
     Completions,
     answer_claims,
@@ -32,7 +34,7 @@ from litgrpo.text.normalization import normalize
 
 MAX_ANSWER_WORDS = 20  # of an answer that is a number
 MAX_QUESTION_WORDS = 3  # "72 clips?" is an answer; a longer question is a copy of the prompt
-MAX_LATEX_CHARS = 500  # of an answer for math-verify
+UNESCAPED_DOLLAR = re.compile(r"(?<!\\)\$")
 
 # Data sets also hold Decimals, truth values and dates.
 Reference = str | int | float | Decimal | date | time
@@ -247,8 +249,25 @@ def closeness(
     return score_rows(score, prompts, completions, answer)
 
 
-@isolated
-@pure
+@cache
+def import_math_verify() -> Any:
+    """Return math-verify, which has parsed a formula and so built its grammar."""
+    try:
+        import math_verify as library
+    except ImportError as error:
+        raise ImportError(
+            "the reward litgrpo.rewards.math_verify needs `pip install math-verify`"
+        ) from error
+
+    # It warns of disabled timeouts, once for every answer.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    library.verify(_parse(library, "x+1"), _parse(library, "1+x"), timeout_seconds=None)
+    return library
+
+
+# Algebra can run forever and take any memory. The library's own time limits use signals, which do
+# not interrupt C code.
+@limit_rows(2.0, 1 << 30, import_math_verify)
 def math_verify(
     prompts: Sequence[object],
     completions: Completions,
@@ -256,7 +275,6 @@ def math_verify(
     *,
     require_tags: bool = True,
     answer_tag: str = "answer",
-    timeout_s: float = 2.0,
 ) -> list[float | None]:
     r"""Return 1 if math-verify finds the answer mathematically equal to the reference, else 0.
 
@@ -264,9 +282,8 @@ def math_verify(
     exact, fast and sufficient for numbers. Answers are extracted as in `correctness`, so several
     different ones get 0. Needs `pip install math-verify`.
 
-    Algebra can run forever and take any memory, so formulas are compared in a separate process. An
-    answer that cannot be judged within `timeout_s` or 1 GiB gets 0, as do powers of powers and
-    factorials that are too large to be written down.
+    Algebra can run forever and take any memory, so each row is scored by a call of its own in a
+    worker process. An answer that cannot be judged within 2 s or 1 GiB gets 0.
 
     Args:
         prompts: N prompts; not read.
@@ -275,8 +292,6 @@ def math_verify(
             without one are not scored.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
-        timeout_s: seconds for one answer; a slower one is incorrect. After eight slow answers in a
-            call, a quarter of it.
 
     Returns:
         N rewards in {0, 1}; None without a reference answer that math-verify can parse.
@@ -288,25 +303,19 @@ def math_verify(
 
     Source: https://github.com/huggingface/Math-Verify
     """
-    above("timeout_s", timeout_s, 0)
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("the reward litgrpo.rewards.math_verify needs `pip install math-verify`")
+    library = import_math_verify()
 
     def score(text: str, reference: Reference, nouns: Nouns) -> float | None:
         claims = find_claims(text, require_tags=require_tags, tag=answer_tag)
-        equal = [_equal_formulas(comparison, reference, claim, nouns) for claim in claims]
+        equal = [_equal_formulas(library, reference, claim, nouns) for claim in claims]
         if not equal:  # no answer: incorrect, if there is a reference
-            equal = [comparison.equal(normalize(str(reference)), None) and False]
+            return 0.0 if _parse(library, normalize(str(reference))) else None
         return None if None in equal else float(all(equal))
 
-    with lock:
-        comparison = SymbolicComparison(timeout_s)
-        return score_rows(score, prompts, completions, answer)
+    return score_rows(score, prompts, completions, answer)
 
 
-def _equal_formulas(
-    comparison: SymbolicComparison, reference: Reference, claim: str, nouns: Nouns
-) -> bool | None:
+def _equal_formulas(library: Any, reference: Reference, claim: str, nouns: Nouns) -> bool | None:
     """Return True if a claim equals the reference; None if the reference cannot be parsed."""
     try:
         number = parse_reference(reference, nouns)
@@ -317,9 +326,23 @@ def _equal_formulas(
         isinstance(number, Fraction) and _equals(claim, number, nouns)
     ):
         return True
-    if len(claim) > MAX_LATEX_CHARS or is_tower(claim):
+    expected = _parse(library, normalize(str(reference)))
+    if not expected:
+        return None
+    try:
+        found = _parse(library, normalize(claim))
+        return bool(found) and bool(library.verify(expected, found, timeout_seconds=None))
+    except (MemoryError, RecursionError):
         return False
-    return comparison.equal(normalize(str(reference)), normalize(claim))
+
+
+def _parse(library: Any, text: str) -> Any:
+    """Return math-verify's parse of a text; empty if it finds nothing."""
+    dollars = len(UNESCAPED_DOLLAR.findall(text))
+    if dollars % 2:  # a price, no formula between dollars
+        text = UNESCAPED_DOLLAR.sub(r"\\$", text)
+    formula = text if (dollars and not dollars % 2) or "\\boxed" in text else f"${text}$"
+    return library.parse(formula, parsing_timeout=None)
 
 
 def _spellings(reference: Reference) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from litgrpo.environments.agent import Agent, AgentRequest, AgentResult
-from litgrpo.environments.base import EpisodeStart, FailedEpisode, FailureCounter
+from litgrpo.environments.base import EpisodeFailures, EpisodeStart, FailedEpisode
 from litgrpo.models.limits import find_context_length
 from litgrpo.rollout.agents.agent_pool import AgentPool
 from litgrpo.rollout.agents.call_tree import AgentCall, CallTree
@@ -155,7 +155,7 @@ class AgentEpisodes(EpisodeRunner):
         self.pool = AgentPool(
             self.agent, timeout_s=settings.timeout_s, num_workers=settings.num_workers
         )
-        self.failures = FailureCounter()
+        self.failures = EpisodeFailures()
 
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey

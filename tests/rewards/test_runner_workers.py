@@ -3,31 +3,18 @@
 import logging
 import math
 import os
+import pickle
 import threading
 
 import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.rewards import (
-    InProcessRunner,
-    ProcessRunner,
-    Reward,
-    Scorer,
-    pure,
-    whole_batch,
-)
+from litgrpo.rewards import Reward, Runner, Scorer, pure, whole_batch
 from litgrpo.rewards.builtin.math import correctness
-from litgrpo.rewards.calls import Call, Scores, make_failed_scores
-from litgrpo.rewards.process_runner import (
-    HANDLER,
-    Attempt,
-    Batch,
-    Task,
-    split_rows,
-    stays_in_process,
-)
-from litgrpo.rewards.worker_pool import FunctionPool
+from litgrpo.rewards.calls import Call, MalformedResult, Scores, UnusableReward, limit_rows
+from litgrpo.rewards.runner import FunctionInWorker, plan_tasks, stays_in_process
+from litgrpo.workers import process
 from litgrpo.workers.failures import WorkerError
 from tests.rewards import faulty
 
@@ -36,7 +23,7 @@ TEXTS = ["a", "bb", "bad", "dddd", "e", "ff", "ggg", "hhhh"]
 
 @pytest.fixture
 def runner():
-    runner = ProcessRunner(num_workers=2)
+    runner = Runner(num_workers=2)
     yield runner
     runner.close()
 
@@ -73,7 +60,7 @@ VALUES = {"returned nan": math.nan, "returned list": [1]}
 
 def test_faults_of_several_functions_cost_their_sample_their_time_and_nothing_else(caplog) -> None:
     """All at once; the other rows, functions and iterations do not notice."""
-    runner = ProcessRunner(timeout_s=2.0, num_workers=8)
+    runner = Runner(timeout_s=2.0, num_workers=8)
     parts = {name: Reward(vars(faulty)[name]) for name in FAULTS}
     parts |= {why: Reward(faulty.odd_values, kwargs={"value": VALUES[why]}) for why in VALUES}
     scorer = Scorer(parts, runner=runner)
@@ -120,7 +107,7 @@ def test_inputs_that_a_function_changes_are_copies(runner) -> None:
 
 
 def test_every_row_has_its_turn_however_many_hang() -> None:
-    runner = ProcessRunner(timeout_s=2.0, num_workers=6)
+    runner = Runner(timeout_s=2.0, num_workers=6)
     texts = (["bad"] * 8 + [f"a{n}" for n in range(8)]) * 2  # in each half they come first
     functions = ("sleeps", "loops_in_c", "pure_hangs")
     scorer = Scorer({name: Reward(vars(faulty)[name]) for name in functions}, runner=runner)
@@ -158,8 +145,8 @@ def test_a_warm_worker_goes_on_with_its_state(runner) -> None:
     assert torch.equal(first.total, again.total)
 
 
-def test_a_slow_sample_is_told_once(runner, caplog) -> None:
-    runner.slow_warning_s = 0.04
+def test_a_slow_sample_is_told_once(runner, caplog, monkeypatch) -> None:
+    monkeypatch.setattr("litgrpo.rewards.runner.SLOW_S", 0.04)
     for _ in range(2):
         score(runner, faulty.pure_waits, ["a", "b"])
     assert caplog.text.count("reward 'r' took ") == 1
@@ -168,13 +155,13 @@ def test_a_slow_sample_is_told_once(runner, caplog) -> None:
 
 def test_slow_imports_of_workers_are_explained(runner, caplog, monkeypatch) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("litgrpo.rewards.process_runner.SLOW_IMPORT_S", -1.0)
+    monkeypatch.setattr("litgrpo.rewards.runner.SLOW_IMPORT_S", -1.0)
     score(runner, faulty.pure_waits, ["a", "b"])
-    assert "imported the modules of the rewards r in" in caplog.text
+    assert "imported the module of the reward r in" in caplog.text
 
 
 def test_coroutines_run_together(tmp_path, caplog) -> None:
-    runner = ProcessRunner(timeout_s=60.0, num_workers=1)
+    runner = Runner(timeout_s=60.0, num_workers=1)
     parts = {n: Reward(faulty.async_meeting, kwargs={"name": n, "of": 3}) for n in "abc"}
     columns = {"path": [str(tmp_path)] * 2}
     table = Scorer(parts, runner=runner)(["p"] * 2, ["a", "b"], columns, 2)
@@ -218,10 +205,10 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
     assert not stays_in_process(call(len))
 
 
-@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"timeout_s": 0}])
+@pytest.mark.parametrize("settings", [{"num_workers": -1}, {"timeout_s": 0}])
 def test_impossible_settings_are_refused(settings) -> None:
     with pytest.raises(ValueError, match="reward_runner"):
-        ProcessRunner(**settings)
+        Runner(**settings)
 
 
 def test_a_runner_can_be_copied_and_starts_its_own_workers(runner) -> None:
@@ -229,13 +216,12 @@ def test_a_runner_can_be_copied_and_starts_its_own_workers(runner) -> None:
 
     score(runner, faulty.lengths)
     twin = copy.deepcopy(runner)
-    assert twin.pool.launcher is None
+    assert not twin.workers
     assert score(twin, faulty.lengths)[0].valid.all()
     twin.close()
-    assert isinstance(copy.deepcopy(InProcessRunner()), InProcessRunner)
 
 
-def test_a_recipe_chooses_its_runner(tmp_path) -> None:
+def test_a_recipe_sets_its_runner() -> None:
     import jsonargparse
 
     from litgrpo.training.grpo import GRPO
@@ -243,86 +229,114 @@ def test_a_recipe_chooses_its_runner(tmp_path) -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(GRPO, "model")
     rewards = '--model.rewards={"r": {"function": "litgrpo.rewards.correctness"}}'
-    words = ["--model.pretrained=none", rewards, "--model.reward_runner=ProcessRunner"]
-    module = parser.instantiate(
-        parser.parse_args([*words, "--model.reward_runner.timeout_s=7"])
-    ).model
-    assert isinstance(module.scorer.runner, ProcessRunner)
-    assert module.scorer.runner.timeout_s == 7
-    words[2] = "--model.reward_runner=litgrpo.rewards.runner.InProcessRunner"
-    module = parser.instantiate(parser.parse_args(words)).model
-    assert isinstance(module.scorer.runner, InProcessRunner)
+    words = ["--model.pretrained=none", rewards, "--model.reward_runner.timeout_s=7"]
+    runner = parser.instantiate(parser.parse_args(words)).model.scorer.runner
+    assert (runner.timeout_s, runner.num_workers) == (7, None)
 
 
-def batch(function=len, rows=4, num_workers=2) -> Batch:
-    call = Call("r", function, {"completions": ["x"] * rows}, {}, rows)
-    return Batch(InProcessRunner(timeout_s=64.0), FunctionPool(num_workers, HANDLER), {0: call})
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(3)", "exited with 3 while loading"),
+        ("import sys; sys.exit(4)", "SystemExit: 4 (<string>, line 1)"),
+        ("raise OSError('no licence')", "OSError: no licence (<string>, line 1)"),
+        ("while True: pass", "TimeoutError while loading"),
+    ],
+)
+def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reason, monkeypatch):
+    """Its rows fail with the reason; it never runs in this process, and other functions work."""
+    if "Timeout" in reason:
+        monkeypatch.setattr(process, "LOAD_S", 3.0)
+    runner = Runner(num_workers=1, max_failed_frac=1.0)
+    fatal, fine = (
+        Call(name, function, {"completions": ["a", "b"]}, {}, 2)
+        for name, function in (("fatal", Fatal(code)), ("fine", faulty.lengths))
+    )
+    for _ in range(2):
+        first, second = runner.start([fatal, fine]).wait()
+        assert first.failures == {0: reason, 1: reason}
+        assert second.values == [1.0, 1.0]
+    runner.close()
 
 
-def fail(asked, task) -> list[Task]:
-    """Tasks that follow the failure of a task."""
-    asked.queue.clear()
-    rows = task.unanswered[0][1]
-    asked._record(task, 0, make_failed_scores(len(rows), KeyError("?")), 1.0)
-    return list(asked.queue)
+class Fatal:
+    """Function that kills or blocks the process that unpickles it."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+    def __call__(self, completions):
+        raise AssertionError("it must not run in the training process")
 
 
-def test_the_first_question_is_for_all_rows_and_may_take_half_of_the_time():
-    asked = batch()
-    (first,) = asked.queue
-    assert first.unanswered == {0: (0, [0, 1, 2, 3])}
-    assert asked._limit_s(first) == 32.0
+def call(function, rows=4, **settings) -> Call:
+    return Call("r", function, {"completions": ["x"] * rows}, settings, rows)
 
 
-def test_no_time_is_kept_for_single_rows_where_rows_are_compared():
-    @whole_batch
-    def compare(completions):
-        return completions
-
-    asked = batch(compare)
-    assert asked._limit_s(asked.queue[0]) == 64.0
-    assert fail(asked, asked.queue[0]) == []
-    assert asked.results[0].failures == dict.fromkeys(range(4), "KeyError")
+def rows_and_limits(function, rows=4, num_workers=2):
+    tasks = plan_tasks(0, call(function, rows), 64.0, num_workers)
+    return [(list(task.rows), task.limit_s, task.is_first) for task in tasks]
 
 
-def test_after_a_failure_rows_are_asked_one_by_one_with_equal_shares():
-    asked = batch()
-    tasks = fail(asked, asked.queue[0])
-    assert [list(task.unanswered.values()) for task in tasks] == [[(0, [n])] for n in range(4)]
-    assert [asked._limit_s(task) for task in tasks] == [16.0] * 4  # half, by two workers
-    asked._record(tasks[0], 0, Scores([1.0]), 0.0)  # quick: the others have its share
-    assert asked._limit_s(tasks[1]) == 64.0 / 3
-    asked._record(
-        tasks[1], 0, make_failed_scores(1, KeyError()), 64.0 / 3
-    )  # hung: the others keep theirs
-    assert asked._limit_s(tasks[2]) == pytest.approx(64.0 / 3)
+def test_the_first_task_has_all_rows_and_half_of_the_time():
+    assert rows_and_limits(len) == [([0, 1, 2, 3], 32.0, True)]
 
 
-def test_the_last_row_gets_no_more_than_all_workers_could_have_spent():
-    asked = batch(rows=1, num_workers=4)
-    (last,) = fail(asked, asked.queue[0])
-    assert asked._limit_s(last) == 32.0
+def test_no_time_is_kept_for_single_rows_if_rows_are_compared():
+    assert rows_and_limits(whole_batch(lambda completions: completions)) == [
+        ([0, 1, 2, 3], 64.0, False)
+    ]
 
 
-def test_rows_of_coroutines_wait_together_and_are_asked_alone_where_their_worker_was_lost():
-    async def waits(completions):
-        return completions
-
-    asked = batch(waits)
-    (whole,) = asked.queue
-    (together,) = fail(asked, whole)
-    assert together.together
-    assert list(together.unanswered.values()) == [(0, [n]) for n in range(4)]
-    assert asked._limit_s(together) == 16.0
-    asked._record(together, 0, make_failed_scores(1, KeyError()), 1.0)  # one row
-    asked._record(together, 1, make_failed_scores(1, WorkerError("exited with 7")), 1.0, lost=True)
-    assert asked.results[0].failures == {0: "KeyError"}
-    assert [task.attempt for task in asked.queue][-1] is Attempt.ROW
+def test_rows_of_a_pure_function_are_shared_out_and_leave_half_of_their_time():
+    function = pure(lambda completions: completions)
+    assert rows_and_limits(function, rows=3) == [([0, 1], 32.0, True), ([2], 32.0, True)]
 
 
-def test_stripes_hold_every_row_once() -> None:
-    assert split_rows([3, 4, 5], 2) == [[3, 4], [5]]
-    assert split_rows([], 2) == []
+def with_own_limit(row_timeout_s):
+    def function(completions):
+        return faulty.sleeps(completions)
+
+    function.row_timeout_s = row_timeout_s
+    return function
+
+
+def test_a_functions_own_limit_holds_for_each_row_within_the_time_of_all():
+    assert rows_and_limits(with_own_limit(2.0), rows=2) == [([0], 2.0, False), ([1], 2.0, False)]
+    assert rows_and_limits(with_own_limit(99.0), rows=4)[0] == ([0], 32.0, False)
+    assert rows_and_limits(with_own_limit(99.0), rows=1)[0] == ([0], 64.0, False)
+    with pytest.raises(ValueError, match="row_timeout_s of reward 'r' is 0"):
+        rows_and_limits(with_own_limit(0))
+
+
+def test_a_row_that_exceeds_the_functions_own_limit_scores_zero(runner) -> None:
+    table, scorer = score(runner, with_own_limit(0.5))
+    assert table.valid.all()
+    lengths = [0.0 if text == "bad" else len(text) for text in TEXTS]
+    assert table.total.flatten().tolist() == lengths
+    assert not scorer.failures
+
+
+def test_a_row_with_own_limits_that_crashes_scores_zero_and_one_that_raises_fails(runner) -> None:
+    prepared = []
+
+    @limit_rows(20.0, 1 << 28, lambda: prepared.append(1))
+    def hostile(completions):
+        assert prepared == [1]
+        (text,) = completions
+        if text == "memory":
+            bytearray(1 << 29)
+        if text == "raises":
+            raise KeyError
+        return faulty.exits_at_once(completions)
+
+    table, scorer = score(runner, hostile, ["a", "bad", "raises", "memory", "bb", "c"])
+    assert table.valid.flatten().tolist() == [True, True, False, False, True, True]
+    assert table.total.flatten().tolist() == [1.0, 0.0, 0.0, 0.0, 2.0, 1.0]
+    assert scorer.failures == {"r": {"KeyError": 1, "MemoryError": 1}}
 
 
 def test_scores_are_entered_by_row():
@@ -335,11 +349,43 @@ def test_scores_are_entered_by_row():
     assert (scores.metrics, scores.extras) == ({"m": [1.0]}, {"c": {0: "x"}})
 
 
-def test_rows_of_a_pure_function_are_shared_out_at_once_and_leave_half_of_their_time():
-    asked = batch(pure(lambda completions: completions))
-    first, second = asked.queue
-    assert (list(first.unanswered.values()), list(second.unanswered.values())) == (
-        [(0, [0, 1])],
-        [(0, [2, 3])],
-    )
-    assert asked._limit_s(first) == asked._limit_s(second) == 32.0
+def send(call):
+    """The scores, after the journeys there and back."""
+    target = pickle.loads(process.dump(FunctionInWorker(call)))
+    message = pickle.loads(pickle.dumps((call.rows, call.num_rows, call.context, 1.0)))
+    return pickle.loads(pickle.dumps(target(message, None)[0]))
+
+
+def test_a_worker_scores_with_the_settings_that_were_sent_before():
+    settings = Call("r", faulty.odd_values, {"completions": ["a", "bad"]}, {"value": 2.0}, 2)
+    assert send(settings).values == [1.0, 2.0]
+
+
+def test_an_exception_travels_as_the_text_of_its_traceback():
+    scores = send(Call("r", faulty.raises, {"completions": ["bad"]}, {}, 1))
+    assert scores.failures == {0: "KeyError"}
+    assert isinstance(scores.error, WorkerError)
+    assert 'raise KeyError("bad")' in str(scores.error)
+
+
+def test_mistakes_in_code_or_data_keep_their_kind():
+    scores = send(Call("r", faulty.lengths, {"completions": ["a"]}, {}, 2))
+    assert scores.failures == {0: "wrong length", 1: "wrong length"}
+    assert isinstance(scores.error, MalformedResult)
+
+    def unusable(completions):
+        raise UnusableReward("no package")
+
+    assert isinstance(send(call(unusable)).error, UnusableReward)
+
+
+def test_what_a_function_logs_travels_with_its_scores():
+    def logs(completions, log_metric, log_extra):
+        log_metric("words", 3)
+        log_extra("first", [text[0] for text in completions])
+        return [0.0] * len(completions)
+
+    columns = {"completions": ["ab", "cd"]}
+    scores = send(Call("r", logs, columns, {}, 2, notes=("log_metric", "log_extra")))
+    assert scores.metrics == {"words": [3.0]}
+    assert scores.extras == {"first": {0: "a", 1: "c"}}
