@@ -141,7 +141,7 @@ def test_input_over_the_limit_loses_the_start_of_the_prompt(judge_of_160, caplog
     # <bos>[user]...[assistant]ok is 160 tokens of one byte each, the begin token included.
     left = 160 - len("_[user][assistant]ok")
     assert torch.equal(scores, judge_of_160([asked[-left:], "short"], ["ok", "ok"]))
-    assert judge_of_160.input.counts == {"over the limit": 1, "masked": 0}
+    assert judge_of_160.input.over_limit == {"lost the start of the prompt": 1}
     assert "1 inputs were over its limit of 160 tokens" in caplog.text
 
 
@@ -162,7 +162,7 @@ def test_system_messages_stay_and_earlier_messages_go_first(judge_of_160):
 def test_an_answer_over_the_limit_is_masked_and_no_other(judge_of_160):
     scores = judge_of_160(PROMPTS, [TEXTS[0], "y" * 400, TEXTS[2], TEXTS[3]])
     assert scores.isnan().tolist() == [False, True, False, False]
-    assert judge_of_160.input.counts["masked"] == 1
+    assert judge_of_160.input.over_limit["masked"] == 1
 
 
 def test_the_limit_is_the_smaller_one_of_model_and_tokenizer(tmp_path):

@@ -10,7 +10,7 @@ import os
 import re
 import sqlite3
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -38,6 +38,7 @@ from litgrpo.rewards.rubric import Criterion, Mark, check_criteria
 from litgrpo.text.answers import prompt_text_of, text_of
 from litgrpo.text.secrets import find_masked, mask_settings, mask_text, remember_secret
 from litgrpo.text.visible import excerpt
+from litgrpo.workers.failures import FailureCounter
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ class LLMJudge(Judge):
         self.replies = None if cache_dir is None else Replies(Path(cache_dir).expanduser())
         self.api_key_env = api_key_env
         self.counts: Counter[str] = Counter()  # since the start of the run
+        self.abstentions: defaultdict[str, FailureCounter] = defaultdict(FailureCounter)
         self.lost_in_a_row = 0
         self.asking = asyncio.Semaphore(max_concurrent_requests)
 
@@ -416,10 +418,10 @@ class LLMJudge(Judge):
         return key
 
     def _count(self, what: str, why: str) -> None:
-        """Count an abstention; log a warning each time the count has doubled."""
+        """Count an abstention; log the first, and each time their number has doubled."""
         self.counts[what] += 1
-        told = self.counts[what] if what == "over_budget" else 1  # that one once
-        if self.counts[what].bit_count() == told == 1:
+        is_due = self.abstentions[what].add([what])
+        if is_due and (what != "over_budget" or self.counts[what] == 1):  # that one once
             number = self.counts[what]
             log.warning("judge: %d %s so far, left out: %s", number, what, excerpt(why, 400))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.models.weights import check_finite
 from litgrpo.text.answers import text_of
 from litgrpo.text.chat_templates import TemplateError, render_messages
+from litgrpo.workers.failures import FailureCounter
 
 log = logging.getLogger(__name__)
 
@@ -323,12 +323,12 @@ class JudgeInput:
         tokenizer: the model's.
         max_length: maximum tokens of an input. A longer one loses the start of what was asked,
             system messages excepted; what was answered is never cut.
-        counts: how many were over the limit, and how many of these do not fit and are masked.
+        over_limit: number of inputs over the limit, by what became of them.
     """
 
     tokenizer: Any
     max_length: float
-    counts: Counter[str] = field(default_factory=Counter)
+    over_limit: FailureCounter = field(default_factory=FailureCounter)
 
     def __call__(self, asked: Messages, answer: str) -> Encoded | None:
         """Token ids, and segment ids where the model has them; None for what does not fit."""
@@ -385,16 +385,10 @@ class JudgeInput:
         return int(max(0, len(encoded["input_ids"]) - self.max_length))
 
     def _count(self, *, fits: bool) -> None:
-        self.counts["over the limit"] += 1
-        self.counts["masked"] += not fits
-        if self.counts["over the limit"].bit_count() == 1:  # each time that the number doubles
+        if self.over_limit.add(["lost the start of the prompt" if fits else "masked"]):
             log.warning(
-                "reward model: so far %d inputs were over its limit of %d tokens: %d lost the start"
-                " of the prompt, %d are masked",
-                self.counts["over the limit"],
-                self.max_length,
-                self.counts["over the limit"] - self.counts["masked"],
-                self.counts["masked"],
+                "reward model: so far %d inputs were over its limit of %d tokens (%s)",
+                *(self.over_limit.total(), self.max_length, self.over_limit),
             )
 
 
