@@ -10,7 +10,7 @@ import signal
 import tempfile
 from importlib.metadata import version
 
-from litgrpo.rewards.builtin.reasoning_gym import EXECUTED
+from litgrpo.rewards.builtin.reasoning_gym import EVALUATED
 
 
 def answers_with_code(reference: str | None, code: str) -> list[str]:
@@ -47,7 +47,7 @@ def main() -> None:
         }
     print(f"reasoning-gym {version('reasoning-gym')}: {len(DATASETS)} tasks; executed:")
     print("\n".join(sorted(found)))
-    other = found ^ (set(EXECUTED) - {"composite"})  # "composite" consists of the others
+    other = found ^ (set(EVALUATED) - {"composite"})  # "composite" consists of the others
     print(f"in one list but not in the other: {', '.join(sorted(other)) or 'none'}")
 
 

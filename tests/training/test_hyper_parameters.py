@@ -137,7 +137,6 @@ ATTACKS = {
         {"right": f"{LOUD}.reward"},
         [f"{LOUD}.reward"],
         {"right": {"partial": TOOLS, "args": [], "kwargs": {"factory": f"{LOUD}.Factory"}}},
-        {"right": {"class_path": REWARD, "init_args": {"kwargs": {"isolation": "none"}}}},
     ],
     "objective": [
         {

@@ -18,7 +18,7 @@ from litgrpo.data.modules import PromptData
 from litgrpo.data.sources import read_rows
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.code import unit_tests
-from litgrpo.rewards.builtin.reasoning_gym import is_executed, reasoning_gym
+from litgrpo.rewards.builtin.reasoning_gym import EVALUATED, reasoning_gym
 from litgrpo.text.answers import extract_reasoning, list_answers
 from litgrpo.text.visible import visible
 from litgrpo.training.episode_setup import check_own_reward
@@ -85,7 +85,7 @@ def audit(
                 threshold=threshold,
                 answer_format=None if answer_format is None else AnswerFormat(answer_format),
             )
-            print("\n".join(execution_lines(scorer, answered)))
+            print("\n".join(evaluation_lines(scorer, answered)))
         else:
             result = audit_open(recipe, scorer, data, limit)
     rows = [problem.columns for problem in found]
@@ -99,23 +99,16 @@ def audit(
         raise SystemExit(FAILED)
 
 
-def execution_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
-    """List reasoning-gym tasks whose scorers execute answers; [] without such a reward."""
+def evaluation_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
+    """List reasoning-gym tasks whose scorers evaluate answers; [] without such a reward."""
     if reasoning_gym not in scorer.functions.values():
         return []
     tasks = sorted({str(problem.columns.get("task")) for problem in problems})
-    executed = [task for task in tasks if is_executed(task)]
-    how = "executed by none of their scorers"
-    if executed:
-        (name,) = [n for n, each in scorer.functions.items() if each is reasoning_gym][:1]
-        isolated = scorer.components[name].kwargs.get("isolation") != "none"
-        where = "in bubblewrap" if isolated else "without a sandbox"
-        names = ", ".join(executed)
-        how = f"executed as Python by the scorers of: {names}; screened, and run {where}"
-    return [
-        f"tasks of reasoning-gym: {', '.join(tasks)}",
-        f"answers are {how}",
-    ]
+    names = ", ".join(task for task in tasks if task in EVALUATED)
+    how = "by none of their scorers"
+    if names:
+        how = f"as Python by the scorers of: {names}; only formulas and literals reach them"
+    return [f"tasks of reasoning-gym: {', '.join(tasks)}", f"answers are evaluated {how}"]
 
 
 def build_scorer(settings: Mapping[str, Any]) -> Scorer:

@@ -42,15 +42,13 @@ ADAPTERS = "litgrpo.environments.adapters."
 TORCH = (torch.optim, torch.optim.lr_scheduler)
 TORCH_KINDS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 BUILTIN_REWARDS = "litgrpo.rewards.builtin."
-# Values that switch a protection off, which only the caller may do.
-UNPROTECTED: dict[str, Any] = {"isolation": "none", "allow_public": True}
 # Options that reach outside of the process, or import: servers, files, programs, keys.
 OUTSIDE = frozenset(
     (
         *("address", "base_url", "folder", "headers", "master_address", "path", "url", "urls"),
         *("cache_dir", "checkpoints", "stored_rollouts", "word_file"),
         *("args", "classifier", "command", "cwd", "engine_args", "env", "mcp_servers"),
-        *("api_key", "api_key_env", "extra_body"),
+        *("allow_public", "api_key", "api_key_env", "extra_body"),
         *("pretrained", "reference", "tokenizer"),  # of another model than the trained one
     )
 )
@@ -153,10 +151,9 @@ def build(description: Any) -> Any:
     if not isinstance(description, dict):
         return description
     for name, value in description.items():
-        is_unprotected = name in UNPROTECTED and value == UNPROTECTED[name]
         # A partial names its arguments `args`; they are built below.
         is_outside = name in OUTSIDE and value and PARTIAL not in description
-        if is_unprotected or is_outside:
+        if is_outside:
             raise NotTrusted(f"{name} {value!r:.60}")
     if FUNCTION in description:
         return _import_callable(description[FUNCTION])

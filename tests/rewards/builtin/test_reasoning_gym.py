@@ -1,5 +1,3 @@
-import socket
-import subprocess
 import sys
 
 import pytest
@@ -9,20 +7,18 @@ from litgrpo.rewards import Reward, Runner, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as reward
 from litgrpo.rewards.calls import Call
 from litgrpo.rewards.runner import stays_in_process
-from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 from tests.support.raises import raises_for
 
 # The package leaves its files open.
 pytestmark = pytest.mark.filterwarnings("ignore")
 NO_PACKAGE = "reasoning-gym is not installed"
-in_sandbox = pytest.mark.skipif(
-    not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
-)
 
 
 def test_it_runs_in_a_worker_and_not_in_the_training_process():
-    assert not stays_in_process(Call("right", reward.reasoning_gym, {}, {}, 1))
+    call = Call("right", reward.reasoning_gym, {}, {}, 1)
+    assert not stays_in_process(call)
+    assert call.row_timeout_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -60,18 +56,21 @@ def test_it_runs_in_a_worker_and_not_in_the_training_process():
         "2**'a'",
     ],
 )
-def test_dangerous_answers_are_screened_where_answers_are_executed(answer, monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
-    assert not reward.passes_screen("countdown", answer, "{}")
-    assert not reward.passes_screen("n_queens", answer, "{}")
-    monkeypatch.setattr(reward, "installed_version", lambda: "9.9")  # nothing is known of it
-    assert not reward.passes_screen("gcd", answer, "{}")
+def test_dangerous_answers_are_screened_where_answers_are_evaluated(answer):
+    for task in reward.EVALUATED:
+        assert not reward.passes_screen(task, answer, "{}")
 
 
 @pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "self", "entry", "answer"])
-def test_a_list_cannot_name_the_variables_of_the_function_that_scores_it(answer, monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
+def test_a_list_cannot_name_the_variables_of_the_function_that_scores_it(answer):
     assert not reward.passes_screen("string_insertion", answer, "{}")
+
+
+@pytest.mark.parametrize(
+    "answer", ["exec", "eval*2", "sin(exec)", "x + self", "sin", "\uff45xec", "_1", "S[0]", "1j"]
+)
+def test_a_formula_has_variables_of_one_letter_and_calls_functions_of_mathematics(answer):
+    assert not reward.passes_screen("countdown", answer, "{}")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +79,7 @@ def test_a_list_cannot_name_the_variables_of_the_function_that_scores_it(answer,
         ("countdown", "(3 + 4)*5 - 2/1"),
         ("polynomial_multiplication", "-84912*x**6 - 658068*x**5 + 7"),
         ("simple_integration", "7*X**9 - X**(2/3) + sin(2*X)*exp(X) + C"),
+        ("simple_integration", "pi*X + C"),
         ("intermediate_integration", "3*Integral(x**3*cos(3*x), x) + C"),
         ("n_queens", "_ Q _ _\n_ _ _ Q"),
         ("n_queens", "[['_', 'Q'], ['Q', '_']]"),
@@ -88,20 +88,17 @@ def test_a_list_cannot_name_the_variables_of_the_function_that_scores_it(answer,
         ("gcd", "f(x) __"),
     ],
 )
-def test_honest_answers_pass_the_screen(task, answer, monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
+def test_honest_answers_pass_the_screen(task, answer):
     assert reward.passes_screen(task, answer, "{}")
 
 
-def test_the_reference_answer_passes_the_screen_whatever_it_is(monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: "9.9")
+def test_the_reference_answer_passes_the_screen_whatever_it_is():
     entry = row_of_entry("string_insertion", {"question": "", "answer": " f(x)! "})["metadata"]
     assert reward.passes_screen("string_insertion", "f(x)!", entry)
     assert not reward.passes_screen("string_insertion", "f(y)!", entry)
 
 
-def test_a_word_that_is_no_verdict_of_halting_passes_no_screen(monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
+def test_a_word_that_is_no_verdict_of_halting_passes_no_screen():
     assert not reward.passes_screen("game_of_life_halting", "banana", "{}")
     assert reward.passes_screen("game_of_life_halting", "True", "{}")
 
@@ -115,34 +112,17 @@ def test_one_answer_between_tags_counts():
 
 def test_scores_below_the_limit_count_as_nothing(monkeypatch):
     scores = {"1": 0.05, "2": 0.5, "3": 1.0}
+    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     monkeypatch.setattr(reward, "score_answer", lambda name, answer, *_: scores[answer])
     answers = [f"<answer>{text}</answer>" for text in scores]
     found = reward.reasoning_gym([], answers, ["{}"] * 3, ["countdown"] * 3, min_score=0.5)
     assert found == [0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"min_score": 2}, {"min_score": -0.1}, {"timeout_s": 0}, {"isolation": "never"}],
-    ids=str,
-)
+@pytest.mark.parametrize("setting", [{"min_score": 2}, {"min_score": -0.1}], ids=str)
 def test_settings_that_mean_nothing_are_refused(setting):
     with raises_for(next(iter(setting))):
         reward.reasoning_gym([], [], [], [], **setting)
-
-
-def test_a_sandbox_that_died_scores_zero_and_is_replaced(monkeypatch):
-    pytest.importorskip("reasoning_gym")
-    scorer = object.__new__(reward.SandboxedScorer)
-    scorer.timeout_s, scorer.reusable = 7.0, True
-    scorer.end, other = socket.socketpair()
-    other.close()
-    scorer.lines = scorer.end.makefile("r")
-    scorer.running = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setitem(reward._scorers, 7.0, scorer)
-    assert reward._score_in_sandbox("basic_arithmetic", "7", "{}", 7.0) == 0
-    assert 7.0 not in reward._scorers
-    assert scorer.running.wait() != 0  # killed
 
 
 def names():
@@ -166,7 +146,7 @@ def test_gold_answers_of_all_tasks_pass_the_screen_and_score_as_the_package_does
             continue
         said, entry = f"<answer>{row['answer']}</answer>", row["metadata"]
         assert reward.passes_screen(task, row["answer"], entry), task
-        ours = reward.reasoning_gym([""], [said], [entry], [task], isolation="none")
+        ours = reward.reasoning_gym([""], [said], [entry], [task])
         assert ours == [from_package(task)(row["answer"], loads(entry))], task
     assert len(without) == 5
 
@@ -231,14 +211,6 @@ for fd in range(3, 64):
 """,
 }
 
-ITS_OWN = """
-import os
-for fd in range(3, 64):
-    try: os.write(fd, b"1.0")
-    except OSError: pass
-os._exit(0)
-"""
-
 
 def attack(program):
     """Return an answer that executes a program, for `eval` and for sympy, which replaces names."""
@@ -265,82 +237,37 @@ def scores_with(task, program, **settings):
     return reward.reasoning_gym([""] * 4, said, entries, [task] * 4, **settings)
 
 
-@in_sandbox
-@pytest.mark.parametrize("task", sorted(reward.EXECUTED))
-def test_no_answer_of_any_executing_task_changes_the_score_of_another(task, monkeypatch):
-    pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
-    # The second wall alone: as if the screen had let the answer through.
-    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)
-    alone = scores_with(task, "")
-    assert alone[0] == alone[3] == 1.0
-    assert alone[2] < 1.0
-    programs = ["writes replies", "leaves a process that writes", "leaves files"]
-    found = scores_with(task, "".join(HOSTILE[each] for each in programs))
-    assert [found[0], *found[2:]] == [alone[0], *alone[2:]]
-    # A process that was taken over has its own score: the programs above did run.
-    assert scores_with(task, ITS_OWN)[1] == 1.0
-
-
-@in_sandbox
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_hostile_answer_changes_the_score_of_another(name, monkeypatch):
-    pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
-    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)
-    for task in ("n_queens", "countdown"):
-        found = scores_with(task, HOSTILE[name], min_score=0.5)
-        assert [found[0], *found[2:]] == [1.0, 0.0, 1.0]
+def test_no_hostile_answer_is_evaluated(name):
+    for task in reward.EVALUATED:
+        assert not reward.passes_screen(task, attack(HOSTILE[name]), "{}")
 
 
-@in_sandbox
-def test_what_an_executed_answer_does_stays_in_the_sandbox(tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", sorted(reward.EVALUATED))
+def test_a_hostile_answer_scores_nothing_and_changes_no_score_of_another(task, tmp_path):
     pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
-    monkeypatch.setattr(reward, "passes_screen", lambda *given: True)
     marker = tmp_path / "marker"
-    found = scores_with("countdown", f"import os\nos.mkdir({str(marker)!r})", min_score=0.5)
+    found = scores_with(task, f"import os\nos.mkdir({str(marker)!r})", min_score=0.5)
     assert found == [1.0, 0.0, 0.0, 1.0]
     assert not marker.exists()
 
 
-@pytest.fixture
-def no_sandbox(monkeypatch, tmp_path):
-    """Hide bubblewrap from this process and from workers."""
-    sandbox.unavailable_reason.cache_clear()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
-    yield
-    sandbox.unavailable_reason.cache_clear()
-
-
-def test_a_task_that_executes_answers_is_rejected_before_training_without_a_sandbox(no_sandbox):
+@pytest.mark.parametrize(("found", "told"), [("9.9", "9.9"), (None, "none")])
+def test_another_version_or_none_is_rejected_before_training_and_in_it(found, told, monkeypatch):
+    monkeypatch.setattr(reward, "installed_version", lambda: found)
     scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
     columns = {"metadata": ["{}"] * 2, "task": ["gcd", "countdown"]}
-    with raises_for("right", "countdown", "bubblewrap", "isolation: none"):
+    with raises_for("right", told, f"reasoning-gym=={reward.TESTED_VERSION}"):
         scorer.check(columns)
-    scorer.check({"metadata": ["{}"], "task": ["gcd"]})
+    with raises_for("right", told, f"reasoning-gym=={reward.TESTED_VERSION}"):
+        scorer(["?"] * 2, ["<answer>1</answer>"] * 2, columns, group_size=2)
 
 
-def test_isolation_none_is_allowed_with_a_warning_in_each_run(no_sandbox, caplog):
-    columns = {"metadata": ["{}"] * 2, "task": ["gcd", "countdown"]}
-    for _ in range(2):
-        part = Reward("litgrpo.rewards.reasoning_gym", kwargs={"isolation": "none"})
-        Scorer({"right": part}).check(columns)
-    said = [each for each in caplog.messages if "without a sandbox" in each]
-    assert len(said) == 2
-    assert "countdown" in said[0]
-    assert "gcd" not in said[0]
-
-
-@pytest.mark.parametrize("num_workers", [0, None])
-def test_a_task_that_executes_answers_stops_the_run_if_only_scoring_finds_it(
-    no_sandbox, num_workers
-):
+def test_answers_are_scored_in_workers():
     pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
-    scorer = Scorer(
-        {"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=Runner(num_workers=num_workers)
-    )
-    metadata = row_of_entry("countdown", {"question": "", "answer": "1"})["metadata"]
-    columns = {"metadata": [metadata] * 4, "task": ["gcd"] * 3 + ["countdown"]}
-    said = ["no tags"] * 3 + ["<answer>1</answer>"]
-    with raises_for("right", "countdown", "bubblewrap"):
-        scorer(["?"] * 4, said, columns, group_size=4)
+    row = ReasoningGym({"countdown": 1}, size=1, seed=3).rows()[0]
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=Runner())
+    columns = {"metadata": [row["metadata"]] * 2, "task": ["countdown"] * 2}
+    said = [f"<answer>{row['answer']}</answer>", "<answer>exit()</answer>"]
+    assert scorer(["?"] * 2, said, columns, group_size=2).total.tolist() == [[1.0, 0.0]]
     scorer.close()

@@ -1,38 +1,26 @@
-"""Reward for problems of reasoning-gym, scored by its own functions: screened and sandboxed."""
+"""Reward for problems of reasoning-gym, scored by its own functions.
+
+Some of these functions evaluate the answer as Python. A grammar lets only formulas and literals
+reach them, so nothing that the model wrote is executed. Time and memory are those of a worker.
+"""
 
 from __future__ import annotations
 
 import ast
-import json
-import logging
-import os
-import secrets
-import select
-import socket
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 
-from litgrpo.arguments import above, at_least, at_most, one_of
+from litgrpo.arguments import at_least, at_most
 from litgrpo.rewards.builtin.math import find_claims
-from litgrpo.rewards.calls import UnusableReward, add_check, isolated
+from litgrpo.rewards.calls import UnusableReward, add_check, limit_rows
 from litgrpo.text.answers import Completions, text_of
-from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 
-log = logging.getLogger(__name__)
-
-Isolation = Literal["bubblewrap", "none"]
-
-# The tasks whose scorer executes the answer as Python, as found by running
-# `python -m tests.oracle.reasoning_gym` with the version below. With any other version, all tasks
-# are treated as if they executed answers.
+# The tasks whose scorer evaluates the answer as Python, as found by running
+# `python -m tests.oracle.reasoning_gym` with the version below.
 TESTED_VERSION = "0.1.25"
 # Their answers are formulas for `sympy.parse_expr`, which evaluates them.
 ALGEBRA = (
@@ -40,15 +28,16 @@ ALGEBRA = (
     "simple_integration",
 )
 # Their answers are texts. One that is not the reference answer is evaluated: it may be a list.
-# Any task may be in `composite`, so a data set with it needs the sandbox.
+# An entry of `composite` that does not name its task may be any of them.
 LITERALS = ("binary_matrix", "composite", "n_queens", "spiral_matrix", "string_insertion")
-EXECUTED = (*ALGEBRA, *LITERALS)
+EVALUATED = (*ALGEBRA, *LITERALS)
 MAX_ANSWER_CHARS = 2_000  # or the length of the whole entry, if that is longer
 # Functions of which integrals are written; answers with any other call are rejected.
 FUNCTIONS = (
     *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
     *("exp", "log", "ln", "sqrt", "Abs", "erf", "Integral"),
 )
+CONSTANTS = ("pi",)  # names of several letters that are no functions; variables have one letter
 MAX_EXPONENT = 1_000
 CONTAINERS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
 ARITHMETIC = (
@@ -57,40 +46,41 @@ ARITHMETIC = (
 )
 # Tasks with two possible answers, whose scorer gives credit for anything but the incorrect one.
 WORDS = {"game_of_life_halting": ("true", "false")}
-START_S, SLACK_S = 60.0, 3.0  # for the import in the sandbox; beyond the time of an answer
-MAX_REPLY_BYTES = 4096
-_FOLDER = Path(sandbox.__file__).parent
 
 
-def check_isolation(task: Sequence[str], isolation: Isolation = "bubblewrap") -> None:
-    """Check before training that answers which are executed run in a sandbox.
+def check_version(task: Sequence[str]) -> None:
+    """Check before training that it is known which tasks evaluate answers.
 
     Raises:
-        UnusableReward: there is no sandbox, and `isolation` is not `none`.
+        UnusableReward: reasoning-gym is not installed, or another version of it.
     """
-    one_of("isolation", isolation, get_args(Isolation))
-    executed = sorted({str(each) for each in task if is_executed(str(each))})
-    if executed and isolation == "none":
-        log.warning(
-            "reasoning_gym: isolation is none: answers to %s are executed as Python without a"
-            " sandbox, as your user. A screen rejects calls that it does not know.",
-            ", ".join(executed),
-        )
-    elif executed:
-        _require_sandbox(executed)
-
-
-def _require_sandbox(tasks: Sequence[str]) -> None:
-    if not sandbox.available():
+    found = installed_version()
+    if found != TESTED_VERSION:
         raise UnusableReward(
-            f"Could not score the reasoning-gym tasks {', '.join(tasks)}: they execute answers as"
-            f" Python, which needs a sandbox: {sandbox.unavailable_reason()}. `isolation: none`"
-            " executes them without one."
+            f"reasoning-gym {TESTED_VERSION} is needed, but {found or 'none'} is installed: some of"
+            " its tasks execute answers as Python, and they are known for this version only. `pip"
+            f" install reasoning-gym=={TESTED_VERSION}`"
         )
 
 
-@add_check(check_isolation)
-@isolated
+@cache
+def installed_version() -> str | None:
+    """Return the version of reasoning-gym; None if it is not installed."""
+    try:
+        return version("reasoning-gym")
+    except PackageNotFoundError:
+        return None
+
+
+def import_reasoning_gym() -> Any:
+    """Return reasoning-gym, which takes a second to import."""
+    import reasoning_gym as library  # type: ignore[import-not-found, unused-ignore]
+
+    return library
+
+
+@add_check(check_version)
+@limit_rows(2.0, 1 << 30, import_reasoning_gym)
 def reasoning_gym(
     prompts: Sequence[object],
     completions: Completions,
@@ -100,15 +90,13 @@ def reasoning_gym(
     require_tags: bool = True,
     answer_tag: str = "answer",
     min_score: float = 0.0,
-    isolation: Isolation = "bubblewrap",
-    timeout_s: float = 2.0,
 ) -> list[float | None]:
     """Return the score of the task's own function, for rows of `litgrpo.data.ReasoningGym`.
 
-    Ten of the tasks execute what the model wrote. Their answers must be formulas or lists of
+    Ten of the tasks evaluate what the model wrote. Their answers must be formulas or lists of
     numbers and texts: anything else, powers of powers, and more than 2,000 characters get 0
-    without being executed. The others are scored in a bubblewrap sandbox. Needs
-    `pip install reasoning-gym`.
+    without being evaluated. Each row is scored by a call of its own in a worker process; an answer
+    that takes more than 2 s or 1 GiB gets 0. Needs `pip install reasoning-gym==0.1.25`.
 
     Args:
         prompts: N prompts; not read.
@@ -120,15 +108,12 @@ def reasoning_gym(
         answer_tag: name of the tag.
         min_score: lower scores count as 0, because some tasks give any answer a little
             (`countdown`: 0.05).
-        isolation: for tasks that execute answers: `bubblewrap`, or `none` to execute them in the
-            worker process as your user, which is not safe.
-        timeout_s: seconds for one answer in bubblewrap; slower ones get 0.
 
     Returns:
         N rewards in [0, 1]; 0 for an answer that the task's function cannot parse.
 
     Raises:
-        UnusableReward: a task executes answers, and there is no sandbox.
+        UnusableReward: another version of the package is installed, or none.
 
     Example:
         >>> tasks = ["basic_arithmetic"]
@@ -137,14 +122,13 @@ def reasoning_gym(
 
     Source: https://github.com/open-thought/reasoning-gym
     """
-    above("timeout_s", timeout_s, 0)
     at_least("min_score", min_score, 0)
     at_most("min_score", min_score, 1)
-    one_of("isolation", isolation, get_args(Isolation))
+    check_version(task)
     scores = []
     for completion, entry, name in zip(completions, metadata, task, strict=True):
         answer = extract_one_answer(text_of(completion), require_tags=require_tags, tag=answer_tag)
-        score = 0.0 if answer is None else score_answer(name, answer, entry, isolation, timeout_s)
+        score = 0.0 if answer is None else score_answer(name, answer, entry)
         scores.append(score if score >= min_score else 0.0)
     return list(scores)
 
@@ -158,24 +142,17 @@ def extract_one_answer(text: str, *, require_tags: bool = True, tag: str = "answ
     return claims[0] if len(claims) == 1 else whole
 
 
-def score_answer(
-    task: str, answer: str, entry: str, isolation: Isolation, timeout_s: float
-) -> float:
-    """Score one answer, screened and sandboxed if its task executes answers."""
+def score_answer(task: str, answer: str, entry: str) -> float:
+    """Return the score of one answer; 0 without evaluating it if it is out of the grammar."""
     task = source_task(task, entry)
-    executed = is_executed(task)
-    if executed and isolation == "bubblewrap":
-        _require_sandbox([task])
     if not passes_screen(task, answer, entry):
         return 0.0
-    if executed and isolation == "bubblewrap":
-        return _score_in_sandbox(task, answer, entry, timeout_s)
-    from reasoning_gym import get_score_answer_fn  # type: ignore[import-not-found, unused-ignore]
-
     try:
-        return float(get_score_answer_fn(task)(answer, loads(entry)))
+        score = import_reasoning_gym().get_score_answer_fn(task)
+        found = float(score(answer, loads(entry)))
     except Exception:  # a task's function may raise anything for a text that it cannot parse
         return 0.0
+    return max(0.0, min(1.0, found)) if isfinite(found) else 0.0
 
 
 def source_task(task: str, entry: str) -> str:
@@ -196,17 +173,6 @@ def source_task(task: str, entry: str) -> str:
         return task
 
 
-def is_executed(task: str) -> bool:
-    """Return True if the task's function may execute answers."""
-    return task in EXECUTED or installed_version() != TESTED_VERSION
-
-
-@cache
-def installed_version() -> str:
-    """Return the version of reasoning-gym."""
-    return version("reasoning-gym")
-
-
 def passes_screen(task: str, answer: str, entry: str) -> bool:
     """Return True if an answer may be passed to the task's function.
 
@@ -218,7 +184,7 @@ def passes_screen(task: str, answer: str, entry: str) -> bool:
     """
     if task in WORDS and answer.lower() not in WORDS[task]:
         return False
-    if not is_executed(task) or answer == _reference(entry):
+    if task not in EVALUATED or answer == _reference(entry):
         return True
     if len(answer) > max(MAX_ANSWER_CHARS, len(entry)):
         return False
@@ -227,7 +193,7 @@ def passes_screen(task: str, answer: str, entry: str) -> bool:
         if task in ALGEBRA:
             return not set("#\\") & set(answer) and _is_algebra(_parse(answer))
         tree = _parse(answer)
-        # Python does not execute text that is not Python; sympy inserts calls, but for "!" only.
+        # Text that is not Python raises a SyntaxError before anything is evaluated.
         return _is_literal(tree) if tree is not None else not set("(!") & set(answer)
     except (ValueError, RecursionError, MemoryError):
         return False
@@ -263,12 +229,14 @@ def _is_literal(tree: ast.AST) -> bool:
 
 
 def _is_algebra(tree: ast.AST | None) -> bool:
-    """Return True for a formula of numbers, names and known functions without huge powers."""
+    """Return True for a formula of numbers, variables and known functions without huge powers."""
     if tree is None:
         return False
     nodes = list(ast.walk(tree))
     constants = [each.value for each in nodes if isinstance(each, ast.Constant)]
     calls = [each for each in nodes if isinstance(each, ast.Call)]
+    functions = {id(each.func) for each in calls}
+    names = [each.id for each in nodes if isinstance(each, ast.Name) and id(each) not in functions]
     powers = [
         each for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow)
     ]
@@ -276,6 +244,7 @@ def _is_algebra(tree: ast.AST | None) -> bool:
         all(isinstance(each, (*ARITHMETIC, ast.Constant)) for each in nodes)
         and all(type(each) in (int, float) for each in constants)
         and all(isinstance(each.func, ast.Name) and each.func.id in FUNCTIONS for each in calls)
+        and all(len(name) == 1 or name in CONSTANTS for name in names)
         and not any(each.keywords for each in calls)
         and not any(_has_power(each.left) or _has_power(each.right) for each in powers)
         and all(_bound(each.right) < MAX_EXPONENT for each in powers)
@@ -303,101 +272,3 @@ def _bound(tree: ast.expr) -> float:  # noqa: PLR0911 (one for each kind of node
             return _bound(left)
         case _:
             return float(MAX_EXPONENT)
-
-
-def _score_in_sandbox(task: str, answer: str, entry: str, timeout_s: float) -> float:
-    """Score in this process's sandbox, which is started on first use and after a failure."""
-    with _lock:
-        if timeout_s in _scorers and not _scorers[timeout_s].is_idle():
-            _scorers.pop(timeout_s).close()
-        if timeout_s not in _scorers:
-            _scorers[timeout_s] = SandboxedScorer(timeout_s)
-        try:
-            found = _scorers[timeout_s].score(task, answer, entry)
-        except (OSError, ValueError):
-            _scorers.pop(timeout_s).close()
-            return 0.0
-    return max(0.0, min(1.0, found)) if found is not None and isfinite(found) else 0.0
-
-
-class SandboxedScorer:
-    """A sandbox that has imported reasoning-gym, which takes a second, and forks for each answer.
-
-    Args:
-        timeout_s: seconds for one answer.
-
-    Raises:
-        UnusableReward: there is no sandbox, or reasoning-gym cannot be imported in it.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        limits = sandbox.SandboxLimits(seconds=1e6, memory_mib=1024)
-        text = "".join((_FOLDER / f"{name}.py").read_text("utf-8") for name in ("wire", "scorer"))
-        text = text.replace("from __future__ import annotations\n", "")
-        self.timeout_s, self.reusable = timeout_s, True
-        self.end, theirs = socket.socketpair()
-        with theirs:
-            names = {"channel": theirs.fileno(), "seconds": timeout_s}
-            self.running = sandbox.start(
-                text,
-                limits,
-                names=names,
-                descriptors=[theirs.fileno()],
-                packages=package_folders(),
-            )
-        try:
-            ready = self._read_line(time.monotonic() + START_S) == b'"ready"\n'
-        except OSError:
-            ready = False
-        if not ready:
-            self.running.process.kill()
-            printed = self.running.wait().output
-            self.close()
-            raise UnusableReward(f"Could not import reasoning-gym in the sandbox: {printed[-300:]}")
-
-    def is_idle(self) -> bool:
-        """Return True if the next reply can only be that of the next request."""
-        return self.reusable and not select.select([self.end], [], [], 0)[0]
-
-    def score(self, task: str, answer: str, entry: str) -> float | None:
-        """Return the score; None if the task's function raised, ran too long or exited.
-
-        Raises:
-            OSError: the sandbox does not reply.
-            ValueError: its reply is not the one to this request.
-        """
-        number = secrets.token_hex(8)  # an answer cannot know that of a later request
-        request = json.dumps([number, task, answer, entry]).encode() + b"\n"
-        self.end.settimeout(self.timeout_s + SLACK_S)
-        self.end.sendall(request)
-        reply = json.loads(self._read_line(time.monotonic() + self.timeout_s + SLACK_S))
-        if not isinstance(reply, dict) or reply.get("number") != number:
-            raise ValueError("a reply to another request")
-        self.reusable = reply.get("reusable") is True
-        score = reply.get("score")
-        return float(score) if isinstance(score, float | int) else None
-
-    def _read_line(self, until: float) -> bytes:
-        """Read one line and nothing behind it."""
-        line = b""
-        while not line.endswith(b"\n") and len(line) < MAX_REPLY_BYTES:
-            self.end.settimeout(max(0.001, until - time.monotonic()))
-            if not (byte := self.end.recv(1)):
-                raise ConnectionResetError("the sandbox has exited")
-            line += byte
-        return line
-
-    def close(self) -> None:
-        """Kill the sandbox."""
-        self.running.kill()
-        self.end.close()
-
-
-_lock = threading.Lock()
-_scorers: dict[float, SandboxedScorer] = {}
-
-
-def package_folders() -> list[str]:
-    """Return the folders of installed packages, which the sandbox may read."""
-    ends = ("site-packages", "dist-packages")
-    return [each for each in sys.path if each.rstrip(os.sep).endswith(ends) and os.path.isdir(each)]
