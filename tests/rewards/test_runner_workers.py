@@ -170,6 +170,18 @@ def test_coroutines_run_together(tmp_path, caplog) -> None:
     assert not caplog.text
 
 
+def test_a_coroutine_takes_no_worker_from_other_functions(tmp_path, caplog) -> None:
+    runner = Runner(num_workers=1)
+    parts = {
+        "waits": Reward(faulty.async_meeting, kwargs={"name": "waits", "of": 2}),
+        "computes": Reward(faulty.meeting(str(tmp_path), "computes", 2)),
+    }
+    columns = {"path": [str(tmp_path)] * 2}
+    assert Scorer(parts, runner=runner)(["p"] * 2, ["a", "b"], columns, 2).valid.all()
+    runner.close()
+    assert not caplog.text
+
+
 def test_functions_of_a_script_or_notebook_travel_whole(runner) -> None:
     scale = 3.0
 
@@ -308,6 +320,7 @@ def test_a_functions_own_limit_holds_for_each_row_within_the_time_of_all():
     assert rows_and_limits(with_own_limit(2.0), rows=2) == [([0], 2.0, False), ([1], 2.0, False)]
     assert rows_and_limits(with_own_limit(99.0), rows=4)[0] == ([0], 32.0, False)
     assert rows_and_limits(with_own_limit(99.0), rows=1)[0] == ([0], 64.0, False)
+    assert rows_and_limits(whole_batch(with_own_limit(2.0)), rows=2) == [([0, 1], 64.0, False)]
     with pytest.raises(ValueError, match="row_timeout_s of reward 'r' is 0"):
         rows_and_limits(with_own_limit(0))
 
@@ -337,6 +350,22 @@ def test_a_row_with_own_limits_that_crashes_scores_zero_and_one_that_raises_fail
     assert table.valid.flatten().tolist() == [True, True, False, False, True, True]
     assert table.total.flatten().tolist() == [1.0, 0.0, 0.0, 0.0, 2.0, 1.0]
     assert scorer.failures == {"r": {"KeyError": 1, "MemoryError": 1}}
+
+
+def test_a_row_with_an_own_limit_fails_if_its_worker_survives(runner) -> None:
+    async def interrupts(completions):
+        return faulty.interrupts(completions)
+
+    interrupts.row_timeout_s = 20.0
+    table, scorer = score(runner, interrupts)
+    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
+    assert sum(scorer.failures["r"].values()) == 1
+
+
+def test_a_function_with_other_settings_is_loaded_again(runner) -> None:
+    for value in (2.0, 3.0):
+        table, _ = score(runner, faulty.odd_values, value=value)
+        assert table.total.flatten()[2] == value
 
 
 def test_scores_are_entered_by_row():

@@ -152,7 +152,12 @@ class Call:
 
     @property
     def row_timeout_s(self) -> float | None:
-        """Time limit for one row that the function declares by an attribute of this name."""
+        """Time limit for one row that the function declares by an attribute of this name.
+
+        None for a function that compares rows.
+        """
+        if is_marked(self.function, "whole_batch"):
+            return None
         limit_s: float | None = find_mark(self.function, "row_timeout_s")
         above(f"row_timeout_s of reward '{self.name}'", limit_s, 0)
         return limit_s

@@ -470,11 +470,14 @@ class StartedCalls:
         for number, tasks in self._queues.items():
             # A coroutine waits most of its time: it takes no worker from the others.
             ignores_size = self.calls[number].is_coroutine
-            while tasks and (ignores_size or len(self._running) < self.runner.size):
+            while tasks and (ignores_size or self._num_computing() < self.runner.size):
                 worker = self._pools[number].take()
                 if worker is None:
                     break
                 self._send(worker, tasks.popleft())
+
+    def _num_computing(self) -> int:
+        return sum(not self.calls[task.number].is_coroutine for task in self._running.values())
 
     def _send(self, worker: Worker, task: Task) -> None:
         self._running[worker] = task
@@ -490,7 +493,7 @@ class StartedCalls:
         call, result = self.calls[task.number], self._results[task.number]
         if not isinstance(answer, WorkerError):
             scores, seconds = answer
-        elif call.row_timeout_s is not None and worker.has_loaded:
+        elif call.row_timeout_s is not None and worker.has_loaded and worker.is_lost:
             scores, seconds = Scores([0.0]), task.limit_s
         else:
             scores = make_failed_scores(len(task.rows), answer, answer.cause)
