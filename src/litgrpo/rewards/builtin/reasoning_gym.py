@@ -48,7 +48,7 @@ ARITHMETIC = (
 WORDS = {"game_of_life_halting": ("true", "false")}
 
 
-def check_version(task: Sequence[str]) -> None:
+def check_version() -> None:
     """Check before training that it is known which tasks evaluate answers.
 
     Raises:
@@ -124,7 +124,7 @@ def reasoning_gym(
     """
     at_least("min_score", min_score, 0)
     at_most("min_score", min_score, 1)
-    check_version(task)
+    check_version()
     scores = []
     for completion, entry, name in zip(completions, metadata, task, strict=True):
         answer = extract_one_answer(text_of(completion), require_tags=require_tags, tag=answer_tag)
