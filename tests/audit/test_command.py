@@ -186,7 +186,7 @@ def test_a_file_of_one_row_is_data_and_not_a_recipe(tmp_path) -> None:
     (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     settings = {"train": str(tmp_path / "one.jsonl")}
     recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
-    _, (problem,) = read_problems(recipe, None)
+    (problem,) = read_problems(recipe, None)
     assert (problem.prompt, problem.answer) == ("1 + 1?", "2")
 
 
@@ -195,7 +195,7 @@ def test_columns_may_be_used_under_both_names() -> None:
     names = {"columns": {"prompt": "task", "answer": "solution"}}
     settings = {"train": [{"task": "1+1?", "solution": "two"}], **names}
     recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
-    _, (problem,) = read_problems(recipe, None)
+    (problem,) = read_problems(recipe, None)
     assert (problem.prompt, problem.answer) == ("1+1?", "two")
     assert problem.columns == {"task": "1+1?", "solution": "two"}
 

@@ -23,7 +23,14 @@ from litgrpo.audit.cases import (
     write_malformed_answer,
 )
 from litgrpo.audit.report import AuditReport
-from litgrpo.audit.score import REWARD, patient_scorer, score_cases, score_probes, slack
+from litgrpo.audit.score import (
+    REWARD,
+    evenly,
+    patient_scorer,
+    score_cases,
+    score_probes,
+    slack,
+)
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.reward import find_success_rewards
 
@@ -129,7 +136,7 @@ def recognize_format(
     They are written plainly and with spaces around: a reward that reads the last line accepts the
     first in tags, too.
     """
-    few = problems[:: max(1, len(problems) // FORMAT_PROBLEMS)][:FORMAT_PROBLEMS]
+    few = evenly(problems, FORMAT_PROBLEMS)
     formats = usual_formats(scorer)
     probes = [
         (

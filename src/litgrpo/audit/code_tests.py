@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from litgrpo.audit.score import evenly
 from litgrpo.rewards import Reward
 from litgrpo.rewards.builtin.code import (
     RowTests,
@@ -43,8 +44,7 @@ def find_test_faults(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> list[
     pairs = dict.fromkeys(
         (read_tests(row.get("tests"), row.get("entry_point")), row.get(REFERENCE)) for row in rows
     )
-    judged = [pair for pair in pairs if pair[0].tests]
-    judged = judged[:: max(1, -(-len(judged) // NUM_RUN))]
+    judged = evenly([pair for pair in pairs if pair[0].tests], NUM_RUN)
 
     def faults_of(pair: tuple[RowTests, str | None]) -> list[tuple[str, str]]:
         return list(try_row(*pair, limits["timeout_s"], limits["memory_mib"]))

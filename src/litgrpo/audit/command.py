@@ -14,7 +14,7 @@ from litgrpo.audit.answers import audit_rewards
 from litgrpo.audit.cases import AnswerFormat, Problem
 from litgrpo.audit.code_tests import find_test_faults
 from litgrpo.audit.samples import audit_environment, audit_open, instantiate_data
-from litgrpo.data.modules import PromptData
+from litgrpo.audit.score import evenly
 from litgrpo.data.sources import read_rows
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.code import unit_tests
@@ -64,30 +64,28 @@ def audit(
     settings = recipe["model"]["init_args"]
     scorer = build_scorer(settings)
     evaluation = settings["evaluation"]
+    plays = settings.get("environment") is not None
     code_rewards = [
         scorer.components[name] for name, each in scorer.functions.items() if each is unit_tests
     ]
-    if settings.get("environment") is not None:
-        found = read_problems(recipe, problems)[1] if code_rewards else []
+    found = [] if plays and not code_rewards else read_problems(recipe, problems)
+    answered = [problem for problem in found if list_answers(problem.answer)]
+    if plays:
         result = audit_environment(recipe, scorer, problems, limit)
+    elif not answered:
+        result = audit_open(recipe, scorer, limit)
     else:
-        data, found = read_problems(recipe, problems)
-        answered = [problem for problem in found if list_answers(problem.answer)]
-        if answered:
-            step = max(1, len(answered) // (limit or len(answered)))
-            threshold = success_threshold
-            if threshold is None:
-                threshold = float(evaluation["success_threshold"])
-            result = audit_rewards(
-                scorer,
-                answered[::step][: limit or None],
-                success=success_reward or evaluation["success_reward"],
-                threshold=threshold,
-                answer_format=None if answer_format is None else AnswerFormat(answer_format),
-            )
-            print("\n".join(evaluation_lines(scorer, answered)))
-        else:
-            result = audit_open(recipe, scorer, data, limit)
+        threshold = success_threshold
+        if threshold is None:
+            threshold = float(evaluation["success_threshold"])
+        result = audit_rewards(
+            scorer,
+            evenly(answered, limit or len(answered)),
+            success=success_reward or evaluation["success_reward"],
+            threshold=threshold,
+            answer_format=None if answer_format is None else AnswerFormat(answer_format),
+        )
+        print("\n".join(evaluation_lines(scorer, answered)))
     rows = [problem.columns for problem in found]
     for reward in code_rewards:
         result.faults.extend(find_test_faults(reward, rows))
@@ -124,10 +122,8 @@ def build_scorer(settings: Mapping[str, Any]) -> Scorer:
     return Scorer(rewards, settings.get("reward_format", "text"))
 
 
-def read_problems(
-    recipe: Mapping[str, Any], reference_source: str | None
-) -> tuple[PromptData, list[Problem]]:
-    """Return the data, and its problems with reference answers (None: open-ended text)."""
+def read_problems(recipe: Mapping[str, Any], reference_source: str | None) -> list[Problem]:
+    """Return the problems of the data with reference answers (None: open-ended text)."""
     data = instantiate_data(recipe)
     source: Any = data.sources["train"] if reference_source is None else reference_source
     if source is None:
@@ -146,7 +142,7 @@ def read_problems(
         if solution is None and isinstance(columns.get("completion"), str):
             solution = extract_reasoning(columns["completion"])  # noqa: PLW2901
         problems.append(Problem(prompt, row.values.get("answer"), columns, solution))
-    return data, problems
+    return problems
 
 
 def _read_solutions(source: Any, column: str) -> Iterator[str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +17,7 @@ from litgrpo.audit.cases import Problem
 from litgrpo.audit.episodes import audit_episodes
 from litgrpo.audit.open_text import audit_open_text
 from litgrpo.audit.report import AuditReport
+from litgrpo.audit.score import evenly
 from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.parser import build_data
 from litgrpo.data.modules import PromptData
@@ -61,34 +62,25 @@ def named_policy(settings: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def evenly(rows: Sequence[Any], limit: int) -> list[Any]:
-    """Return at most `limit` rows, and 32, evenly spread; samples of more would take long."""
-    wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
-    return list(rows[:: len(rows) // wanted][:wanted])
-
-
 # --- open text ---
 
 
-def audit_open(
-    recipe: Mapping[str, Any], scorer: Scorer, data: PromptData, limit: int
-) -> AuditReport:
+def audit_open(recipe: Mapping[str, Any], scorer: Scorer, limit: int) -> AuditReport:
     """Try exploits on rewards of open text, and compare them with samples.
 
     Args:
         recipe: settings of model and data.
         scorer: its rewards.
-        data: its data.
         limit: maximum number of prompts; 0 or more than 32: 32.
     """
     from litgrpo.models.loading import load_policy, load_tokenizer
 
-    settings = recipe["model"]["init_args"]
+    settings, data = recipe["model"]["init_args"], instantiate_data(recipe)
     name = named_policy(settings)
     tokenizer = load_tokenizer(name)
     rows = data.reader.read(data.sources["train"] or [], data.prompt_format.template.required)
     prompts = tokenize_prompts(
-        evenly(rows, limit),
+        evenly(rows, min(limit or MOST_ROWS, MOST_ROWS)),
         "audit",
         prompt_format=data.prompt_format,
         limit=data.limit,
@@ -170,7 +162,8 @@ def build_rows(recipe: Mapping[str, Any], reference_source: str | None, limit: i
     data = instantiate_data(recipe)
     source: Any = data.sources["train"] if reference_source is None else reference_source
     require(source is not None, "the recipe has no training data; give rows: --problems rows.jsonl")
-    rows = [row.values for row in evenly(read_rows(source), limit)]
+    few = evenly(read_rows(source), min(limit or MOST_ROWS, MOST_ROWS))
+    rows = [row.values for row in few]
     data.sources = dict.fromkeys(data.sources)
     data.sources["val"] = rows
     data.eval_batch_size = len(rows)

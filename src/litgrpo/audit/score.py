@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from litgrpo.types import RewardTable
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+Row = TypeVar("Row")
 Probes = Sequence[tuple[Problem, Sequence[Case]]]
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -31,6 +32,17 @@ REWARD = "reward/"  # before the names of the components in the table
 def slack(reward: Any) -> Any:
     """Return the largest difference from this reward that rounding can explain."""
     return ROUNDING * (1.0 + abs(reward))
+
+
+def evenly(rows: Sequence[Row], most: int) -> list[Row]:
+    """Return at most this number of rows, evenly spread.
+
+    Example:
+        >>> evenly(range(10), 3)
+        [0, 3, 6]
+    """
+    step = max(1, len(rows) // most) if most else 1
+    return list(rows[::step][:most])
 
 
 @contextmanager
