@@ -157,7 +157,7 @@ def test_slow_imports_of_workers_are_explained(runner, caplog, monkeypatch) -> N
     caplog.set_level("INFO")
     monkeypatch.setattr("litgrpo.rewards.runner.SLOW_IMPORT_S", -1.0)
     score(runner, faulty.pure_waits, ["a", "b"])
-    assert "imported the module of the reward r in" in caplog.text
+    assert "imported the modules of the rewards r in" in caplog.text
 
 
 def test_coroutines_run_together(tmp_path, caplog) -> None:

@@ -207,7 +207,8 @@ class EpisodeWorkers(EpisodePool):
         if self.pool is not None:
             return self.pool
         try:
-            self.pool = WorkerPool(partial(answer_request, self.player), self.max_parallel)
+            pool = WorkerPool(partial(answer_request, self.player), self.max_parallel)
+            pool.load()
         except WorkerError as error:
             raise ValueError(f"the environment's module {error}") from error
         except Exception as error:  # pickling runs the environment's own code
@@ -217,8 +218,8 @@ class EpisodeWorkers(EpisodePool):
                 " in reset; or set model.episode.num_workers: 0, which plays episodes in this "
                 "process, where a hang cannot be stopped."
             ) from error
-        self.max_parallel = self.pool.size
-        return self.pool
+        self.pool, self.max_parallel = pool, pool.size
+        return pool
 
     def _assign(self) -> None:
         """Give processes to the episodes that wait for one."""

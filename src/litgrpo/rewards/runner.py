@@ -203,31 +203,49 @@ class Runner:
         pools = [each.pool for each in self.workers.values()]
         return [pool for pool in pools if isinstance(pool, WorkerPool)]
 
-    def find_pool(self, call: Call) -> WorkerPool | WorkerError | None:
-        """Return the workers of a function, why it broke the process that loaded it, or None.
+    def find_pools(self, calls: Sequence[Call]) -> dict[str, WorkerPool | WorkerError]:
+        """Return {name: workers of a function, or why it broke the process that loaded it}.
 
-        None: it runs in this process.
+        Functions that run in this process are left out.
         """
-        if not self.size or stays_in_process(call):
-            return None
-        known = self.workers.get(call.name)
-        if (
-            known is None
-            or known.function is not call.function
-            or known.settings is not call.settings
-        ):
-            if known is not None and isinstance(known.pool, WorkerPool):
-                known.pool.close()
-            known = FunctionWorkers(call.function, call.settings, self._start_workers(call))
-            self.workers[call.name] = known
-        return known.pool
-
-    def _start_workers(self, call: Call) -> WorkerPool | WorkerError | None:
+        sent = [call for call in calls if self.size and not stays_in_process(call)]
         began = time.monotonic()
+        new = [call for call in sent if not self._has_loaded(call)]
+        for call in new:  # the servers load at the same time
+            self.workers[call.name] = self._start_workers(call)
+        for call in new:
+            pool = self.workers[call.name].pool
+            try:
+                if isinstance(pool, WorkerPool):
+                    pool.load()
+            except WorkerError as error:
+                self.workers[call.name] = self.workers[call.name]._replace(pool=error)
+        if time.monotonic() - began > SLOW_IMPORT_S:
+            # Imports torch, which looking up a function does not need.
+            from litgrpo.distributed.messages import rank_zero_info
+
+            rank_zero_info(
+                f"Worker processes imported the modules of the rewards "
+                f"{', '.join(call.name for call in new)} in {time.monotonic() - began:.0f} s, once"
+                " per run; modules that import torch or lightning take longest."
+            )
+        pools = {call.name: self.workers[call.name].pool for call in sent}
+        return {name: pool for name, pool in pools.items() if pool is not None}
+
+    def _has_loaded(self, call: Call) -> bool:
+        """Return True if the workers of a call's function run; end those of another one."""
+        known = self.workers.get(call.name)
+        if known is None:
+            return False
+        is_same = known.function is call.function and known.settings is call.settings
+        if not is_same and isinstance(known.pool, WorkerPool):
+            known.pool.close()
+        return is_same
+
+    def _start_workers(self, call: Call) -> FunctionWorkers:
+        pool: WorkerPool | None = None
         try:
             pool = WorkerPool(FunctionInWorker(call), self.size)
-        except WorkerError as error:
-            return error
         except Exception as error:  # pickling runs the function's own code
             self.warn_once(
                 call.name,
@@ -236,17 +254,7 @@ class Runner:
                 "plain kwargs, can be sent.",
                 *(call.name, f"{type(error).__name__}: {error}"),
             )
-            return None
-        if time.monotonic() - began > SLOW_IMPORT_S:
-            # Imports torch, which looking up a function does not need.
-            from litgrpo.distributed.messages import rank_zero_info
-
-            rank_zero_info(
-                f"Worker processes imported the module of the reward {call.name} in "
-                f"{time.monotonic() - began:.0f} s, once per run; modules that import torch or "
-                "lightning take longest."
-            )
-        return pool
+        return FunctionWorkers(call.function, call.settings, pool)
 
     def warn_once(self, name: str, message: str, *values: object) -> None:
         """Warn, but only the first time for this reward and message."""
@@ -387,8 +395,9 @@ class StartedCalls:
         self._queues: dict[int, deque[Task]] = {}
         self._running: dict[Worker, Task] = {}
         self._here: list[int] = []
+        pools = runner.find_pools(calls)
         for n, call in enumerate(self.calls):
-            pool = runner.find_pool(call)
+            pool = pools.get(call.name)
             if isinstance(pool, WorkerPool):
                 self._pools[n] = pool
                 self._queues[n] = deque(plan_tasks(n, call, runner.timeout_s, runner.size))

@@ -147,6 +147,7 @@ class Launcher:
         self.file.flush()
         self.server = Server(self.file)
         self.close = weakref.finalize(self, self.server.stop, os.getpid())
+        self.server.ensure_running()  # it loads the target meanwhile
 
     @property
     def preloads(self) -> bool:
@@ -394,21 +395,28 @@ class WorkerPool:
         target: see `Launcher`.
         size: maximal number of workers.
 
-    Raises:
-        WorkerError: the target cannot be loaded.
     """
 
     def __init__(self, target: Target, size: int) -> None:
-        self.launcher = Launcher(target)
-        first = self.launcher.start()
-        self.workers, self.free = [first], [first]
+        self.launcher, self.size = Launcher(target), size
+        self.workers: list[Worker] = []
+        self.free: list[Worker] = []
+
+    def load(self) -> None:
+        """Start the first worker.
+
+        Raises:
+            WorkerError: the target cannot be loaded.
+        """
         try:
+            first = self.launcher.start()
+            self.workers, self.free = [first], [first]
             first.load()
         except WorkerError:
             self.close()
             raise
         # Without the server's copy each process needs the time and the memory of loading.
-        self.size = size if self.launcher.preloads else min(size, MAX_LOADING)
+        self.size = self.size if self.launcher.preloads else min(self.size, MAX_LOADING)
 
     def take(self) -> Worker | None:
         """Return a free or new worker; None if all are taken."""

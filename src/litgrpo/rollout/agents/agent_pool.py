@@ -63,7 +63,8 @@ class AgentPool:
     def _start_pool(self) -> WorkerPool:
         """Load the agent in a process."""
         try:
-            return WorkerPool(partial(run_agent, self.agent), self.size)
+            pool = WorkerPool(partial(run_agent, self.agent), self.size)
+            pool.load()
         except WorkerError as error:
             raise ValueError(f"the agent's module {error}") from error
         except Exception as error:  # pickling runs the agent's own code
@@ -71,6 +72,7 @@ class AgentPool:
                 f"the agent cannot be sent to worker processes ({type(error).__name__}: {error}). "
                 "Give it only what can be pickled, and open connections in the function."
             ) from error
+        return pool
 
     def receive(self) -> Mapping[int, AgentResult | FailedEpisode]:
         """Return {row: result} of the agents that ended since the last call; does not wait."""
