@@ -21,7 +21,7 @@ from litgrpo.audit.score import evenly
 from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.parser import build_data
 from litgrpo.data.modules import PromptData
-from litgrpo.data.prompts import tokenize_prompts
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.sources import read_rows
 from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import EpisodeStart
@@ -79,8 +79,8 @@ def audit_open(recipe: Mapping[str, Any], scorer: Scorer, limit: int) -> AuditRe
     name = named_policy(settings)
     tokenizer = load_tokenizer(name)
     rows = data.reader.read(data.sources["train"] or [], data.prompt_format.template.required)
-    prompts = tokenize_prompts(
-        evenly(rows, min(limit or MOST_ROWS, MOST_ROWS)),
+    prompts = PromptSet(
+        rows.select(evenly(range(len(rows)), min(limit or MOST_ROWS, MOST_ROWS))),
         "audit",
         prompt_format=data.prompt_format,
         limit=data.limit,
