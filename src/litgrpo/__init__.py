@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from litgrpo.algorithms.advantages import Normalized
     from litgrpo.algorithms.losses import Clipped, ImportanceCorrection, Objective
     from litgrpo.callbacks.progress import Progress
-    from litgrpo.callbacks.summary import Summary
     from litgrpo.data.modules import PairData, PromptData
     from litgrpo.data.rendering import Chat
     from litgrpo.data.sources import Source
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from litgrpo.rollout.engines.vllm import ColocatedEngine, ServerEngine
     from litgrpo.rollout.episodes import EpisodeSettings
     from litgrpo.rollout.sampling import Sampling
+    from litgrpo.runs.summary import Summary
     from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget, ReferenceSync
     from litgrpo.training.grpo import GRPO
     from litgrpo.training.optim import WarmupCosine, WarmupLinear
@@ -45,7 +45,7 @@ _PUBLIC_BY_MODULE = {
     "algorithms.advantages": ("Normalized",),
     "algorithms.losses": ("Clipped", "ImportanceCorrection", "Objective"),
     "callbacks.progress": ("Progress",),
-    "callbacks.summary": ("Summary",),
+    "runs.summary": ("Summary",),
     "data.modules": ("PairData", "PromptData"),
     "data.rendering": ("Chat",),
     "data.sources": ("Source",),

@@ -37,9 +37,8 @@ def test_an_evaluation_file_has_one_line_per_prompt_with_all_completions(tmp_pat
         "iteration-000002.jsonl",
     ]
     lines = (folder / "iteration-000002.jsonl").read_text().splitlines()
-    # The stand-in numbers the prompts of each batch from 0, so two of four have equal numbers.
     first = json.loads(lines[0])
-    assert (len(lines), first["prompt"], first["index"]) == (2, "A", 0)
+    assert (len(lines), first["prompt"], first["index"]) == (4, "A", 0)
     assert (first["reward"], first["correct"], first["greedy"]) == (0.5, 0.5, None)
     sample = {"completion": "<answer>0</answer>", "reward": 1.0, "correct": True, "length": 3}
     sample |= {"rewards": {"correct": 1.0, "format": None}, "truncated": False}

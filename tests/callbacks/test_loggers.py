@@ -18,8 +18,8 @@ from litgrpo.callbacks.loggers import (
     hyperparameters,
     name_runs,
 )
-from litgrpo.callbacks.summary import Summary
 from litgrpo.distributed import messages
+from litgrpo.runs.summary import Summary
 from tests.support.fitting import fit
 from tests.support.raises import raises_for
 from tests.support.standin import StandIn

@@ -20,7 +20,8 @@ from litgrpo.callbacks.run_folder import (
     sort_checkpoints,
     write_config,
 )
-from litgrpo.tools.run_folder import read_json_lines, read_metrics, read_yaml
+from litgrpo.runs.config import read_yaml
+from litgrpo.runs.run import read_json_lines, read_metrics
 from tests.support.raises import raises_for
 
 
@@ -104,7 +105,7 @@ def with_a_link_to_itself(path):
 def test_what_is_not_a_file_is_read_as_empty(tmp_path, change):
     change(tmp_path / "metrics.csv")
     assert read_text(tmp_path / "metrics.csv") == ""
-    assert read_metrics(tmp_path / "metrics.csv") == {}
+    assert read_metrics(tmp_path / "metrics.csv").empty
     change(tmp_path / "samples.jsonl")
     assert read_json_lines(tmp_path / "samples.jsonl") == ([], 0)
     change(tmp_path / "last.ckpt")

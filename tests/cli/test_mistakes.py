@@ -31,7 +31,7 @@ from litgrpo.cli.parser import (
 from litgrpo.cli.recipes import CommandLine
 from litgrpo.foreign_names import OTHER_NAMES
 from litgrpo.plan.command import plan
-from litgrpo.tools.compare import compare
+from litgrpo.runs.compare import compare
 
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
 TOP = {name: Option(name, kind, UNSET, "") for name, kind in ROOTS.items()}

@@ -180,10 +180,10 @@ def test_a_finished_run_writes_again_what_was_removed(cli, finished_run, lost):
 
 
 ENDINGS = (
-    "litgrpo.callbacks.summary._write",
-    "litgrpo.callbacks.summary.print_safely",
+    "litgrpo.runs.summary._write",
+    "litgrpo.runs.summary.print_safely",
     "litgrpo.callbacks.export._write_policy",
-    "litgrpo.tools.report.command.render_page",
+    "litgrpo.runs.report.command.render_page",
     "litgrpo.cli.lightning_cli.LitGRPOCLI.mark_complete",
 )
 

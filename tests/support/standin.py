@@ -35,11 +35,11 @@ def rewards_of(rollout: Rollout) -> RewardTable:
     return RewardTable(parts, {"correct": 1.0, "format": 0.0}, right, valid)
 
 
-def prompts(*texts: str) -> PromptBatch:
-    """Prompts of two tokens each."""
+def prompts(*texts: str, first: int = 0) -> PromptBatch:
+    """Prompts of two tokens each, numbered from `first`."""
     ids = torch.ones(len(texts), 2, dtype=torch.long)
     columns = {"answer": [str(n) for n in range(len(texts))]}
-    return PromptBatch(ids, ids.bool(), list(texts), columns, torch.arange(len(texts)))
+    return PromptBatch(ids, ids.bool(), list(texts), columns, first + torch.arange(len(texts)))
 
 
 class StandIn(LightningModule):
@@ -69,8 +69,7 @@ class StandIn(LightningModule):
         self.iteration = 0
         self.evaluations = 0
         self.evaluation_report: dict[str, float] = {}
-        self.success: dict[str, object] = {}
-        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}
+        self.success: dict[str, object] = {"rewards": {"": "correct"}, "threshold": 1.0}
         self.policy = None
 
     def configure_model(self) -> None:
@@ -165,6 +164,9 @@ class StandInData(LightningDataModule):
     def train_dataloader(self):
         if self.broken:
             raise ValueError("a bug")
-        return DataLoader(self.prompts, batch_size=2, collate_fn=lambda texts: prompts(*texts))
+        return DataLoader(self.prompts, batch_size=2, collate_fn=self.collate)
+
+    def collate(self, texts: list[str]) -> PromptBatch:
+        return prompts(*texts, first=self.prompts.index(texts[0]))
 
     val_dataloader = predict_dataloader = test_dataloader = train_dataloader

@@ -1,6 +1,6 @@
 import pytest
 
-from litgrpo.callbacks.summary import format_samples
+from litgrpo.runs.summary import format_samples
 from litgrpo.text.visible import visible
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning import Callback
 
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
-from litgrpo.callbacks.summary import Summary
 from litgrpo.checkpointing.files import digest
 from litgrpo.checkpointing.resume import RngState, set_all_random_state
 from litgrpo.data.loader import BatchLoader, BatchOrder
@@ -23,6 +22,7 @@ from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.runs.summary import Summary
 from litgrpo.training.data_completions import DataCompletions
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.optim import WarmupLinear

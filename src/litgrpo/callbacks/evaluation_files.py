@@ -55,14 +55,19 @@ class EvaluationFiles(Callback):
         """Write the file, each prompt once."""
         rows, self.rows = gather_rows(self.rows), []
         if rows and writes_files(trainer):
-            name = f"iteration-{pl_module.iteration:06d}"
-            if trainer.state.fn is not None and trainer.state.fn != "fit":
-                name = f"{trainer.state.fn.value}-{checkpoint_name(trainer)}"
-            path = run_folder(trainer) / FOLDER / f"{name}.jsonl"
+            path = evaluation_file(trainer, pl_module.iteration)
             write_jsonl(path, unique_prompts(rows), "evaluations")
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
     on_test_end = on_validation_end  # type: ignore[assignment]
+
+
+def evaluation_file(trainer: Trainer, iteration: int) -> Path:
+    """Return the file of an evaluation, which is named after its iteration or checkpoint."""
+    name = f"iteration-{iteration:06d}"
+    if trainer.state.fn is not None and trainer.state.fn != "fit":
+        name = f"{trainer.state.fn.value}-{checkpoint_name(trainer)}"
+    return run_folder(trainer) / FOLDER / f"{name}.jsonl"
 
 
 def checkpoint_name(trainer: Trainer) -> str:

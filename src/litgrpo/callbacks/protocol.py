@@ -41,10 +41,6 @@ class TrainedModule(Protocol):
         """Reward and threshold that make a completion correct; {} if nothing is sampled."""
 
     @property
-    def evaluated_prompts(self) -> dict[str, dict[str, list[float]]]:
-        """`{validation set: {metric: one number per prompt}}` of the newest evaluation."""
-
-    @property
     def device(self) -> torch.device:
         """Device of the weights."""
 

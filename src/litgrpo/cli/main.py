@@ -96,7 +96,7 @@ def run_trainer(command: str, words: Sequence[str]) -> None:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from litgrpo.cli.lightning_cli import LitGRPOCLI
-    from litgrpo.tools.report.command import report_at_end
+    from litgrpo.runs.report.command import report_at_end
 
     try:
         done = LitGRPOCLI(command, words)
@@ -198,22 +198,22 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "compare algorithms over seeds, with confidence intervals",
         partial(call, "compare"),
-        function="litgrpo.tools.compare.compare",
+        function="litgrpo.runs.compare.compare",
     ),
     "doctor": Command(
         "diagnose a run and suggest changes",
         partial(call, "doctor"),
-        function="litgrpo.tools.doctor.command.doctor",
+        function="litgrpo.runs.doctor.command.doctor",
     ),
     "replay": Command(
         "print an episode of a run, turn by turn",
         partial(call, "replay"),
-        function="litgrpo.tools.replay.replay",
+        function="litgrpo.runs.replay.replay",
     ),
     "report": Command(
         "write one HTML page that shows a run, or compares several",
         partial(call, "report"),
-        function="litgrpo.tools.report.command.report",
+        function="litgrpo.runs.report.command.report",
     ),
 }
 

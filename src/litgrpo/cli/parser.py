@@ -24,7 +24,6 @@ from litgrpo.callbacks.evaluation_files import EvaluationFiles, Predictions
 from litgrpo.callbacks.export import Export
 from litgrpo.callbacks.guards import NonFinite, Recompilation, Watchdog
 from litgrpo.callbacks.progress import Progress
-from litgrpo.callbacks.summary import Summary
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.cli.console import one_line
 from litgrpo.cli.mistakes import MISSING, find_mistake, last_line
@@ -39,9 +38,10 @@ from litgrpo.cli.options import (
     type_name,
 )
 from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, option_word, read_value
+from litgrpo.runs.doctor.callback import Doctor
+from litgrpo.runs.summary import Summary
 from litgrpo.text.secrets import find_masked, mask_known, mask_settings
 from litgrpo.text.yaml_limits import check_limits, is_misread
-from litgrpo.tools.doctor.callback import Doctor
 
 # Callbacks with options: {name of the group: class}.
 CALLBACKS: dict[str, type[Callback]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -210,23 +209,6 @@ class SourceData(LightningDataModule, Generic[Batch]):
             tokenizer=tokenizer,
             split_added=split_added,
         )
-
-    def validation_digests(self) -> dict[str, dict[int, str]]:
-        """Return {validation set: {index: digest of prompt and answer}}, to recognize prompts."""
-        prompts = self.sets.get("val")
-        if not isinstance(prompts, PromptSet):
-            return {}
-        answers = prompts.columns.get("answer", [None] * len(prompts))
-        found: dict[str, dict[int, str]] = {}
-        times = Counter[str]()
-        for name, index, text, answer in zip(
-            prompts.set_names, prompts.index, prompts.texts, answers, strict=True
-        ):
-            key = f"{name}\n{text}\n{answer!r}"
-            times[key] += 1  # the order distinguishes repeated prompts
-            digest = hashlib.sha256(f"{key}\n{times[key]}".encode()).hexdigest()[:16]
-            found.setdefault(name, {})[index] = digest
-        return found
 
     def require_validation(self, rows: Rows | None) -> Rows:
         """Return the rows to validate on.

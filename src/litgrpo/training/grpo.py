@@ -748,11 +748,6 @@ class GRPO(LightningModule):
         }
 
     @property
-    def evaluated_prompts(self) -> Any:
-        """Results of each held-out prompt in the last evaluation."""
-        return self.evaluator.per_prompt
-
-    @property
     def shown_tools(self) -> Any:
         """Schemas of the environment's tools, which the chat format lists in prompts."""
         by_task = tools_by_task(self.environment)

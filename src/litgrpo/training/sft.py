@@ -142,7 +142,6 @@ class SFT(LightningModule):
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
         self.success: dict[str, Any] = {}
-        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
         self.reports: list[StepReport] = []
         # Sums [2] and sizes of the batches since the last optimizer step, of all processes.
         self.earlier_batches: tuple[Tensor, StepSizes] | None = None

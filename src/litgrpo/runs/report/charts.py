@@ -1,0 +1,309 @@
+"""Charts of logged metrics: which metrics share one, and their curves as SVG paths."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from litgrpo.callbacks.formatting import BOUNDS
+from litgrpo.callbacks.metrics import definition
+from litgrpo.runs.run import Run
+
+Point = tuple[float, float]
+# Units of the SVG's viewBox, as in assets/report/macros.html.
+WIDTH, HEIGHT = 340, 170
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 24
+MAX_CURVES = 5  # per chart; more cannot be distinguished
+MAX_POINTS = 300  # per curve
+MEAN_POINTS = 100  # points of the moving average
+MAX_DOTS = 20  # points up to which each has a dot
+TABLE_ROWS = 11  # of the table below a chart
+MAX_WHOLE, MIN_FIXED, MAX_FIXED = 1e6, 1e-4, 1e5  # outside, numbers have an exponent
+
+
+# --- which metrics share a chart ---
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of some metrics: its title, and patterns of their names.
+
+    Example:
+        >>> Panel("Learning rate", (r"optim/lr",))
+        Panel(title='Learning rate', patterns=('optim/lr',))
+    """
+
+    title: str
+    patterns: tuple[str, ...]
+
+
+# The mean of a reward component, as opposed to statistics of the total reward.
+COMPONENT = r"reward/(?!mean$|min$|max$|std$|group_std$|.*_(?:std|share|frac)$|cosine_)[^/]+"
+# In the order in which one reads them.
+PANELS = (
+    Panel(
+        "Held-out accuracy",
+        (r"val/(.+/)?(avg@|greedy)\d*", r"val/(.+/)?pass@(?!1$)\d+"),
+    ),
+    Panel("Held-out reward", (r"val/(.+/)?reward",)),
+    Panel("Held-out loss", (r"val/(.+/)?loss",)),
+    Panel("SFT loss", (r"sft/loss",)),
+    Panel("Token accuracy", (r"sft/token_accuracy", r"val/(.+/)?token_accuracy")),
+    Panel("Training reward", (r"reward/mean",)),
+    Panel("Reward components", (COMPONENT,)),
+    Panel("Share of the advantage per component", (r"reward/.+_share",)),
+    Panel(
+        "Groups without a gradient",
+        (r"reward/(zero_variance_groups|unscored_groups|all_correct|all_incorrect)_frac",),
+    ),
+    Panel("Completion length", (r"completion/(terminated_)?len_mean", r"completion/len_max")),
+    Panel("Length of correct and incorrect completions", (r"completion/(in)?correct_len_mean",)),
+    Panel("Truncated and terminated", (r"completion/(truncated|eos|end_token)_frac",)),
+    Panel("Loops and duplicates", (r"completion/(loop|unique|distinct)_frac",)),
+    Panel("Turns per episode", (r"env/turns", r"tools/.+_calls")),
+    Panel("Failed episodes", (r"env/(failed|timeout)_frac", r"tools/.+_failed")),
+    Panel("Entropy", (r"policy/entropy", r"policy/entropy_trained")),
+    Panel("KL to the reference", (r"policy/kl",)),
+    Panel("Log ratio", (r"policy/log_ratio",)),
+    Panel("Clipped tokens", (r"policy/clip_(low|high)_frac",)),
+    Panel("Gradient norm", (r"optim/grad_norm",)),
+    Panel("Learning rate", (r"optim/lr",)),
+    Panel("Skipped steps", (r"optim/skipped_steps",)),
+    Panel("Sampler mismatch", (r"policy/sampler_mismatch",)),
+    Panel("Perplexity under the initial policy", (r"val/(.+/)?initial_perplexity",)),
+    Panel("Seconds per iteration", (r"time/(step|rollout|learn|reward|reference)_s",)),
+    Panel("Peak memory (GiB)", (r"perf/peak_memory_gib",)),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the iterations.
+
+    Args:
+        name: name of the metric.
+        points: (iteration, value).
+        low: lower ends of confidence intervals; empty without them.
+        high: upper ends, one for each lower one.
+
+    Example:
+        >>> curve = Curve("val/avg@4", [(0, 0.4), (50, 0.9)], [(0, 0.3)], [(0, 0.5)])
+    """
+
+    name: str
+    points: Sequence[Point]
+    low: Sequence[Point] = ()
+    high: Sequence[Point] = ()
+
+
+def group_curves(run: Run) -> Iterator[tuple[str, list[Curve], str]]:
+    """Yield title, curves and explanation of each chart that has data."""
+    names = [name for name in run.names if not name.endswith(BOUNDS)]
+    for panel in PANELS:
+        found = [name for each in panel.patterns for name in names if re.fullmatch(each, name)]
+        if not found:
+            continue
+        curves = []
+        for name in dict.fromkeys(found[:MAX_CURVES]):
+            points, low, high = (list(run[name + end].items()) for end in ("", *BOUNDS))
+            curves.append(Curve(name, points, low, high))
+        yield panel.title, curves, definition(found[0])
+
+
+# --- drawing ---
+
+
+@dataclass(frozen=True)
+class CurvePaths:
+    """SVG paths of one curve.
+
+    Args:
+        name: name of the metric.
+        path: through all points.
+        mean: of the moving average; "" for short curves.
+        band: outline of the confidence intervals; "" without them.
+        dots: coordinates of the points; empty for long curves.
+
+    Example:
+        >>> CurvePaths("val/avg@4", "M46.0 146.0L330.0 12.0", "", "", [("46.0", "146.0")]).mean
+        ''
+    """
+
+    name: str
+    path: str
+    mean: str
+    band: str
+    dots: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart in SVG coordinates.
+
+    Args:
+        curves: paths of each curve.
+        x_ticks: coordinate and label.
+        y_ticks: coordinate and label.
+        marks: coordinate and label of iterations at which findings begin.
+        table: rows of a few iterations: the iteration, then the value of each curve.
+
+    Example:
+        >>> drawing = draw([Curve("reward/mean", [(0, 0.0), (10, 1.0)])], last=10)
+        >>> drawing.curves[0].path, drawing.table
+        ('M46.0 146.0L330.0 12.0', [['0', '0'], ['10', '1']])
+    """
+
+    curves: list[CurvePaths]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    marks: list[tuple[float, str]]
+    table: list[list[str]]
+
+
+def draw(curves: Sequence[Curve], last: float, marks: Sequence[tuple[float, str]] = ()) -> Drawing:
+    """Compute the coordinates of one chart.
+
+    Args:
+        curves: at least one, each with a point.
+        last: last iteration of the run, where the axis ends.
+        marks: iterations to mark, with a label.
+    """
+    values = [value for c in curves for points in (c.points, c.low, c.high) for _, value in points]
+    low, high = axis_range(values)
+    end = max(last, 1.0)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(step, end) / end
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
+
+    def path(points: Sequence[Point]) -> str:
+        places = [f"{x(a):.1f} {y(b):.1f}" for a, b in points]
+        return f"M{'L'.join(places)}" if places else ""
+
+    drawn = []
+    for curve in curves:
+        is_long = len(curve.points) > MAX_DOTS
+        band = ""
+        if len(curve.low) > 1:
+            band = path([*curve.low, *reversed(curve.high)]) + "Z"
+        drawn.append(
+            CurvePaths(
+                curve.name,
+                path(thin_out(curve.points)),
+                path(smooth(curve.points)) if is_long else "",
+                band,
+                [] if is_long else [(f"{x(a):.1f}", f"{y(b):.1f}") for a, b in curve.points],
+            )
+        )
+    return Drawing(
+        drawn,
+        [(round(x(tick), 1), format_number(tick)) for tick in ticks(0, end)],
+        [(round(y(tick), 1), format_number(tick)) for tick in ticks(low, high)],
+        [(round(x(step), 1), label) for step, label in marks],
+        _table(curves),
+    )
+
+
+def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Reduce a curve to at most `most` points, the extremes of each stretch, so spikes survive.
+
+    Example:
+        >>> thin_out([(n, float(n == 57)) for n in range(100)], 4)
+        [(0, 0.0), (49, 0.0), (50, 0.0), (57, 1.0)]
+    """
+    if len(points) <= most:
+        return list(points)
+    num_stretches = most // 2
+    kept: list[Point] = []
+    for n in range(num_stretches):
+        first = n * len(points) // num_stretches
+        stretch = points[first : (n + 1) * len(points) // num_stretches]
+        extremes = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        # Where all values are equal, keep both ends of the stretch.
+        kept += sorted(extremes if len(extremes) > 1 else {stretch[0], stretch[-1]})
+    return kept
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Average a curve over a tenth of its length, less at its ends; at most 101 points.
+
+    Example:
+        >>> smooth([(n, float(n)) for n in range(40)])[0]
+        (0, 0.0)
+    """
+    last = len(points) - 1
+    smoothed = []
+    for n in sorted({round(place * last / MEAN_POINTS) for place in range(MEAN_POINTS + 1)}):
+        reach = min(n, last - n, len(points) // 20)
+        mean = fmean(value for _, value in points[n - reach : n + reach + 1])
+        smoothed.append((points[n][0], mean))
+    return smoothed
+
+
+def axis_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis: two different ticks around all values.
+
+    Example:
+        >>> axis_range([0.1, 1.9]), axis_range([0.0]), axis_range([-4.0])
+        ((0.0, 2.0), (0.0, 1.0), (-6.0, -2.0))
+    """
+    low, high = min(values), max(values)
+    if low == high == 0:
+        return 0.0, 1.0
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = low - abs(low) / 2, high + abs(high) / 2
+    step = tick_step(low, high)
+    return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers between two.
+
+    Example:
+        >>> ticks(0.0, 1.0), ticks(0, 250)
+        ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 100.0, 200.0])
+    """
+    step = tick_step(low, high)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]
+
+
+def tick_step(low: float, high: float, most: int = 4) -> float:
+    """Return a round distance between ticks.
+
+    Example:
+        >>> tick_step(0.0, 1.0), tick_step(0, 250)
+        (0.25, 100.0)
+    """
+    width = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(width))
+    return next(power * x for x in (1, 2, 2.5, 5, 10) if power * x >= width * (1 - 1e-9))
+
+
+def format_number(value: float) -> str:
+    """Format a number for an axis or a table cell.
+
+    Example:
+        >>> [format_number(x) for x in (0.25, 12000, 3e-7, 0.0, 2500000)]
+        ['0.25', '12,000', '3e-07', '0', '2.5e+06']
+    """
+    if value == int(value) and abs(value) < MAX_WHOLE:
+        return f"{int(value):,}"
+    return f"{value:.3g}" if MIN_FIXED <= abs(value) < MAX_FIXED else f"{value:.2g}"
+
+
+def _table(curves: Sequence[Curve]) -> list[list[str]]:
+    """Return the values of each curve at a few iterations."""
+    steps = sorted({int(step) for curve in curves for step, _ in curve.points})
+    count = min(TABLE_ROWS, len(steps))
+    chosen = [steps[round(n * (len(steps) - 1) / max(1, count - 1))] for n in range(count)]
+    values = [dict(curve.points) for curve in curves]
+    return [
+        [f"{step:,}", *(format_number(each[step]) if step in each else "" for each in values)]
+        for step in chosen
+    ]

@@ -1,0 +1,211 @@
+"""Held-out prompts with their completions over time, and the hardest and easiest ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from litgrpo.callbacks.formatting import format_number
+from litgrpo.runs.report.texts import MessageDiff, diff_messages
+from litgrpo.runs.run import Row, Run, finite_numbers
+from litgrpo.text.counts import plural
+from litgrpo.text.visible import visible
+
+MAX_PROMPTS = 12  # shown over time
+NUM_EXTREMES = 5  # hardest and easiest
+MAX_PROMPT_CHARS, MAX_NAME_CHARS = 800, 160
+PromptKey = tuple[str, int]  # set of prompts, index
+Rows = Mapping[PromptKey, Row]
+
+
+@dataclass(frozen=True)
+class CompletionView:
+    """A completion as the page shows it.
+
+    Args:
+        when: its iteration in words.
+        messages: its messages, with differences to the one before.
+        notes: correctness, reward, components and length in words.
+        correct: whether it is correct; None if not known.
+
+    Example:
+        >>> CompletionView("after 50 iterations", [], ["correct", "reward 1.000"], True).when
+        'after 50 iterations'
+    """
+
+    when: str
+    messages: list[MessageDiff]
+    notes: list[str]
+    correct: bool | None
+
+
+@dataclass(frozen=True)
+class PromptHistory:
+    """A held-out prompt and one completion per evaluation.
+
+    Example:
+        >>> PromptHistory("most improved", "What is 3+4?", "17", []).reason
+        'most improved'
+    """
+
+    reason: str
+    prompt: str
+    name: str
+    completions: list[CompletionView]
+
+
+@dataclass(frozen=True)
+class RankedPrompt:
+    """A held-out prompt with its fraction of correct samples.
+
+    Example:
+        >>> RankedPrompt("What is 3+4?", "0.250", "1.000", "1.000").after
+        '1.000'
+    """
+
+    prompt: str
+    before: str
+    after: str
+    reward: str
+
+
+def prompt_key(row: Row) -> PromptKey:
+    """Return the identity of a held-out prompt within a run: its set and its index."""
+    return str(row.get("set", "")), int(row["index"])
+
+
+def describe_completion(row: Row) -> list[str]:
+    """Describe a completion: correctness, reward, length, tool calls, failure."""
+    notes = []
+    if "correct" in row:
+        notes.append({True: "correct", False: "incorrect"}.get(row["correct"], "unscored"))
+    if "reward" in row:
+        components = [
+            f"{visible(name, 60)} {_format(x)}" for name, x in (row.get("rewards") or {}).items()
+        ]
+        brackets = f" ({', '.join(components)})" if components else ""
+        notes.append(f"reward {_format(row['reward'])}{brackets}")
+    if "length" in row:
+        notes.append(f"{row['length']} tokens")
+    if row.get("truncated"):
+        notes.append("truncated")
+    calls = [_describe_calls(visible(name, 60), x) for name, x in (row.get("calls") or {}).items()]
+    if calls:
+        notes.append(", ".join(calls))
+    if row.get("failed"):
+        notes.append(f"failed: {visible(row['failed'], 200)}")
+    return notes
+
+
+def _describe_calls(tool: str, counts: Any) -> str:
+    """Describe [calls, failed calls] of a tool."""
+    known = finite_numbers(counts if isinstance(counts, list) else [])
+    calls, failed = [*known, 0.0, 0.0][:2]
+    return f"{calls:.0f} calls of {tool}" + (f", {failed:.0f} failed" if failed else "")
+
+
+def _format(value: Any) -> str:
+    return format_number(value) if finite_numbers([value]) else "unknown"
+
+
+def follow_prompts(run: Run) -> list[PromptHistory]:
+    """Return the same prompts at each evaluation, with the first sample of each.
+
+    Every evaluation draws the samples of a prompt with the same random numbers.
+    """
+    evaluations = {
+        iteration: {prompt_key(row): row for row in rows}
+        for iteration, rows in run.evaluations.items()
+    }
+    if not evaluations:
+        return []
+    first, *_ = evaluations.values()
+    *_, last = evaluations.values()
+    shared = [key for key in first if all(key in rows for rows in evaluations.values())]
+    histories = []
+    for key, reason in _choose_prompts(first, last, shared).items():
+        completions, earlier = [], None
+        for iteration, rows in evaluations.items():
+            sample = rows[key]["samples"][0]
+            when = f"after {plural(iteration, 'iteration')}" if iteration else "before training"
+            completions.append(
+                CompletionView(
+                    when,
+                    diff_messages(sample, earlier),
+                    describe_completion(sample),
+                    sample.get("correct"),
+                )
+            )
+            earlier = sample
+        name = f"{visible(key[0], 60)} {key[1]}".strip()
+        prompt = visible(last[key]["prompt"], MAX_PROMPT_CHARS)
+        histories.append(PromptHistory(reason, prompt, name, completions))
+    return histories
+
+
+def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dict[PromptKey, str]:
+    """Choose at most twelve prompts, the most informative first.
+
+    Args:
+        first: the first evaluation.
+        last: the last one.
+        shared: prompts that all evaluations have.
+
+    Returns:
+        {prompt: reason}.
+    """
+    samples = {key: last[key]["samples"][0] for key in shared}
+    gains: dict[PromptKey, float] = {}
+    rewards: dict[PromptKey, float] = {}
+    for key in shared:
+        old, new = (finite_numbers([rows[key].get("reward")]) for rows in (first, last))
+        if old and new:
+            gains[key] = new[0] - old[0]
+        if own := finite_numbers([samples[key].get("reward")]):
+            rewards[key] = own[0]
+
+    chosen: dict[PromptKey, str] = {}
+
+    def add(reason: str, most: int, order: Mapping[PromptKey, float]) -> None:
+        remaining = [key for key in order if key not in chosen]
+        best = sorted(remaining, key=lambda key: (order[key], key))[:most]
+        chosen.update(dict.fromkeys(best, reason))
+
+    incorrect = [key for key in rewards if samples[key].get("correct") is False]
+    add("most improved", 3, {key: -gain for key, gain in gains.items() if gain > 0})
+    add("got worse", 3, {key: gain for key, gain in gains.items() if gain < 0})
+    add("incorrect, highest reward", 2, {key: -rewards[key] for key in incorrect})
+    add("truncated", 2, {n: rewards.get(n, 0.0) for n in shared if samples[n].get("truncated")})
+    remaining = [key for key in shared if key not in chosen]
+    num_left = MAX_PROMPTS - len(chosen)
+    step = max(1, len(remaining) // max(1, num_left))
+    return chosen | dict.fromkeys(remaining[::step][:num_left], "one of the others")
+
+
+def rank_prompts(run: Run) -> tuple[list[RankedPrompt], list[RankedPrompt]]:
+    """Return the hardest and the easiest prompts of the last evaluation.
+
+    They are ranked by the fraction of correct samples, then by reward; prompts without a scored
+    sample are left out.
+    """
+    evaluations = [[], *run.evaluations.values()]
+    before, after = evaluations[:2][-1], evaluations[-1]
+    old = {prompt_key(row): row for row in before}
+
+    def rank(row: Row) -> tuple[float, float, PromptKey]:
+        (reward, *_) = (*finite_numbers([row.get("reward")]), 0.0)
+        return row["correct"], reward, prompt_key(row)
+
+    def view(row: Row) -> RankedPrompt:
+        return RankedPrompt(
+            visible(row["prompt"], MAX_NAME_CHARS),
+            _format(old.get(prompt_key(row), {}).get("correct")),
+            _format(row.get("correct")),
+            _format(row.get("reward")),
+        )
+
+    known = [row for row in after if finite_numbers([row.get("correct")])]
+    ranking = [view(row) for row in sorted(known, key=rank)]
+    count = min(NUM_EXTREMES, len(ranking) // 2)
+    return ranking[:count], ranking[len(ranking) - count :][::-1]

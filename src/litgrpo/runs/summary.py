@@ -1,0 +1,570 @@
+"""Compare the held-out evaluations before and after training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from litgrpo.argument_types import check_argument_types
+from litgrpo.callbacks.completions import format_episode
+from litgrpo.callbacks.evaluation_files import EvaluationFiles, checkpoint_name, evaluation_file
+from litgrpo.callbacks.files import write_if_possible
+from litgrpo.callbacks.formatting import (
+    BOUNDS,
+    align_columns,
+    format_report,
+    format_success,
+    strip_stage,
+    terminal_columns,
+    without_zero_counts,
+)
+from litgrpo.callbacks.loggers import MetricsCSV, loggers_of
+from litgrpo.callbacks.progress import fit_to_terminal
+from litgrpo.callbacks.protocol import TrainedModule
+from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
+from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.evaluation.evaluator import RESERVED
+from litgrpo.evaluation.intervals import FEW_PROMPTS, FEW_PROMPTS_NOTE, Comparison
+from litgrpo.runs.pairing import format_difference, pair_evaluations, pair_rows
+from litgrpo.runs.run import Row, Run, read_evaluation
+from litgrpo.text.counts import plural
+from litgrpo.text.program import program_in_shell
+from litgrpo.text.visible import visible
+from litgrpo.training.lightning_compat import validate_now
+
+Report = dict[str, float]
+MAX_CANDIDATES = 64  # prompts of which samples are shown
+# Fractions of completions that the accuracies leave out.
+UNSCORED = ("unscored_frac", "greedy_unscored_frac")
+# Metrics that show whether the text is still natural.
+TEXT_QUALITY = (
+    "initial_perplexity",
+    "initial_kl",
+    "terminated_frac",
+    "len_mean",
+    "distinct_1",
+    "distinct_2",
+)
+COMPUTED = ("avg@", "pass@", "corpus_")  # prefixes of metrics that are no reward components
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results on held-out prompts.
+
+    Args:
+        report: {metric: mean}; with several validation sets {set/metric: mean}.
+        rows: prompts with their completions; empty if no file was written.
+        success: `TrainedModule.success`; {} if nothing is sampled.
+        iteration: of the policy.
+    """
+
+    report: Report
+    rows: list[Row] = field(default_factory=list)
+    success: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int = 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        """{validation set: number of prompts}."""
+        return Counter(str(row.get("set", "")) for row in self.rows)
+
+    @property
+    def samples(self) -> list[Row]:
+        """The first completion of each of the first prompts."""
+        rows = self.rows[:MAX_CANDIDATES]
+        return [{"prompt": row["prompt"], **row["samples"][0]} for row in rows]
+
+
+class Summary(Callback):
+    """Writes `summary.json` and prints a table: the held-out evaluation before and after training.
+
+    They are the first and the last evaluation in the run folder: logged means of `metrics.csv`, and
+    the prompts of `evaluation/`, by which changes are paired. Before is the validation that runs
+    before the first iteration: of all held-out prompts if `trainer.num_sanity_val_steps` is -1, as
+    `cli.py` sets it. After is the one that follows the last iteration. The commands validate and
+    test print their evaluation and write it to `validate.json` and `test.json`; if that file is of
+    another checkpoint, the name of the checkpoint is added.
+
+    Args:
+        num_samples: number of prompts to show with one completion each, before and after: of the
+            first 64, the one whose reward rose most, the one whose reward fell most or is lowest,
+            and others whose completion changed.
+
+    Example:
+        `Trainer(callbacks=[EvaluationFiles(), Summary(num_samples=5)], num_sanity_val_steps=-1)`
+    """
+
+    @check_argument_types()
+    def __init__(self, num_samples: int = 3) -> None:
+        self.num_samples = num_samples
+        self.reports: dict[int, Report] = {}  # {iteration: report} of this process
+        self.trained_s = 0.0
+        self.training_since: float | None = None  # None while the clock is stopped
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Drop the evaluations of an earlier fit."""
+        self.reports = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Start the clock."""
+        self.training_since = time.monotonic()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Stop the clock: validation does not count as training time."""
+        self.trained_s, self.training_since = self._training_time_s(), None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Keep the report and restart the clock."""
+        report = strip_stage(pl_module.evaluation_report)
+        if trainer.state.fn != "fit":
+            self._report_command(trainer, pl_module, report)
+            return
+        # Lightning logs nothing in a sanity check; with this the curves start at iteration 0.
+        if trainer.sanity_checking and 0 not in logged_reports(recorded_run(trainer)):
+            for logger in trainer.loggers:
+                logger.log_metrics({f"val/{k}": v for k, v in report.items()}, step=0)
+        self.reports[pl_module.iteration] = report
+        if not trainer.sanity_checking:
+            self.training_since = time.monotonic()
+
+    on_test_start = on_validation_start  # type: ignore[assignment]
+    on_test_end = on_validation_end  # type: ignore[assignment]
+
+    def _report_command(self, trainer: Trainer, pl_module: TrainedModule, report: Report) -> None:
+        """Print and write the evaluation of `validate` or `test`."""
+        assert trainer.state.fn is not None
+        checkpoint = checkpoint_name(trainer)
+        rows = []
+        if records_prompts(trainer):
+            rows = read_evaluation(evaluation_file(trainer, pl_module.iteration))[0]
+        evaluation = Evaluation(report, rows, pl_module.success, pl_module.iteration)
+        path = report_file(run_folder(trainer), trainer.state.fn.value, checkpoint)
+        source = {"checkpoint": checkpoint, "iteration": pl_module.iteration}
+        is_written = _write(trainer, path, (_summarize(evaluation) or {}) | source)
+        title = f"Evaluated: {checkpoint}"
+        if checkpoint == "start":
+            title = "Evaluated: the initial policy; for a trained one pass --ckpt_path."
+        table = format_table({"evaluated": evaluation})
+        where = f"\n\nwritten to {path}" if is_written else ""
+        print_safely(pl_module, f"{title}\n{table}{where}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Evaluate again if the last validation is older, then write and print the summary."""
+        iteration = pl_module.iteration
+        if trainer.enable_validation and iteration not in self.reports:
+            # A run that was killed at its end has logged this evaluation before.
+            validate_now(trainer, log=iteration not in logged_reports(recorded_run(trainer)))
+        self.trained_s, self.training_since = self._training_time_s(), None
+        if not trainer.is_global_zero:
+            return
+        before, after = self.first_and_last(recorded_run(trainer), pl_module)
+        summary = RunSummary(before, after, self.num_samples, self.trained_s)
+        numbers = summary.numbers()
+        for logger in trainer.loggers:
+            if numbers and not isinstance(logger, MetricsCSV):  # summary.json has them
+                logger.log_metrics(numbers, step=iteration)
+        folder = run_folder(trainer)
+        _write(trainer, folder / "summary.json", summary.content())
+        saved = folder if writes_files(trainer) else None
+        print_safely(pl_module, "\n" + visible(summary.page(saved, iteration)))
+
+    def first_and_last(
+        self, run: Run, pl_module: TrainedModule
+    ) -> tuple[Evaluation | None, Evaluation | None]:
+        """Return the first and the last evaluation of a run; None for those that it lacks."""
+        reports = logged_reports(run) | self.reports
+        # A run that continues from an older checkpoint may have files of later iterations.
+        iterations = sorted(n for n in reports if n <= pl_module.iteration)
+        files = run.evaluation_files
+        evaluations = [
+            Evaluation(
+                reports[n],
+                read_evaluation(files[n])[0] if n in files else [],
+                pl_module.success,
+                n,
+            )
+            for n in dict.fromkeys([*iterations[:1], *iterations[-1:]])
+        ]
+        first, last = ([None, None, *evaluations][-2:]) if evaluations else (None, None)
+        return first, last
+
+    def _training_time_s(self) -> float:
+        running = 0.0 if self.training_since is None else time.monotonic() - self.training_since
+        return self.trained_s + running
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the training time, which a resumed run cannot measure again."""
+        return {"trained_s": self._training_time_s()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        self.trained_s = state_dict["trained_s"]
+
+
+def records_prompts(trainer: Any) -> bool:
+    """Return whether this trainer writes its held-out prompts to files."""
+    files = [each for each in trainer.callbacks if isinstance(each, EvaluationFiles)]
+    return writes_files(trainer) and any(each.enabled for each in files)
+
+
+def recorded_run(trainer: Trainer) -> Run:
+    """Return the run with what this trainer records; other files in its folder are not of it."""
+    folder, parts = run_folder(trainer), dict[str, Any]()
+    if not writes_files(trainer) or not folder.is_dir():
+        return Run()
+    if not loggers_of(trainer, MetricsCSV):
+        parts["metrics"] = Run().metrics
+    if not records_prompts(trainer):
+        parts["evaluation_files"] = {}
+    return Run(folder, **parts)
+
+
+def logged_reports(run: Run) -> dict[int, Report]:
+    """Return {iteration: report} of the evaluations in `metrics.csv`."""
+    names = [name for name in run.names if name.startswith("val/")]
+    rows = run.metrics[names].dropna(how="all").iterrows()
+    return {
+        int(iteration): strip_stage({name: x for name, x in row.items() if isfinite(x)})
+        for iteration, row in rows
+    }
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The first and the last evaluation of a run, as numbers and as text.
+
+    Args:
+        before: the first one; None if there is only one.
+        after: the last one; None without any.
+        num_samples: number of prompts to show.
+        seconds: of training.
+    """
+
+    before: Evaluation | None
+    after: Evaluation | None
+    num_samples: int = 3
+    seconds: float = 0.0
+
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """{when: evaluation} of those that there are."""
+        pairs = {"before": self.before, "after": self.after}
+        return {when: each for when, each in pairs.items() if each is not None}
+
+    @cached_property
+    def comparisons(self) -> dict[str, Comparison]:
+        """{validation set: paired changes from before to after}."""
+        if self.before is None or self.after is None:
+            return {}
+        pairs = pair_evaluations(self.before.rows, self.after.rows)
+        return {pair.set_name: pair.comparison for pair in pairs}
+
+    def numbers(self) -> Report:
+        """Return before, after and change as metrics, by which loggers compare runs."""
+        numbers = {
+            f"summary/{name}/{when}": value
+            for when, evaluation in self.evaluations.items()
+            for name, value in evaluation.report.items()
+            if not name.endswith(BOUNDS)
+        }
+        for set_name, comparison in self.comparisons.items():
+            prefix = f"summary/{set_name}/" if set_name else "summary/"
+            changes = comparison.changes.items()
+            numbers |= {f"{prefix}{name}/change": change.mean for name, change in changes}
+        return numbers
+
+    def content(self) -> dict[str, Any]:
+        """Content of `summary.json`."""
+        before, after = self.chosen_samples()
+        return {
+            "before": _summarize(self.before),
+            "after": _summarize(self.after),
+            "change": {name: as_json(each) for name, each in self.comparisons.items()},
+            "seconds": round(self.seconds, 1),
+            # Set by lightning.seed_everything.
+            "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
+            "versions": versions(),
+            "samples": {"before": before, "after": after},
+        }
+
+    def chosen_samples(self) -> tuple[list[Row], list[Row]]:
+        """Return the samples to show: before (of the prompts that have one) and after training."""
+        before, after = ([] if each is None else each.samples for each in (self.before, self.after))
+        shown = choose_samples(before, after, self.num_samples)
+        return [old for n in shown for old in _same_prompt(before, n, after[n])], [
+            after[n] for n in shown
+        ]
+
+    def page(self, folder: Path | None, iterations: int) -> str:
+        """Text that the terminal shows at the end of a run.
+
+        Args:
+            folder: the run folder; None if no files were written.
+            iterations: of the run.
+        """
+        parts = [f"{plural(iterations, 'iteration')}, {self.seconds:.0f} s of training"]
+        if self.after is not None:
+            parts.append(format_table(self.evaluations, self.comparisons))
+            parts.append(note_on_changed_data(self.before, self.after))
+            parts.append(format_samples(*self.chosen_samples()))
+        if folder is None:
+            parts.append("no files were written (trainer.fast_dev_run)")
+        else:
+            is_sampled = self.after is not None and bool(self.after.success)
+            parts.append(next_commands(folder, can_predict=is_sampled))
+        return "\n\n".join(part for part in parts if part)
+
+
+def note_on_changed_data(before: Evaluation | None, after: Evaluation) -> str:
+    """Return a note if a resumed run has other validation prompts than its first evaluation."""
+    if before is None or not (before.rows and after.rows):
+        return ""
+    old, new = len(before.rows), len(after.rows)
+    common = len(pair_rows(before.rows, after.rows))
+    if common == old == new:
+        return ""
+    return (
+        f"The validation data changed: `before` was measured on {old} prompts, `after` on {new}; "
+        f"{common} are in both, and changes are those of these prompts."
+    )
+
+
+def _write(trainer: Trainer, path: Path, content: dict[str, Any]) -> bool:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return writes_files(trainer) and write_if_possible(path, text, path.name)
+
+
+def print_safely(pl_module: TrainedModule, text: str) -> None:
+    """Print; files are yet to be written, which a terminal that fails must not cost.
+
+    Characters that the terminal does not have are escaped.
+    """
+    with warn_once_on_failure("printing"):
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        pl_module.print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _summarize(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    """Nest the numbers of an evaluation, by validation set if there are several."""
+    if evaluation is None:
+        return None
+    report = evaluation.report
+    sets = list(dict.fromkeys(name.rpartition("/")[0] for name in report))
+    if not any(sets):
+        return _summarize_set(evaluation, report, len(evaluation.rows))
+    summary = {}
+    for name in sets:
+        prefix = f"{name}/"
+        own = {k.removeprefix(prefix): x for k, x in report.items() if k.startswith(prefix)}
+        summary[name] = _summarize_set(evaluation, own, evaluation.counts[name])
+    return summary
+
+
+def _summarize_set(evaluation: Evaluation, report: Report, count: int) -> dict[str, Any]:
+    if not evaluation.success:  # SFT: loss, perplexity and accuracy
+        return dict(report)
+    averages = [k for k in report if k.startswith("avg@") and not k.endswith(BOUNDS)]
+    average = next(iter(averages), "avg@k")  # without a scored completion there is none
+    components = [k for k in report if k not in RESERVED and not k.startswith(COMPUTED)]
+    return {
+        "avg_at_k": report.get(average),
+        "low": report.get(average + "_low"),
+        "high": report.get(average + "_high"),
+        "greedy": report.get("greedy"),
+        "n": count,
+        **{k: report[k] for k in UNSCORED if k in report},
+        "success": evaluation.success,
+        "reward": {
+            "mean": report.get("reward"),
+            "low": report.get("reward_low"),
+            "high": report.get("reward_high"),
+        },
+        "rewards": {k: report[k] for k in components},
+        "text_quality": {k: report[k] for k in TEXT_QUALITY if k in report},
+        **{k: report[k] for k in report if k.startswith("corpus_")},
+    }
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as plain values; prompts by their index in the data."""
+    return {
+        **{name: vars(change) for name, change in comparison.changes.items()},
+        "solved_by": comparison.solved_by,
+        "gained": comparison.gained,
+        "lost": comparison.lost,
+        "mcnemar_p": comparison.p_value,
+    }
+
+
+def report_file(folder: Path, command: str, checkpoint: str) -> Path:
+    """File for the evaluation of a command: `validate.json`, unless another checkpoint has it.
+
+    Args:
+        folder: the run folder.
+        command: validate or test.
+        checkpoint: name of the checkpoint, or `start`.
+    """
+    path = folder / f"{command}.json"
+    if not path.exists():
+        return path
+    earlier = json.loads(path.read_text(encoding="utf-8")).get("checkpoint", checkpoint)
+    return path if earlier == checkpoint else folder / f"{command}-{checkpoint}.json"
+
+
+def format_table(
+    evaluations: Mapping[str, Evaluation], comparisons: Mapping[str, Comparison] | None = None
+) -> str:
+    """One line per metric and one column per evaluation, 95 % intervals in brackets.
+
+    Fractions of unscored completions have a line if one is not 0. In a terminal that is too
+    narrow, only the changes have intervals.
+
+    Args:
+        evaluations: {heading: evaluation}; the last one is complete.
+        comparisons: {validation set: paired changes from the first to the last}.
+    """
+    last = list(evaluations.values())[-1]
+    columns = {}
+    reports = [each.report for each in reversed(list(evaluations.values()))]
+    shown = dict.fromkeys(name for report in reports for name in without_zero_counts(report))
+    for heading, evaluation in evaluations.items():
+        count = len(evaluation.rows)
+        same = count in (0, len(last.rows))
+        title = heading if same else f"{heading} ({plural(count, 'prompt')})"
+        if heading == "before" and evaluation.iteration:
+            title += f" (iteration {evaluation.iteration})"
+        columns[title] = format_report(evaluation.report)
+    changes = change_column(comparisons or {})
+    names = [name for name in shown if not name.endswith(BOUNDS)]
+    head, *lines = _align_metrics(names, columns, changes)
+    if changes and max(map(len, lines)) > terminal_columns():
+        bare = {
+            title: {name: text.partition(" [")[0] for name, text in column.items()}
+            for title, column in columns.items()
+        }
+        head, *lines = _align_metrics(names, bare, changes)
+    title = plural(len(last.rows), "held-out prompt") if last.rows else "held-out data"
+    notes = []
+    if any("[" in text for column in columns.values() for text in column.values()):
+        title += ", 95 % intervals in brackets"
+        is_few = bool(last.rows) and min(last.counts.values()) < FEW_PROMPTS
+        notes += [fit_to_terminal(FEW_PROMPTS_NOTE)] * is_few
+    if rule := format_success(last.success):
+        title += f"; {rule}"
+    ruler = "-" * max(map(len, [head, *lines]))
+    return "\n".join([title, head, ruler, *lines, *notes, *format_solved_counts(comparisons or {})])
+
+
+def _align_metrics(
+    names: Iterable[str], columns: dict[str, dict[str, str]], changes: dict[str, str]
+) -> list[str]:
+    """Lines of a table with a row for each name; the column of changes is left out if empty."""
+    columns = columns | ({"change": changes} if changes else {})
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return align_columns([["", *columns], *rows])
+
+
+def change_column(comparisons: Mapping[str, Comparison]) -> dict[str, str]:
+    """{metric: paired difference with its interval, as text}."""
+    texts = {}
+    for set_name, comparison in comparisons.items():
+        for metric, change in comparison.changes.items():
+            name = f"{set_name}/{metric}" if set_name else metric
+            texts[name] = format_difference(change.mean, change.low, change.high)
+    return texts
+
+
+def format_solved_counts(comparisons: Mapping[str, Comparison]) -> list[str]:
+    """One line for each validation set with newly solved or no longer solved prompts."""
+    return [
+        f"{name + ': ' if name else ''}prompts solved ({each.solved_by}): {len(each.gained)} "
+        f"gained, {len(each.lost)} lost (McNemar's exact p {each.p_value:.2g})"
+        for name, each in comparisons.items()
+        if each.gained or each.lost
+    ]
+
+
+def format_samples(before: list[Row], after: list[Row]) -> str:
+    """Completions of the same prompts before (if known) and after training; whole episodes.
+
+    Args:
+        before: samples of an evaluation, or none.
+        after: samples of a later one.
+    """
+    blocks = []
+    for n, sample in enumerate(after):
+        if "messages" in sample:
+            known = [("before", old) for old in _same_prompt(before, n, sample)]
+            known.append(("after", sample))
+            blocks += [f"{when}:\n{format_episode(row)}" for when, row in known]
+            continue
+        lines = [f"before: {old['completion'].strip()}" for old in _same_prompt(before, n, sample)]
+        prompt, now = sample["prompt"].strip(), sample["completion"].strip()
+        blocks.append("\n".join([f"prompt: {prompt}", *lines, f"after:  {now}"]))
+    return "\n\n".join(blocks)
+
+
+def choose_samples(before: list[Row], after: list[Row], number: int) -> list[int]:
+    """Return the indices of the samples that show most of what training changed.
+
+    The largest gain of reward; the largest loss, or else the lowest reward; then prompts whose
+    completion changed; then the first. A sample without a reward has neither.
+
+    Args:
+        before: samples of an evaluation, or none.
+        after: samples of a later one.
+        number: how many to choose.
+
+    Example:
+        >>> old = [{"prompt": p, "completion": "x", "reward": 0.0} for p in "abc"]
+        >>> new = [dict(old[0]), dict(old[1]), old[2] | {"completion": "y", "reward": 1.0}]
+        >>> choose_samples(old, new, 2)
+        [2, 0]
+    """
+    rewards = {n: row["reward"] for n, row in enumerate(after) if row.get("reward") is not None}
+    changes: dict[int, float] = {}
+    changed: list[int] = []
+    for n, sample in enumerate(after):
+        for old in _same_prompt(before, n, sample):
+            if n in rewards and old.get("reward") is not None:
+                changes[n] = rewards[n] - old["reward"]
+            changed += [n] * (sample["completion"] != old["completion"])
+    best = sorted(rewards, key=lambda n: -changes.get(n, rewards[n]))[:1]
+    others = [n for n in rewards if n not in best]
+    lost = [n for n in others if changes.get(n, 0.0) < 0]
+    worst = sorted(lost or others, key=lambda n: changes[n] if lost else rewards[n])[:1]
+    return list(dict.fromkeys([*best, *worst, *changed, *range(len(after))]))[:number]
+
+
+def _same_prompt(before: list[Row], n: int, sample: Row) -> list[Row]:
+    """Return the earlier sample of the same prompt, in a list; [] if there is none."""
+    candidates = [*before[n : n + 1], *before]
+    return [old for old in candidates if old["prompt"] == sample["prompt"]][:1]
+
+
+def next_commands(folder: Path, *, can_predict: bool) -> str:
+    """Commands to inspect the run.
+
+    Args:
+        folder: the run folder.
+        can_predict: the module generates completions; SFT does not.
+    """
+    name, config = shlex.quote(str(folder)), folder / CONFIG
+    lines = [f"results are in {name}; inspect them with", f"  tensorboard --logdir {name}"]
+    if can_predict and config.exists():
+        predict = f"{program_in_shell()} predict -c {shlex.quote(str(config))} --ckpt_path last"
+        lines.append(f"""  {predict} --data.prompts '["your prompt"]'""")
+    return "\n".join(lines)
