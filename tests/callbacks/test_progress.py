@@ -108,10 +108,12 @@ def without_times(line: str) -> str:
 
 def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "ESTIMATE_AFTER_S", 0.0)
+    module = StandIn(3)
+    module.success = {}
     fit(
         tmp_path,
         Progress(every_s=0.0),
-        module=StandIn(3),
+        module=module,
         enable_progress_bar=True,
         val_check_interval=2,
     )
@@ -120,8 +122,7 @@ def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys, monkey
     assert lines == [
         "before training 1 of 2",
         "before training 2 of 2",
-        "iteration 0 (correct: reward 'correct' >= 1): avg@2 0.000 [-0.100, 0.100]"
-        + report.format("0.000"),
+        "iteration 0: avg@2 0.000 [-0.100, 0.100]" + report.format("0.000"),
         ESTIMATE,
         "training 1/3 reward 0.500 len 3.000",
         "training 2/3 reward 0.500 len 3.000",

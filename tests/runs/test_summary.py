@@ -31,8 +31,7 @@ def summary(folder) -> dict:
 
 
 def test_the_file_holds_before_and_after_with_exactly_these_fields(tmp_path):
-    callbacks = EvaluationFiles(), Summary(num_samples=1)
-    fit(tmp_path, *callbacks, module=StandIn(2, scores=[0.25, 0.75]))
+    fit(tmp_path, Summary(num_samples=1), module=StandIn(2, scores=[0.25, 0.75]))
     written = summary(tmp_path)
     names = ["before", "after", "change", "seconds", "seed", "versions", "samples"]
     assert list(written) == names
@@ -59,7 +58,7 @@ def test_the_terminal_shows_a_table_and_the_next_commands(tmp_path, capsys):
     fit(tmp_path, Summary(num_samples=1), module=StandIn(2, scores=[0.25, 0.75]))
     shown = capsys.readouterr().out
     assert "2 iterations, " in shown
-    line = "avg@2    0.250 [0.150, 0.350]  0.750 [0.650, 0.850]"
+    line = "avg@2    0.250 [0.150, 0.350]  0.750 [0.650, 0.850]  +0.000 [+0.000, +0.000]"
     assert line in shown.splitlines()
     assert f"tensorboard --logdir {tmp_path}" in shown
 
@@ -111,9 +110,10 @@ def test_the_checkpoint_has_only_the_seconds(tmp_path):
     assert state["callbacks"]["Summary"].keys() == {"trained_s"}
 
 
-def test_files_of_an_earlier_run_are_not_read_without_the_callbacks_that_write_them(tmp_path):
+def test_files_of_an_earlier_run_are_not_read_where_none_are_written(tmp_path):
     fit_recorded(tmp_path, StandIn(4, scores=[0.25, 0.9]))
-    fit(tmp_path, Summary(), module=StandIn(1, scores=[0.1, 0.2]))
+    callbacks = EvaluationFiles(enabled=False), Summary()
+    fit(tmp_path, *callbacks, module=StandIn(1, scores=[0.1, 0.2]))
     written = summary(tmp_path)
     assert (written["before"]["avg_at_k"], written["after"]["avg_at_k"]) == (0.1, 0.2)
     assert (written["after"]["n"], written["change"]) == (0, {})

@@ -92,7 +92,8 @@ class Summary(Callback):
     """Writes `summary.json` and prints a table: the held-out evaluation before and after training.
 
     They are the first and the last evaluation in the run folder: logged means of `metrics.csv`, and
-    the prompts of `evaluation/`, by which changes are paired. Before is the validation that runs
+    the prompts of `evaluation/`, by which changes are paired; `EvaluationFiles`, which writes them,
+    is added if the trainer does not have it. Before is the validation that runs
     before the first iteration: of all held-out prompts if `trainer.num_sanity_val_steps` is -1, as
     `cli.py` sets it. After is the one that follows the last iteration. The commands validate and
     test print their evaluation and write it to `validate.json` and `test.json`; if that file is of
@@ -104,7 +105,7 @@ class Summary(Callback):
             and others whose completion changed.
 
     Example:
-        `Trainer(callbacks=[EvaluationFiles(), Summary(num_samples=5)], num_sanity_val_steps=-1)`
+        `Trainer(callbacks=[Summary(num_samples=5)], num_sanity_val_steps=-1)`
     """
 
     @check_argument_types()
@@ -113,6 +114,12 @@ class Summary(Callback):
         self.reports: dict[int, Report] = {}  # {iteration: report} of this process
         self.trained_s = 0.0
         self.training_since: float | None = None  # None while the clock is stopped
+
+    def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
+        """Add the callback that records the prompts, unless the trainer has one."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(each, EvaluationFiles) for each in callbacks):
+            callbacks.insert(callbacks.index(self), EvaluationFiles())
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Drop the evaluations of an earlier fit."""
