@@ -15,7 +15,7 @@ def test_what_is_seen_or_joins_stays():
 
 
 def test_a_completion_cannot_command_the_terminal():
-    page = format_samples([], [{"prompt": "1+1", "completion": "\x1b[2J2"}])
+    page = format_samples([(None, {"prompt": "1+1", "completion": "\x1b[2J2"})])
     assert visible(page) == "prompt: 1+1\nafter:  [U+001B][2J2"
 
 

@@ -1,4 +1,4 @@
-"""Pair two evaluations of the same held-out prompts, of one run or of two."""
+"""Pair two evaluations of the same held-out prompts, of one run or of two, and choose prompts."""
 
 from __future__ import annotations
 
@@ -133,6 +133,11 @@ def pair_evaluations(before: Sequence[Row], after: Sequence[Row]) -> list[Paired
     return [pair for pair in paired if pair is not None]
 
 
+def prompt_key(row: Row) -> tuple[str, int]:
+    """Return the identity of a held-out prompt within an evaluation: its set and its index."""
+    return str(row.get("set", "")), int(row["index"])
+
+
 def pair_rows(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, Row, Row]]:
     """Return set, earlier and later row of each prompt of both, in the order of the later ones."""
     names = [{str(row.get("set", "")) for row in rows} for rows in (before, after)]
@@ -144,7 +149,7 @@ def pair_rows(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, Ro
 def _rows_by_prompt(rows: Sequence[Row], by_set: bool) -> dict[PromptKey, Row]:
     seen = Counter[tuple[str, str, str]]()
     by_prompt = {}
-    for row in sorted(rows, key=lambda row: (str(row.get("set", "")), row["index"])):
+    for row in sorted(rows, key=prompt_key):
         answer = (row.get("columns") or {}).get("answer")
         key = str(row.get("set", "")) if by_set else "", str(row["prompt"]), repr(answer)
         by_prompt[*key, seen[key]] = row
@@ -208,3 +213,38 @@ def _test_pairs(old: Sequence[float], new: Sequence[float]) -> float:
     if len(pairs) <= 1:
         return nan
     return compute_paired_difference([was for was, _ in pairs], [now for _, now in pairs]).p_value
+
+
+def choose_prompts(pairs: Sequence[tuple[Row | None, Row]], number: int) -> dict[int, str]:
+    """Choose the prompts that show most of what training changed, by their first samples.
+
+    Args:
+        pairs: earlier (None: there is none) and later row of each prompt.
+        number: how many to choose; a quarter of them may have improved most, and so on.
+
+    Returns:
+        {place in `pairs`: reason}, the most informative first.
+    """
+    samples = [row["samples"][0] for _, row in pairs]
+    earlier = [{} if row is None else row["samples"][0] for row, _ in pairs]
+    rewards, earlier_rewards = (
+        {n: row["reward"] for n, row in enumerate(rows) if finite_numbers([row.get("reward")])}
+        for rows in (samples, earlier)
+    )
+    gains = {n: x - earlier_rewards[n] for n, x in rewards.items() if n in earlier_rewards}
+    incorrect = [n for n in rewards if samples[n].get("correct") is False]
+    truncated = [n for n, sample in enumerate(samples) if sample.get("truncated")]
+    several, some = max(1, number // 4), max(1, number // 6)
+    chosen: dict[int, str] = {}
+    for reason, most, order in (
+        ("most improved", several, {n: -gain for n, gain in gains.items() if gain > 0}),
+        ("got worse", several, {n: gain for n, gain in gains.items() if gain < 0}),
+        ("incorrect, highest reward", some, {n: -rewards[n] for n in incorrect}),
+        ("truncated", some, {n: rewards.get(n, 0.0) for n in truncated}),
+    ):
+        remaining = [n for n in order if n not in chosen]
+        chosen |= dict.fromkeys(sorted(remaining, key=order.__getitem__)[:most], reason)
+    remaining = [n for n in range(len(pairs)) if n not in chosen]
+    step = max(1, len(remaining) // max(1, number - len(chosen)))
+    chosen |= dict.fromkeys(remaining[::step], "one of the others")
+    return dict(list(chosen.items())[:number])

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -37,7 +37,13 @@ from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_fi
 from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.evaluation.evaluator import RESERVED
 from litgrpo.evaluation.intervals import FEW_PROMPTS, FEW_PROMPTS_NOTE, Comparison
-from litgrpo.runs.pairing import format_difference, pair_evaluations, pair_rows
+from litgrpo.runs.pairing import (
+    choose_prompts,
+    format_difference,
+    pair_evaluations,
+    pair_rows,
+    prompt_key,
+)
 from litgrpo.runs.run import Row, Run, read_evaluation
 from litgrpo.text.counts import plural
 from litgrpo.text.program import program_in_shell
@@ -81,12 +87,6 @@ class Evaluation:
         """{validation set: number of prompts}."""
         return Counter(str(row.get("set", "")) for row in self.rows)
 
-    @property
-    def samples(self) -> list[Row]:
-        """The first completion of each of the first prompts."""
-        rows = self.rows[:MAX_CANDIDATES]
-        return [{"prompt": row["prompt"], **row["samples"][0]} for row in rows]
-
 
 class Summary(Callback):
     """Writes `summary.json` and prints a table: the held-out evaluation before and after training.
@@ -101,8 +101,8 @@ class Summary(Callback):
 
     Args:
         num_samples: number of prompts to show with one completion each, before and after: of the
-            first 64, the one whose reward rose most, the one whose reward fell most or is lowest,
-            and others whose completion changed.
+            first 64, those that improved most, got worse, are incorrect with the highest reward, or
+            were truncated, then others.
 
     Example:
         `Trainer(callbacks=[Summary(num_samples=5)], num_sanity_val_steps=-1)`
@@ -295,7 +295,6 @@ class RunSummary:
 
     def content(self) -> dict[str, Any]:
         """Content of `summary.json`."""
-        before, after = self.chosen_samples()
         return {
             "before": _summarize(self.before),
             "after": _summarize(self.after),
@@ -304,16 +303,23 @@ class RunSummary:
             # Set by lightning.seed_everything.
             "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
             "versions": versions(),
-            "samples": {"before": before, "after": after},
+            "samples": {
+                "before": [old for old, _ in self.samples if old is not None],
+                "after": [new for _, new in self.samples],
+            },
         }
 
-    def chosen_samples(self) -> tuple[list[Row], list[Row]]:
-        """Return the samples to show: before (of the prompts that have one) and after training."""
-        before, after = ([] if each is None else each.samples for each in (self.before, self.after))
-        shown = choose_samples(before, after, self.num_samples)
-        return [old for n in shown for old in _same_prompt(before, n, after[n])], [
-            after[n] for n in shown
-        ]
+    @cached_property
+    def samples(self) -> list[tuple[Row | None, Row]]:
+        """Samples to show: the first one of a prompt before (None: unknown) and after training."""
+        if self.after is None:
+            return []
+        after = self.after.rows[:MAX_CANDIDATES]
+        before = [] if self.before is None else self.before.rows
+        earlier = {prompt_key(new): old for _, old, new in pair_rows(before, after)}
+        pairs = [(earlier.get(prompt_key(row)), row) for row in after]
+        chosen = [pairs[n] for n in choose_prompts(pairs, self.num_samples)]
+        return [(old and first_sample(old), first_sample(new)) for old, new in chosen]
 
     def page(self, folder: Path | None, iterations: int) -> str:
         """Text that the terminal shows at the end of a run.
@@ -326,7 +332,7 @@ class RunSummary:
         if self.after is not None:
             parts.append(format_table(self.evaluations, self.comparisons))
             parts.append(note_on_changed_data(self.before, self.after))
-            parts.append(format_samples(*self.chosen_samples()))
+            parts.append(format_samples(self.samples))
         if folder is None:
             parts.append("no files were written (trainer.fast_dev_run)")
         else:
@@ -504,62 +510,23 @@ def format_solved_counts(comparisons: Mapping[str, Comparison]) -> list[str]:
     ]
 
 
-def format_samples(before: list[Row], after: list[Row]) -> str:
-    """Completions of the same prompts before (if known) and after training; whole episodes.
+def first_sample(row: Row) -> Row:
+    """Return the first completion of a prompt, with the prompt."""
+    return {"prompt": row["prompt"], **row["samples"][0]}
 
-    Args:
-        before: samples of an evaluation, or none.
-        after: samples of a later one.
-    """
+
+def format_samples(samples: Sequence[tuple[Row | None, Row]]) -> str:
+    """Completions of the same prompts before (None: unknown) and after training; whole episodes."""
     blocks = []
-    for n, sample in enumerate(after):
-        if "messages" in sample:
-            known = [("before", old) for old in _same_prompt(before, n, sample)]
-            known.append(("after", sample))
-            blocks += [f"{when}:\n{format_episode(row)}" for when, row in known]
+    for before, after in samples:
+        if "messages" in after:
+            rows = {"before": before, "after": after}
+            blocks += [f"{when}:\n{format_episode(row)}" for when, row in rows.items() if row]
             continue
-        lines = [f"before: {old['completion'].strip()}" for old in _same_prompt(before, n, sample)]
-        prompt, now = sample["prompt"].strip(), sample["completion"].strip()
-        blocks.append("\n".join([f"prompt: {prompt}", *lines, f"after:  {now}"]))
+        lines = [f"prompt: {after['prompt'].strip()}"]
+        lines += [] if before is None else [f"before: {before['completion'].strip()}"]
+        blocks.append("\n".join([*lines, f"after:  {after['completion'].strip()}"]))
     return "\n\n".join(blocks)
-
-
-def choose_samples(before: list[Row], after: list[Row], number: int) -> list[int]:
-    """Return the indices of the samples that show most of what training changed.
-
-    The largest gain of reward; the largest loss, or else the lowest reward; then prompts whose
-    completion changed; then the first. A sample without a reward has neither.
-
-    Args:
-        before: samples of an evaluation, or none.
-        after: samples of a later one.
-        number: how many to choose.
-
-    Example:
-        >>> old = [{"prompt": p, "completion": "x", "reward": 0.0} for p in "abc"]
-        >>> new = [dict(old[0]), dict(old[1]), old[2] | {"completion": "y", "reward": 1.0}]
-        >>> choose_samples(old, new, 2)
-        [2, 0]
-    """
-    rewards = {n: row["reward"] for n, row in enumerate(after) if row.get("reward") is not None}
-    changes: dict[int, float] = {}
-    changed: list[int] = []
-    for n, sample in enumerate(after):
-        for old in _same_prompt(before, n, sample):
-            if n in rewards and old.get("reward") is not None:
-                changes[n] = rewards[n] - old["reward"]
-            changed += [n] * (sample["completion"] != old["completion"])
-    best = sorted(rewards, key=lambda n: -changes.get(n, rewards[n]))[:1]
-    others = [n for n in rewards if n not in best]
-    lost = [n for n in others if changes.get(n, 0.0) < 0]
-    worst = sorted(lost or others, key=lambda n: changes[n] if lost else rewards[n])[:1]
-    return list(dict.fromkeys([*best, *worst, *changed, *range(len(after))]))[:number]
-
-
-def _same_prompt(before: list[Row], n: int, sample: Row) -> list[Row]:
-    """Return the earlier sample of the same prompt, in a list; [] if there is none."""
-    candidates = [*before[n : n + 1], *before]
-    return [old for old in candidates if old["prompt"] == sample["prompt"]][:1]
 
 
 def next_commands(folder: Path, *, can_predict: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from litgrpo.runs.doctor.diagnosis import examine
 from litgrpo.runs.doctor.render import render_text
 from litgrpo.runs.run import Run
 from litgrpo.text.visible import visible
@@ -20,6 +19,8 @@ def doctor(run: str, fail_on: Literal["info", "warning", "critical"] = "critical
         run: a run folder; or TRL's trainer_state.json, a console log of verl, a metrics.csv.
         fail_on: exit with 1 if a finding has at least this severity.
     """
+    from litgrpo.runs.doctor.diagnosis import examine  # imports pandas, which --help need not
+
     diagnosis = examine(Run.read(run))
     print(visible(render_text(diagnosis)))
     if any(finding.at_least(fail_on) for finding in diagnosis.all_findings):

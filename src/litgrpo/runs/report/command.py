@@ -9,7 +9,6 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.run_folder import CONFIG, REPORT
 from litgrpo.runs.config import RunConfig
-from litgrpo.runs.doctor.diagnosis import examine
 from litgrpo.runs.report.page import render_page
 from litgrpo.runs.run import Run
 
@@ -59,6 +58,8 @@ def write_report(runs: list[str], output: str | None = None) -> Path:
     Raises:
         ValueError: a run folder does not exist, or the file cannot be written.
     """
+    from litgrpo.runs.doctor.diagnosis import examine  # imports pandas, which --help need not
+
     name = REPORT if len(runs) == 1 else "report-of-several.html"
     path = Path(runs[0], name) if output is None else Path(output)
     opened = [open_run(run) for run in runs]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.callbacks.formatting import format_number
+from litgrpo.runs.pairing import choose_prompts, prompt_key
 from litgrpo.runs.report.texts import MessageDiff, diff_messages
 from litgrpo.runs.run import Row, Run, finite_numbers
 from litgrpo.text.counts import plural
@@ -16,7 +16,6 @@ MAX_PROMPTS = 12  # shown over time
 NUM_EXTREMES = 5  # hardest and easiest
 MAX_PROMPT_CHARS, MAX_NAME_CHARS = 800, 160
 PromptKey = tuple[str, int]  # set of prompts, index
-Rows = Mapping[PromptKey, Row]
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,6 @@ class RankedPrompt:
     reward: str
 
 
-def prompt_key(row: Row) -> PromptKey:
-    """Return the identity of a held-out prompt within a run: its set and its index."""
-    return str(row.get("set", "")), int(row["index"])
-
-
 def describe_completion(row: Row) -> list[str]:
     """Describe a completion: correctness, reward, length, tool calls, failure."""
     notes = []
@@ -124,7 +118,9 @@ def follow_prompts(run: Run) -> list[PromptHistory]:
     *_, last = evaluations.values()
     shared = [key for key in first if all(key in rows for rows in evaluations.values())]
     histories = []
-    for key, reason in _choose_prompts(first, last, shared).items():
+    chosen = choose_prompts([(first[key], last[key]) for key in shared], MAX_PROMPTS)
+    for place, reason in chosen.items():
+        key = shared[place]
         completions, earlier = [], None
         for iteration, rows in evaluations.items():
             sample = rows[key]["samples"][0]
@@ -142,45 +138,6 @@ def follow_prompts(run: Run) -> list[PromptHistory]:
         prompt = visible(last[key]["prompt"], MAX_PROMPT_CHARS)
         histories.append(PromptHistory(reason, prompt, name, completions))
     return histories
-
-
-def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dict[PromptKey, str]:
-    """Choose at most twelve prompts, the most informative first.
-
-    Args:
-        first: the first evaluation.
-        last: the last one.
-        shared: prompts that all evaluations have.
-
-    Returns:
-        {prompt: reason}.
-    """
-    samples = {key: last[key]["samples"][0] for key in shared}
-    gains: dict[PromptKey, float] = {}
-    rewards: dict[PromptKey, float] = {}
-    for key in shared:
-        old, new = (finite_numbers([rows[key].get("reward")]) for rows in (first, last))
-        if old and new:
-            gains[key] = new[0] - old[0]
-        if own := finite_numbers([samples[key].get("reward")]):
-            rewards[key] = own[0]
-
-    chosen: dict[PromptKey, str] = {}
-
-    def add(reason: str, most: int, order: Mapping[PromptKey, float]) -> None:
-        remaining = [key for key in order if key not in chosen]
-        best = sorted(remaining, key=lambda key: (order[key], key))[:most]
-        chosen.update(dict.fromkeys(best, reason))
-
-    incorrect = [key for key in rewards if samples[key].get("correct") is False]
-    add("most improved", 3, {key: -gain for key, gain in gains.items() if gain > 0})
-    add("got worse", 3, {key: gain for key, gain in gains.items() if gain < 0})
-    add("incorrect, highest reward", 2, {key: -rewards[key] for key in incorrect})
-    add("truncated", 2, {n: rewards.get(n, 0.0) for n in shared if samples[n].get("truncated")})
-    remaining = [key for key in shared if key not in chosen]
-    num_left = MAX_PROMPTS - len(chosen)
-    step = max(1, len(remaining) // max(1, num_left))
-    return chosen | dict.fromkeys(remaining[::step][:num_left], "one of the others")
 
 
 def rank_prompts(run: Run) -> tuple[list[RankedPrompt], list[RankedPrompt]]:
