@@ -72,7 +72,6 @@ def test_a_page_shows_the_run(run):
         "Held-out prompts over time",
         "Hardest prompts",
         "The rewards were not audited",
-        "model.init_args.group_size",
         "python cli.py fit -c runs/mine/config.yaml --run_dir runs/mine-again",
         "Always 0: log ratio.",
     ):

@@ -1,10 +1,5 @@
 from litgrpo.runs.config import RunConfig
-from litgrpo.runs.report.settings import (
-    UsedSetting,
-    describe_environment,
-    list_settings,
-    repeat_commands,
-)
+from litgrpo.runs.report.settings import describe_environment, repeat_commands
 from litgrpo.runs.run import Run, table_of
 
 CONFIG = RunConfig(
@@ -16,30 +11,6 @@ CONFIG = RunConfig(
         "data": {"init_args": {"batch_size": 16}},
     }
 )
-
-
-def test_settings_that_differ_from_the_recipe_come_first(tmp_path):
-    recipe = tmp_path / "my recipe.yaml"
-    recipe.write_text("model: {init_args: {group_size: 8, max_completion_length: 40.0}}\n")
-    command = f"python cli.py fit -c '{recipe}' --model.group_size=4 --data.batch_size 16"
-    names, settings = list_settings(Run(config=CONFIG, command=command))
-    assert names == [str(recipe)]
-    assert [(each.key, each.recipe, each.used, each.differs) for each in settings] == [
-        ("model.init_args.group_size", "8", "4", True),
-        ("data.init_args.batch_size", "", "16", True),
-        ("model.init_args.max_completion_length", "40", "40", False),
-    ]
-
-
-def test_a_class_path_equals_its_bare_name():
-    key, used = "objective.class_path", "litgrpo.algorithms.losses.TokenMean"
-    assert not UsedSetting(key, "TokenMean", used).differs
-    assert UsedSetting(key, "Token", used).differs
-    assert UsedSetting("name", "TokenMean", used).differs
-
-
-def test_a_missing_recipe_gives_no_settings():
-    assert list_settings(Run(config=CONFIG, command="litgrpo fit -c gone.yaml")) == ([], [])
 
 
 def test_the_environment_is_read_from_the_folder():

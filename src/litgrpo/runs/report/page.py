@@ -104,7 +104,6 @@ def view_run(run: Run, diagnosis: Diagnosis | None) -> dict[str, Any]:
     """Collect everything that the template shows of one run."""
     pairs = results.compare_first_and_last(run)
     findings = [] if diagnosis is None else list(diagnosis.findings)[:MAX_FINDINGS]
-    recipes, used_settings = settings.list_settings(run)
     hardest, easiest = prompts.rank_prompts(run)
     return {
         "name": visible(run.name, MAX_RUN_NAME_CHARS),
@@ -126,8 +125,6 @@ def view_run(run: Run, diagnosis: Diagnosis | None) -> dict[str, Any]:
         "audit": view_audit(run.audit),
         "audit_command": f"{program_name()} audit -c {run.run_dir}/config.yaml --report "
         f"{run.run_dir}/audit.json",
-        "recipes": recipes,
-        "settings": used_settings,
         "config": visible(run.config_text, 60_000),
         "commands": settings.repeat_commands(run),
         "metrics": tabulate_metrics(run),
