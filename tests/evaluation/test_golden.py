@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from litgrpo.callbacks.evaluation_files import gather_rows, prompt_rows, unique_prompts
 from litgrpo.evaluation import (
     DialogueScores,
     compute_paired_difference,
@@ -24,6 +25,7 @@ from litgrpo.evaluation.intervals import bootstrap_ratio, compare_evaluations, m
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.runs.pairing import per_prompt_values
 from litgrpo.types import PromptBatch, Rollout
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -98,17 +100,19 @@ def batch_of(indices: list[int]) -> PromptBatch:
 
 
 def report_of(batches: list[list[int]]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Report of prompts, and its numbers of each prompt, over all processes."""
+    """Report of prompts, and what the evaluation file holds of each, over all processes."""
     rewards = {"cat": Reward(has_cat), "brevity": Reward(brevity, weight=0.3)}
     rewards["broken"] = Reward(broken, weight=0.1)
     settings = Evaluation(num_samples=4, corpus_metrics=DialogueScores())
     scorer = Scorer(rewards, runner=Runner(num_workers=0, max_failed_frac=1.0))
     evaluator = Evaluator(settings, scorer)
+    rows = []
     for indices in batches:
-        evaluator.evaluate(SeededRollouter(), batch_of(indices), "val", 0)
+        evaluated = evaluator.evaluate(SeededRollouter(), batch_of(indices), "val", 0)
+        rows += prompt_rows(vars(evaluated))
     evaluator.measure_initial_distance(initial_logprobs)
     report = evaluator.report("val")
-    return report, evaluator.per_prompt[""]
+    return report, per_prompt_values(unique_prompts(gather_rows(rows)), "avg@4")
 
 
 def close_to(numbers):

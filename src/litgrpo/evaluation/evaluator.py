@@ -21,7 +21,6 @@ from litgrpo.evaluation.metrics import (
     greedy_accuracy,
     initial_distance,
     measure_text,
-    ratio,
     reward_means,
     sampled_accuracy,
     sum_logprobs,
@@ -149,18 +148,6 @@ def summarize_rows(rows: Sequence[Row], settings: Evaluation) -> dict[str, float
     return known
 
 
-def list_by_prompt(rows: Mapping[int, Row], num_samples: int) -> dict[str, list[float]]:
-    """Return {name: one number per prompt} of accuracies and rewards, with `index`."""
-    first = next(iter(rows.values()))
-    columns = {"index": [float(index) for index in rows]}
-    columns[f"avg@{num_samples}"] = [ratio(*row["sampled"]) for row in rows.values()]
-    if "greedy" in first:
-        columns["greedy"] = [row["greedy"] for row in rows.values()]
-    for name in first["rewards"]:
-        columns[name] = [ratio(*row["rewards"][name]) for row in rows.values()]
-    return columns
-
-
 @dataclass(frozen=True)
 class Evaluated:
     """Completions and rewards of a batch of held-out prompts.
@@ -210,8 +197,6 @@ class Evaluator:
             )
         self.rows: dict[str, dict[int, Row]] = {}  # {set of prompts, "" if only one: {index: row}}
         self.samples: dict[str, list[Rollout]] = {}  # of each set, since the last report
-        # Of the last report: {set: {name: one number per prompt}}.
-        self.per_prompt: dict[str, dict[str, list[float]]] = {}
         self.start()
 
     def start(self, names: Sequence[str] = ("",)) -> None:
@@ -307,13 +292,11 @@ class Evaluator:
     def report(self, stage: str) -> dict[str, float]:
         """Return {`stage`/name: number} of everything since the last report, over all ranks.
 
-        With several sets of prompts {`stage`/set/name: number}. `per_prompt` then holds {set:
-        {name: one number per prompt}}. Every rank must call this. A sampler repeats prompts so that
-        ranks have equally many; each counts once.
+        With several sets of prompts {`stage`/set/name: number}. Every rank must call this. A
+        sampler repeats prompts so that ranks have equally many; each counts once.
         """
         of_ranks = all_gather_object(self.rows)
         report: dict[str, float] = {}
-        self.per_prompt = {}
         for name in self.rows:
             # Reversed, so that the first of several rows of a prompt stays.
             merged = {n: row for each in reversed(of_ranks) for n, row in each[name].items()}
@@ -321,7 +304,6 @@ class Evaluator:
                 prefix = f"{stage}/{name}" if name else stage
                 numbers = summarize_rows(list(rows.values()), self.settings)
                 report |= {f"{prefix}/{key}": value for key, value in numbers.items()}
-                self.per_prompt[name] = list_by_prompt(rows, self.settings.num_samples)
         self.start(list(self.rows))
         return report
 
