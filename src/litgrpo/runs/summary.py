@@ -91,13 +91,12 @@ class Evaluation:
 class Summary(Callback):
     """Writes `summary.json` and prints a table: the held-out evaluation before and after training.
 
-    They are the first and the last evaluation in the run folder: logged means of `metrics.csv`, and
-    the prompts of `evaluation/`, by which changes are paired; `EvaluationFiles`, which writes them,
-    is added if the trainer does not have it. Before is the validation that runs
-    before the first iteration: of all held-out prompts if `trainer.num_sanity_val_steps` is -1, as
-    `cli.py` sets it. After is the one that follows the last iteration. The commands validate and
-    test print their evaluation and write it to `validate.json` and `test.json`; if that file is of
-    another checkpoint, the name of the checkpoint is added.
+    Before is the first evaluation in the run folder: that of all held-out prompts before the first
+    iteration if `trainer.num_sanity_val_steps` is -1, as `cli.py` sets it. After is the one that
+    follows the last iteration. Means are those of `metrics.csv`; changes are paired by the prompts
+    in `evaluation/`, whose callback is added if the trainer does not have it. The commands validate
+    and test print their evaluation and write it to `validate.json` and `test.json`; if that file is
+    of another checkpoint, the name of the checkpoint is added.
 
     Args:
         num_samples: number of prompts to show with one completion each, before and after: of the
@@ -119,6 +118,7 @@ class Summary(Callback):
         """Add the callback that records the prompts, unless the trainer has one."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(each, EvaluationFiles) for each in callbacks):
+            # In front of this one, which reads the file.
             callbacks.insert(callbacks.index(self), EvaluationFiles())
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
@@ -191,22 +191,18 @@ class Summary(Callback):
     def first_and_last(
         self, run: Run, pl_module: TrainedModule
     ) -> tuple[Evaluation | None, Evaluation | None]:
-        """Return the first and the last evaluation of a run; None for those that it lacks."""
-        reports = logged_reports(run) | self.reports
-        # A run that continues from an older checkpoint may have files of later iterations.
-        iterations = sorted(n for n in reports if n <= pl_module.iteration)
-        files = run.evaluation_files
-        evaluations = [
-            Evaluation(
-                reports[n],
-                read_evaluation(files[n])[0] if n in files else [],
-                pl_module.success,
-                n,
-            )
-            for n in dict.fromkeys([*iterations[:1], *iterations[-1:]])
-        ]
-        first, last = ([None, None, *evaluations][-2:]) if evaluations else (None, None)
-        return first, last
+        """Return the first evaluation of a run, and that of its last iteration, if it has them."""
+        reports, files = logged_reports(run) | self.reports, run.evaluation_files
+
+        def evaluation(n: int) -> Evaluation:
+            rows = read_evaluation(files[n])[0] if n in files else []
+            return Evaluation(reports[n], rows, pl_module.success, n)
+
+        first, last = min(reports, default=0), pl_module.iteration
+        return (
+            evaluation(first) if first in reports and first < last else None,
+            evaluation(last) if last in reports else None,
+        )
 
     def _training_time_s(self) -> float:
         running = 0.0 if self.training_since is None else time.monotonic() - self.training_since
@@ -254,8 +250,8 @@ class RunSummary:
     """The first and the last evaluation of a run, as numbers and as text.
 
     Args:
-        before: the first one; None if there is only one.
-        after: the last one; None without any.
+        before: the first one; None if it is not known.
+        after: that of the last iteration; None if it is not known.
         num_samples: number of prompts to show.
         seconds: of training.
     """
