@@ -131,7 +131,8 @@ class Run:
     def iterations(self) -> int:
         """Finished iterations."""
         trained = [name for name in self.metrics if not name.startswith("val/")]
-        return int(self.metrics[trained].dropna(how="all").index.max() if trained else 0)
+        logged = self.metrics[trained].notna().any(axis=1)
+        return int(logged.index[logged].max()) if trained else 0
 
     @cached_property
     def reward_components(self) -> list[str]:
@@ -313,8 +314,9 @@ def _by_iteration(cells: pd.DataFrame) -> pd.DataFrame:
         cells[name] = numbers.mask(numbers.isna() & cells[name].notna(), math.inf)
     if "step" not in cells:
         return pd.DataFrame(index=pd.Index([], dtype=int, name="step"))
-    cells = cells[cells["step"].abs() < math.inf].astype(float).astype({"step": int})
-    return cells.groupby("step").last().dropna(axis=1, how="all").dropna(how="all")
+    cells = cells[cells["step"].abs() < math.inf]
+    table = cells.groupby(cells.pop("step").astype(int)).last()
+    return table.dropna(axis=1, how="all").dropna(how="all")
 
 
 # --- lines of JSON ---
