@@ -55,7 +55,8 @@ class Doctor(Callback):
         for finding in new:
             rank_zero_info(render_line(finding))
         for logger in loggers_of(trainer, TensorBoardLogger) if new else ():
-            logger.experiment.add_text("doctor", render_markdown(diagnosis), iteration)
+            with warn_once_on_failure("logger TensorBoard"):
+                logger.experiment.add_text("doctor", render_markdown(diagnosis), iteration)
 
     def is_new(self, rule: str, severity: Severity) -> bool:
         """Return whether a finding was not logged before, or is more severe now; remember it."""

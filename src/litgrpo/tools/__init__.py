@@ -1,1 +1,0 @@
-"""Commands that read runs and recipes; nothing in the core imports them."""
