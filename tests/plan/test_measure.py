@@ -107,11 +107,10 @@ def test_the_measured_recipe_differs_in_length_and_folder_only(tmp_path):
 SMALL = ["--data.batch_size", "2", "--model.group_size", "2", "--data.val.limit", "4"]
 
 
-def test_the_length_of_streamed_data_is_that_of_their_files(tmp_path):
+def test_the_length_of_a_run_follows_from_its_data(tmp_path):
     rows, override = tmp_path / "rows.jsonl", tmp_path / "override.yaml"
     rows.write_text("".join(f'{{"prompt": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(50)))
-    source = {"path": str(rows), "streaming": True}
-    override.write_text(json.dumps({"data": {"init_args": {"train": source}}}))
+    override.write_text(json.dumps({"data": {"init_args": {"train": str(rows)}}}))
     words = ["-c", QUICKSTART, "-c", str(override), "--model.max_iterations", "null"]
     keep_quiet()
     # three passes over three full batches of 16

@@ -440,20 +440,15 @@ def load_data(settings: Namespace) -> Any:
     return data
 
 
-def apply_data(rows: Any, recipe: RecipeSizes) -> RecipeSizes:
+def apply_data(rows: PromptSet | PairSet, recipe: RecipeSizes) -> RecipeSizes:
     """Replace the limits of a recipe by the length of its longest row.
 
     Args:
         rows: the training rows of `load_data`.
         recipe: sizes of the recipe.
     """
-    require(
-        isinstance(rows, PromptSet | PairSet),
-        "the lengths of the training rows are unknown, as they are streamed (streaming: true): "
-        "give --read_data false",
-    )
     work = recipe.work
-    longest = min(max(map(len, rows.ids)), work.prompt_len)
+    longest = min(rows.max_tokens, work.prompt_len)
     if work.rollouts:
         length = row_length(longest, work.completion_len, work.prompt_sharing)
         # A micro-batch keeps its number of tokens: more rows if they are shorter.
