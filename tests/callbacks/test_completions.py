@@ -18,7 +18,7 @@ from litgrpo.callbacks.completions import (
     histograms,
     log_tables,
 )
-from litgrpo.callbacks.formatting import escape_cell
+from litgrpo.text.tables import escape_cell
 from litgrpo.types import RewardTable
 from tests.support.episodes import SAID, rows_of_episodes
 from tests.support.fitting import fit

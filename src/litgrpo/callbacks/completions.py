@@ -14,16 +14,12 @@ from torch import Tensor
 
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.files import write_if_possible
-from litgrpo.callbacks.formatting import (
-    escape_cell,
-    finite_or_none,
-    mark_truncated,
-    markdown_table,
-)
+from litgrpo.callbacks.formatting import finite_or_none, mark_truncated
 from litgrpo.callbacks.loggers import loggers_of
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.text.tables import escape_cell
 from litgrpo.types import RewardTable, Rollout
 
 Row = dict[str, Any]
@@ -182,10 +178,16 @@ def log_tables(trainer: Trainer, tables: dict[str, list[list[Any]]], step: int) 
         for wandb in loggers_of(trainer, WandbLogger):
             with warn_once_on_failure("logger WandbLogger"):
                 wandb.log_table(name, columns=head, data=rows, step=step)
-        texts = [[_format_cell(value) for value in row] for row in rows]
+        # Without padding: a completion can have thousands of characters.
+        lines = [
+            head,
+            ["---"] * len(head),
+            *([_format_cell(value) for value in row] for row in rows),
+        ]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         for board in loggers_of(trainer, TensorBoardLogger):
             with warn_once_on_failure("logger TensorBoard"):
-                board.experiment.add_text(name, markdown_table([head, *texts]), step)
+                board.experiment.add_text(name, table, step)
 
 
 def completion_table(rows: list[Row]) -> list[list[Any]]:

@@ -1,12 +1,11 @@
-"""Format numbers, reports and tables as text."""
+"""Format numbers and reports as text."""
 
 from __future__ import annotations
 
-import html
 import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -119,45 +118,3 @@ def finite_or_none(values: Tensor) -> list[float | None]:
 def terminal_columns() -> float:
     """Number of columns of the terminal that standard output goes to; infinite without one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad cells so that columns are aligned, and join each row to a line.
-
-    Example:
-        >>> align_columns([["", "before"], ["loss", "1.5"]])
-        ['      before', 'loss  1.5']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(row).rstrip() for row in padded]
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose head is the first row.
-
-    Example:
-        >>> print(markdown_table([["a", "b"], ["1", "2"]]))
-        | a | b |
-        | --- | --- |
-        | 1 | 2 |
-    """
-    head, *others = rows
-    lines = [head, ["---"] * len(head), *others]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def escape_cell(text: str) -> str:
-    r"""Escape text so that a cell of a Markdown table shows it literally.
-
-    Example:
-        >>> escape_cell("<answer>a|b</answer>\nend")
-        '&lt;answer&gt;a&#124;b&lt;/answer&gt;<br>end'
-    """
-    # TensorBoard renders Markdown, then HTML: a tag would vanish, a bar or a line break would end
-    # the cell, and stars, underlines and backticks would format.
-    entities = {"|": "&#124;", "*": "&#42;", "_": "&#95;", "`": "&#96;", "\\": "&#92;"}
-    escaped = html.escape(text, quote=False)
-    for character, entity in entities.items():
-        escaped = escaped.replace(character, entity)
-    return escaped.replace("\r", "").replace("\n", "<br>")

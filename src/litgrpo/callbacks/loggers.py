@@ -392,42 +392,25 @@ class Trackio(Logger):
         `Trainer(logger=Trackio(project="math", name="lr-1e-6"))`
     """
 
+    name = version = ""  # of the project; of the run
+
     def __init__(self, project: str = "litgrpo", name: str | None = None) -> None:
         super().__init__()
         require(
             find_spec("trackio") is not None,
             "trainer.logger is Trackio, whose package is not installed: pip install trackio",
         )
-        self.project = project
-        self.run_name = name
+        self.name, self.version = project, name or ""
         self.settings: dict[str, Any] = {}
-        self._has_run = False
-
-    @property
-    def name(self) -> str:
-        """Name of the project."""
-        return self.project
-
-    @property
-    def version(self) -> str:
-        """Name of the run."""
-        return self.run_name or ""
 
     @cached_property
     def run(self) -> Any:
         """Trackio's run; created with the first number, when the settings are known."""
         import trackio
 
-        self._has_run = True
-        return trackio.init(
-            project=self.project,
-            name=self.run_name,
-            config=self.settings,
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        options = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        run_name = self.version or None
+        return trackio.init(self.name, name=run_name, config=self.settings, **options)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
@@ -441,6 +424,6 @@ class Trackio(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Finish the run."""
-        if self._has_run:
+        """Finish the run, if it was created."""
+        if "run" in vars(self):
             self.run.finish()

@@ -23,7 +23,6 @@ from litgrpo.callbacks.evaluation_files import EvaluationFiles, checkpoint_name,
 from litgrpo.callbacks.files import write_if_possible
 from litgrpo.callbacks.formatting import (
     BOUNDS,
-    align_columns,
     format_report,
     format_success,
     strip_stage,
@@ -47,6 +46,7 @@ from litgrpo.runs.pairing import (
 from litgrpo.runs.run import Row, Run, read_evaluation
 from litgrpo.text.counts import plural
 from litgrpo.text.program import program_in_shell
+from litgrpo.text.tables import align_columns
 from litgrpo.text.visible import visible
 from litgrpo.training.lightning_compat import validate_now
 
