@@ -166,10 +166,12 @@ class Talks(Callback):
     def on_train_batch_end(self, trainer, module, *_):
         rank_zero_info("a log line")
         rank_zero_warn("a warning")
-        print("no end yet ", end="")
+        print("no end yet [/INST] ", end="", flush=True)
         print("printed", module.iteration)
+        print("the line of a file of Windows\\r")
         print("an error line", file=sys.stderr)
         if module.iteration == 2:
+            print("without an end", end="")
             raise SystemExit(0)
 
 warnings.simplefilter("always")
@@ -231,10 +233,11 @@ def screen(text: str, columns: int) -> list[str]:
 def test_the_bar_and_other_lines_are_on_lines_of_their_own(columns, unbuffered, tmp_path):
     lines = run_in_terminal(IN_A_TERMINAL, tmp_path, columns, PYTHONUNBUFFERED=unbuffered)
     for n in (1, 2):
-        start = lines.index(f"no end yet printed {n}")
-        assert lines[start + 1] == "an error line"
+        start = lines.index(f"no end yet [/INST] printed {n}")
+        assert lines[start + 1 : start + 3] == ["the line of a file of Windows", "an error line"]
         assert lines[start - 4 :].count("a log line") == 3 - n
     assert sum("UserWarning: a warning" in line for line in lines) == 2
+    assert "without an end" in lines
     (estimate,) = (line for line in lines if line.startswith("about "))
     assert without_times(estimate) == ESTIMATE
     bars = [line for line in lines if "|" in line]
