@@ -80,7 +80,7 @@ def test_a_finished_run_is_not_written_over(cli, finished_run):
     assert err.startswith("error: runs/recipe already holds a run")
     assert [key for key in ("--ckpt_path last", "--run_dir", "--overwrite") if key not in err] == []
     assert cli("fit", "-c", "recipe.yaml", "--overwrite", "true")[0] == 0
-    assert Path("runs/recipe/notes.txt").exists()
+    assert Path("runs/recipe.1/notes.txt").exists()
     assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
 
 
