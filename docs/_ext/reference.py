@@ -59,8 +59,10 @@ def pages() -> Iterator[tuple[str, list[str]]]:
         name = f"reference/api/{number:02}_{group.replace(' ', '_')}"
         yield name, [f"# {group.capitalize()}", "", *autodoc("litgrpo", names)]
     for module in MODULES:
-        names = [name for name in import_module(module).__all__ if name not in PUBLIC]
-        yield f"reference/{module}", [f"# `{module}`", "", *autodoc(module, sorted(names))]
+        package = import_module(module)
+        names = [name for name in package.__all__ if name not in PUBLIC]
+        text = [*(inspect.getdoc(package) or "").splitlines(), ""]
+        yield f"reference/{module}", [f"# `{module}`", "", *text, *autodoc(module, sorted(names))]
 
 
 def with_classes_below(classes: list[tuple[str, type]]) -> Iterator[tuple[str, type]]:

@@ -4,10 +4,12 @@ import gc
 import inspect
 import pkgutil
 import random
+import re
 import time
 from importlib import import_module
 
 import pytest
+from docstring_parser import parse
 
 from litgrpo import rewards
 from litgrpo.rewards import builtin
@@ -21,6 +23,8 @@ KWARGS = {
     "soft_overlong": {"max_completion_length": 100, "soft_punish_cache": 20},
     "cosine_length": {"max_completion_length": 100},
 }
+# Arguments that the package explains for all of them.
+SHARED = re.findall(r"^- `(\w+)`: ", inspect.getdoc(rewards) or "", re.MULTILINE)
 LARGEST = {"lapdog": 3.0}  # a sum of three terms; the others reach at most 1
 SHORT, LONG = 500, 8_000  # characters
 GROWTH = 75  # times as slow where the text is 16 times as long; the square would be 256
@@ -135,7 +139,8 @@ def measure(name: str, text: str) -> tuple[float, list[float | None]]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_reward_function_is_documented_and_changes_nothing(name: str) -> None:
     doc = inspect.getdoc(FUNCTIONS[name]) or ""
-    assert "Args:" in doc
+    own = [parameter.arg_name for parameter in parse(doc).params]
+    assert {*inspect.signature(FUNCTIONS[name]).parameters} <= {*SHARED, *own}
     assert "Returns:\n    N rewards" in doc
     if name.endswith("math_verify"):
         pytest.importorskip("math_verify", reason="math-verify is not installed")

@@ -1,7 +1,20 @@
-"""Reward functions, and what runs, weights and combines them.
+r"""Reward functions, and what runs, weights and combines them.
 
 Every built-in reward function can be named by `litgrpo.rewards.<name>`, such as
-`litgrpo.rewards.correctness`.
+`litgrpo.rewards.correctness`. It returns N rewards; None abstains. Arguments that several of them
+take, with values for N completions:
+
+- `prompts`: N prompts, texts or lists of chat messages.
+- `completions`: N completions, texts or lists of chat messages.
+- `answer`: N reference answers: a number, its text, or a worked solution that ends in `#### 72` or
+  `\boxed{72}`; or a list of these, any of which is correct. Rows without one (None, NaN, an empty
+  text or list) are not scored.
+- `answers`: N reference replies, or lists of them, of which the most similar counts.
+- `prompt_texts`: N rendered prompts, if `prompts` are messages.
+- `completion_ids`: N lists of token ids.
+- `completion_lengths`: N lengths in tokens.
+- `truncated`: N flags; True if the length limit cut the completion off.
+- `group_size`: G, completions of a prompt; row r is in group r // G.
 """
 
 from __future__ import annotations

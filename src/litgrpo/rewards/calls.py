@@ -48,13 +48,8 @@ def isolated(function: Function) -> Function:
 def limit_rows(
     timeout_s: float, memory_bytes: int, prepare: Callable[[], object]
 ) -> Callable[[Checked], Checked]:
-    """Give each row of a function of this package its own limits; one that exceeds them scores 0.
-
-    Args:
-        timeout_s: seconds for one row.
-        memory_bytes: memory that one row may take.
-        prepare: imports what the function needs, once and before any row.
-    """
+    """Give each row of a function of this package its own limits; a row beyond them gets 0."""
+    # `prepare` imports what the function needs, once and before any row.
 
     def attach(function: Checked) -> Checked:
         function.row_timeout_s = timeout_s  # type: ignore[attr-defined]
@@ -122,27 +117,18 @@ class UnusableReward(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One reward function and the rows that it scores.
-
-    Args:
-        name: name of the component.
-        function: the reward function.
-        rows: {parameter: list of length N}, what differs from row to row.
-        settings: {parameter: value}, the function's kwargs: the same for all rows and iterations.
-        num_rows: N.
-        context: {parameter: value}, the same for all rows of this iteration.
-        notes: which methods of `Notes` the function names.
-        places: N texts that say where each row comes from, for messages.
-    """
+    """One reward function and the rows that it scores."""
 
     name: str
     function: Function
-    rows: dict[str, list[Any]]
+    rows: dict[str, list[Any]]  # {parameter: list of length N}, differs from row to row
+    # {parameter: value}, the function's kwargs: the same for all rows and iterations
     settings: dict[str, Any]
-    num_rows: int
+    num_rows: int  # N
+    # {parameter: value}, the same for all rows of this iteration
     context: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    places: Sequence[str] = ()
+    notes: tuple[str, ...] = ()  # methods of `Notes` that the function names
+    places: Sequence[str] = ()  # N texts that say where each row comes from, for messages
 
     @property
     def is_coroutine(self) -> bool:
@@ -176,22 +162,16 @@ class Call:
 
 @dataclass
 class Scores:
-    """The rewards that a function gave to N rows.
+    """The rewards that a function gave to N rows."""
 
-    Args:
-        values: N numbers; NaN where the function abstained or failed.
-        failures: {row: reason} of the rows that failed.
-        precision: machine epsilon of the coarsest arithmetic that the numbers came in.
-        error: the first exception, if the function raised any.
-        metrics: {name: the numbers that the function logged}.
-        extras: {column: {row: what the function logged for it}}.
-    """
-
-    values: list[float]
-    failures: dict[int, str] = field(default_factory=dict)
+    values: list[float]  # N numbers; NaN where the function abstained or failed
+    failures: dict[int, str] = field(default_factory=dict)  # {row: reason}
+    # machine epsilon of the coarsest arithmetic that the numbers came in
     precision: float = DOUBLE_EPS
-    error: Exception | None = None
+    error: Exception | None = None  # the first exception
+    # {name: the numbers that the function logged}
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    # {column: {row: value that the function logged}}
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def put(self, rows: Sequence[int], other: Scores) -> None:
@@ -210,11 +190,7 @@ class Scores:
 
 
 class Notes:
-    """Collect what a function logs in addition to its rewards, as in TRL.
-
-    Args:
-        num_rows: completions that the function was called for.
-    """
+    """Collect what a function logs in addition to its rewards, as in TRL."""
 
     NAMES = ("log_metric", "log_extra")
 
@@ -248,18 +224,8 @@ class Notes:
 
 
 def read_result(result: object, num_rows: int) -> Scores:
-    """Convert the value that a function returned to numbers.
-
-    None abstains. NaN, infinities, numbers beyond 1e15 and anything that is not a real number fail
-    their row.
-
-    Args:
-        result: list, tuple, array or tensor of length N.
-        num_rows: N.
-
-    Raises:
-        MalformedResult: it does not have N entries, or is not a sequence.
-    """
+    """Convert the list, array or tensor that a function returned to numbers; None abstains."""
+    # NaN, infinities, numbers beyond 1e15 and anything that is not a real number fail their row.
     entries, precision = _as_python(result)
     if not isinstance(entries, list | tuple):
         kind = type(result).__name__

@@ -80,12 +80,7 @@ class RequestRejected(ValueError):
 
 
 class Abstained(openai.OpenAIError):
-    """A request is not sent; the client does not try again after its own errors.
-
-    Args:
-        reason: it is counted as.
-        problem: in words.
-    """
+    """A request is not sent; the client retries only after errors of its own types."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -101,12 +96,7 @@ class JudgeClient(LimitedClient):
         self.authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """Send a request; see `LimitedClient`.
-
-        Raises:
-            Abstained: it must not be sent.
-            httpx2.DecodingError: the response is no chat completion.
-        """
+        """Send a request that may be sent, and check that the response is a chat completion."""
         self.judge.count_try()
         # Others are for another address: keys and names of OPENAI_ADMIN_KEY, OPENAI_ORG_ID, ...
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
@@ -217,11 +207,7 @@ class LLMJudge(Judge):
         return self.__dict__ | {"asking": asking}
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
-        """See that there are a key and a file for the replies.
-
-        Raises:
-            ValueError: the variable is empty, the file cannot be used, or a key was masked.
-        """
+        """Check that there are a key and a file for the replies."""
         self._key()
         require(
             not find_masked(self.body),
@@ -302,11 +288,7 @@ class LLMJudge(Judge):
         )
 
     def count_try(self) -> None:
-        """Count a request that is about to be sent.
-
-        Raises:
-            Abstained: it must not be sent.
-        """
+        """Count a request that is about to be sent; raise `Abstained` if it must not be sent."""
         if self.max_requests is not None and self.counts["calls"] >= self.max_requests:
             raise Abstained("over_budget", "max_requests is spent")
         # Waiting for each of the others would be of no use.
@@ -315,11 +297,7 @@ class LLMJudge(Judge):
         self.counts["calls"] += 1
 
     def read(self, response: httpx2.Response) -> str:
-        """The text of a chat completion.
-
-        Raises:
-            httpx2.DecodingError: it is none; the client tries again.
-        """
+        """Return the text of a chat completion; for anything else the client tries again."""
         try:
             reply = read_reply(response.content, ChatCompletion)
         except MalformedReply as error:
@@ -369,12 +347,8 @@ class LLMJudge(Judge):
         return mask_text(self.read(response))
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a request that failed after all retries.
-
-        Raises:
-            RequestRejected: no request worked so far, and a retry would not help: a mistake in the
-                recipe.
-        """
+        """Count a request that failed after all retries."""
+        # If no request worked so far, and a retry would not help, it is a mistake in the recipe.
         if isinstance(error, openai.APIStatusError):
             problem, status = describe_response(error.response), error.status_code
             may_pass = status in RETRIED or error.response.is_server_error
@@ -429,34 +403,25 @@ class LLMJudge(Judge):
 def is_variable_name(name: str) -> bool:
     """Return True for the name of a variable; a key given in its place must not pass as a name.
 
-    Keys have lower case, or are long, or mix letters with digits.
-
     Example:
         >>> is_variable_name("OPENAI_API_KEY"), is_variable_name("AKIAIOSFODNN7EXAMPLE")
         (True, False)
     """
+    # Keys have lower case, or are long, or mix letters with digits.
     if len(name) > MAX_NAME or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
         return False
     return all(len(word) <= (16 if word.isalpha() else 8) for word in name.split("_"))
 
 
 class Replies:
-    """Replies in a file of SQLite, which processes can share.
-
-    Args:
-        folder: where.
-    """
+    """Replies in a file of SQLite, which processes can share."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / CACHE_FILE
         self.failed = False  # the file could not be used
 
     def prepare(self) -> None:
-        """Make the file.
-
-        Raises:
-            ValueError: it cannot be made, or is something else.
-        """
+        """Make the file; raise ValueError if it cannot be made, or is something else."""
         try:
             require(not self.path.is_symlink(), f"judge: cache_dir: {self.path} is a link")
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,7 @@ from litgrpo.types import RewardTable
 def resolve_function(
     name: str, given: str | Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return the function of a component, imported if it is a path, and check its kwargs.
-
-    Raises:
-        ValueError: there is no such function, or it does not take the kwargs.
-    """
+    """Return the function of a component, imported if it is a path, and check its kwargs."""
     function = _import_function(name, given) if isinstance(given, str) else given
     if inspect.isclass(function):
         path = f"{function.__module__}.{function.__qualname__}"
@@ -156,20 +152,8 @@ Rewards = Mapping[str, OneReward] | Sequence[OneReward] | OneReward
 
 
 def name_rewards(rewards: Any) -> dict[str, Reward]:
-    """Return the rewards by name; a function or an import path alone has weight 1.
-
-    Args:
-        rewards: {name: reward}, a list of rewards, or one; each a function, an import path, a
-            `Reward`, or a mapping with its arguments. Alone or in a list, the function's name is
-            used.
-
-    Example:
-        >>> name_rewards([len])["len"].weight, list(name_rewards("litgrpo.rewards.correctness"))
-        (1.0, ['correctness'])
-        >>> name_rewards({"exact": {"function": "litgrpo.rewards.exact", "weight": 0.5}})
-        ... # doctest: +ELLIPSIS
-        {'exact': Reward(function='litgrpo.rewards.exact', weight=0.5, ...
-    """
+    """Return the rewards by name; a function or an import path alone has weight 1."""
+    # Alone or in a list, the function's name is used.
     rewards = [rewards] if callable(rewards) or isinstance(rewards, str | Reward) else rewards
     require(
         isinstance(rewards, Mapping | list | tuple),
@@ -213,10 +197,6 @@ def find_main_reward(weights: Mapping[str, float]) -> str:
     """Return the reward with the largest weight, of equal ones the first; "" without rewards.
 
     It decides whether a completion is correct, unless `evaluation.success_reward` names another.
-
-    Example:
-        >>> find_main_reward({"format": 0.2, "correct": 1.0, "short": 1.0})
-        'correct'
     """
     return max(weights, key=lambda name: weights[name], default="")
 
@@ -226,13 +206,7 @@ def find_success_rewards(
 ) -> dict[str, str]:
     """Return {task: the reward that decides there}; the key "" is for all tasks not listed.
 
-    It is the given one where that scores the task, else the one with the largest weight of those
-    that do.
-
-    Args:
-        weights: {reward: weight}.
-        tasks: {reward: the tasks that it scores}; none means all.
-        given: `evaluation.success_reward`.
+    It is the given one where that scores the task, else the one with the largest weight there.
 
     Example:
         >>> find_success_rewards({"math": 1.0, "judge": 0.5}, {"math": ["gsm"], "judge": ["chat"]})
@@ -311,11 +285,7 @@ def missing_columns_error(name: str, missing: Sequence[str], columns: Iterable[s
 
 
 def resolve_functions(rewards: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
-    """Check the rewards against each other, and return {name: function}.
-
-    Raises:
-        ValueError: there are none, a function is not found, or a setting is not allowed.
-    """
+    """Check the rewards against each other, and return {name: function}."""
     require(bool(rewards), "there are no rewards; give at least one under `rewards`")
     for name, reward in rewards.items():
         _check_weight(name, reward)

@@ -225,11 +225,9 @@ class RewardModel(Judge):
         return scores
 
     def _pad(self, rows: Sequence[Encoded]) -> dict[str, Tensor]:
-        """[M, T] ids, mask and segments, padded on the right: positions are those of a row alone.
-
-        Causal models read the score off the last token that is not their padding token. One without
-        a padding token gets one that no row contains, so that this is each row's last.
-        """
+        """Return [M, T] ids, mask, segments, padded on the right: positions as in a row alone."""
+        # Causal models read the score off the last token that is not their padding token. One
+        # without a padding token gets one that no row contains, so that this is each row's last.
         pad = self.pad_id
         if pad is None:
             used = {token for row in rows for token in row["input_ids"]}
@@ -256,15 +254,7 @@ class RewardModel(Judge):
 
 
 def column_of(label: int | str | None, names: dict[int, str], pretrained: str) -> int:
-    """The number of the chosen label, or of the only one.
-
-    Example:
-        >>> column_of("good", {0: "bad", 1: "good"}, "my_model")
-        1
-
-    Raises:
-        ValueError: several labels and none chosen, or none of that name or number.
-    """
+    """The number of the chosen label, or of the only one."""
     listed = ", ".join(f"{number}: {name}" for number, name in sorted(names.items()))
     require(
         label is not None or len(names) == 1,
@@ -317,17 +307,13 @@ def _refuse_policy(pretrained: str, policy: str) -> None:
 
 @dataclass
 class JudgeInput:
-    """Turns what was asked and what was answered into what a model reads.
-
-    Args:
-        tokenizer: the model's.
-        max_length: maximum tokens of an input. A longer one loses the start of what was asked,
-            system messages excepted; what was answered is never cut.
-        over_limit: number of inputs over the limit, by what became of them.
-    """
+    """Turns what was asked and what was answered into what a model reads."""
 
     tokenizer: Any
+    # in tokens; a longer input loses the start of what was asked, system messages excepted; what
+    # was answered is never cut
     max_length: float
+    # number of inputs over the limit, by what became of them
     over_limit: FailureCounter = field(default_factory=FailureCounter)
 
     def __call__(self, asked: Messages, answer: str) -> Encoded | None:
@@ -349,9 +335,6 @@ class JudgeInput:
         """Token ids without a limit; special tokens as the tokenizer or its chat format says.
 
         One that the answer spells is plain text: it would end the answer, or begin a message.
-
-        Raises:
-            ValueError: the chat template rejected the messages.
         """
         special = Placeholders(self.tokenizer)
         if self.tokenizer.chat_template is not None:
@@ -393,11 +376,7 @@ class JudgeInput:
 
 
 def without_start(messages: Messages, num_tokens: int, tokenizer: Any) -> Messages | None:
-    """The messages without that many tokens from the start, system messages left whole.
-
-    Returns:
-        None if there are no more tokens than that.
-    """
+    """Cut tokens from the start, system messages left whole; None if there are not enough."""
     shorter = []
     for message in messages:
         if num_tokens <= 0 or message["role"] == "system":
@@ -411,26 +390,18 @@ def without_start(messages: Messages, num_tokens: int, tokenizer: Any) -> Messag
 
 
 def as_messages(asked: str | Messages) -> Messages:
-    """Return a prompt as messages; a text becomes a user message.
-
-    Example:
-        >>> as_messages("Why?")
-        [{'role': 'user', 'content': 'Why?'}]
-    """
+    """Return a prompt as messages; a text becomes a user message."""
     return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
 
 def batches_by_length(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:
     """Row numbers in batches of about equal length, the longest first; empty rows in none.
 
-    Args:
-        lengths: tokens of each row.
-        max_batch_tokens: limit of rows times the longest row; a longer row is a separate batch.
-
     Example:
         >>> list(batches_by_length([2, 9, 3, 0, 2], max_batch_tokens=6))
         [[1], [2, 0], [4]]
     """
+    # `max_batch_tokens` limits rows times the longest row; a longer row is a separate batch.
     batch: list[int] = []
     for row in sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > max_batch_tokens:

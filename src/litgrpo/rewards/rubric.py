@@ -103,16 +103,7 @@ class Rubric(Judge):
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[Any]:
-        """Ask for every criterion.
-
-        Args:
-            prompts: N prompts.
-            completions: N completions.
-            columns: what else is known of them.
-
-        Returns:
-            N rewards from 0 to 1; None where no criterion applies.
-        """
+        """Return N rewards from 0 to 1; None where no criterion applies."""
         rows = {**columns, "prompts": prompts, "completions": completions}
         known = {name: rows[name] for name in rows if self.takes_all or name in self.named}
         asked = [

@@ -55,11 +55,9 @@ class RewardFailure(RuntimeError):
 
 
 class FunctionInWorker:
-    """Scores rows in the worker processes of one function.
+    """Scores rows in the worker processes of one function."""
 
-    Args:
-        call: a call of the function, whose rows are not kept.
-    """
+    # The rows of `call` are not kept: each message has its own.
 
     def __init__(self, call: Call) -> None:
         self.call = replace(call, rows={}, num_rows=0, context={}, places=())
@@ -139,7 +137,6 @@ class Runner:
     max_failed_frac: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         above("model.reward_runner.timeout_s", self.timeout_s, 0)
         at_least("model.reward_runner.num_workers", self.num_workers, 0)
         at_least("model.reward_runner.max_failed_frac", self.max_failed_frac, 0)
@@ -170,9 +167,6 @@ class Runner:
         """Start the calls of one iteration; worker processes run while the caller continues.
 
         Calls that were started before and not waited for are cancelled.
-
-        Args:
-            calls: one call per reward function.
         """
         self.cancel()
         self.started = StartedCalls(self, calls)
@@ -272,12 +266,7 @@ class Runner:
             )
 
     def count_failures(self, calls: Sequence[Call], results: Sequence[Scores]) -> None:
-        """Count the failures of an iteration; log the first, and each time their number doubled.
-
-        Raises:
-            ValueError: see `StartedCalls.wait`.
-            RewardFailure: see `StartedCalls.wait`.
-        """
+        """Count the failures of an iteration; log the first, and each time their number doubled."""
         for call, scores in zip(calls, results, strict=True):
             worked = len(scores.failures) < call.num_rows
             if isinstance(scores.error, UnusableReward):
@@ -362,28 +351,16 @@ def _is_foreign(value: Any) -> bool:
 
 
 class Task(NamedTuple):
-    """Rows of a call that a worker scores.
+    """Rows of a call that a worker scores."""
 
-    Args:
-        number: of the call.
-        rows: numbers of the rows.
-        limit_s: time limit; of a coroutine for all rows, and again for the single rows.
-        is_first: a failure of several rows is followed by a task for each of them.
-    """
-
-    number: int
-    rows: Sequence[int]
-    limit_s: float
-    is_first: bool
+    number: int  # of the call
+    rows: Sequence[int]  # numbers of the rows
+    limit_s: float  # of a coroutine for all rows, and again for the single rows
+    is_first: bool  # a failure of several rows is followed by a task for each of them
 
 
 class StartedCalls:
-    """The calls of one iteration, whose worker processes are running; `wait` for the scores.
-
-    Args:
-        runner: runner that started them.
-        calls: one call per reward function.
-    """
+    """The calls of one iteration, whose worker processes are running; `wait` for the scores."""
 
     def __init__(self, runner: Runner, calls: Sequence[Call]) -> None:
         self.runner, self.calls = runner, list(calls)
@@ -522,12 +499,7 @@ class StartedCalls:
 
 
 def plan_tasks(number: int, call: Call, timeout_s: float, num_workers: int) -> list[Task]:
-    """Return the first tasks of a call: all rows at once, if the function has no limit for a row.
-
-    Example:
-        >>> plan_tasks(0, Call("r", len, {}, {}, 3), timeout_s=60.0, num_workers=2)
-        [Task(number=0, rows=range(0, 3), limit_s=30.0, is_first=True)]
-    """
+    """Return the first tasks of a call: all rows at once, unless each row has its own limit."""
     rows = range(call.num_rows)
     if is_marked(call.function, "whole_batch"):
         return [Task(number, rows, timeout_s, False)]

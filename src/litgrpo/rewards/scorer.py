@@ -37,17 +37,9 @@ EPS = 1e-4
 
 
 def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
-    """Deviation from the mean, in standard deviations.
+    """Return the deviation from the mean in standard deviations, [B, G]; NaN is left out and stays.
 
-    Numbers that are equal but for rounding get exactly 0.
-
-    Args:
-        values: [B, G]; NaN is left out and stays.
-        how: `group` compares each row of the tensor, `batch` all of it, `none` nothing.
-        precision: machine epsilon of the arithmetic that the values came in.
-
-    Returns:
-        [B, G].
+    `precision` is the machine epsilon of the values: those equal up to rounding get exactly 0.
     """
     if how == "none":
         return values
@@ -69,19 +61,9 @@ def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
 def apply_gate(
     values: Tensor, gate: Tensor, threshold: float, how: Normalize, precision: float
 ) -> Tensor:
-    """The values where the gate is open, 0 where it is closed.
+    """Return the values where the gate is at least the threshold, and 0 elsewhere, [B, G].
 
-    Only values behind open gates are compared with each other.
-
-    Args:
-        values: [B, G].
-        gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
-        threshold: the gate is open from here on.
-        how: as in `normalize`.
-        precision: as in `normalize`.
-
-    Returns:
-        [B, G].
+    NaN in the gate, nothing is known, gives NaN. Only values behind open gates are normalized.
     """
     is_open = gate >= threshold
     compared = normalize(values.where(is_open, torch.nan), how, precision)
@@ -90,10 +72,6 @@ def apply_gate(
 
 def schedule_factor(schedule: Mapping[int, float], iteration: int) -> float:
     """The factor at an iteration: linear between the given points, constant outside.
-
-    Args:
-        schedule: {iteration: factor}; nothing means 1.
-        iteration: finished iterations.
 
     Example:
         >>> schedule_factor({0: 1.0, 100: 0.0}, 25)
@@ -109,14 +87,7 @@ def schedule_factor(schedule: Mapping[int, float], iteration: int) -> float:
 def normalize_and_gate(
     name: str, values: Mapping[str, Tensor], rewards: Mapping[str, Reward], precision: float
 ) -> Tensor:
-    """Return a component [B, G] after normalization, and 0 where its gate is closed.
-
-    Args:
-        name: of the component.
-        values: {name: [B, G]} what the function of each component returned.
-        rewards: {name: options of each component}.
-        precision: machine epsilon of the arithmetic that computed the component.
-    """
+    """Return a component [B, G] after normalization, and 0 where its gate is closed."""
     reward = rewards[name]
     if reward.gate is None:
         return normalize(values[name], reward.normalize, precision)

@@ -110,6 +110,8 @@ def test_an_expression_is_not_the_number_in_it(claim: str, gold: str, reward: fl
 
 def test_a_decimal_gold_number_means_its_digits() -> None:
     assert parse_reference(0.1) == Fraction(1, 10)
+    assert parse_reference(True) == "True"
+    assert parse_reference("48 + 24 = 72\n#### 72") == 72
     assert judge(tag("1/10"), 0.1) == 1.0
 
 

@@ -1,1 +1,1 @@
-"""Built-in reward functions; each is public as `litgrpo.rewards.<name>`."""
+"""Built-in reward functions, public as `litgrpo.rewards.<name>`, which has their arguments."""

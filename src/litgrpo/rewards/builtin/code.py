@@ -39,22 +39,14 @@ def check_tests(
     entry_point: Sequence[Names] | None = None,
     timeout_s: float = 4.0,
 ) -> None:
-    """Read the tests of all rows before training; `audit` runs them.
-
-    Raises:
-        UnusableReward: there is no sandbox; the tests have another format, or use undefined names.
-    """
+    """Read the tests of all rows before training; `audit` runs them."""
     require_sandbox()
     above("timeout_s", timeout_s, 0)
     _read_rows(tests, entry_point)
 
 
 def require_sandbox() -> None:
-    """Check that programs can be sandboxed on this machine.
-
-    Raises:
-        UnusableReward: no sandbox is available, with the reason and the fix.
-    """
+    """Raise `UnusableReward`, with the fix, if programs cannot be sandboxed on this machine."""
     if not sandbox.available():
         raise UnusableReward(
             f"Could not run the tests: code of a model needs a sandbox:"
@@ -76,6 +68,7 @@ def unit_tests(
 ) -> list[float | None]:
     r"""Return the fraction of a row's tests that the completion's Python code passes.
 
+    The code is the last fenced Python block of the completion, or the whole text if there is none.
     The code and the tests run in two separate sandboxes (bubblewrap). The code sees which of its
     functions is called with which plain data, or its input, and nothing else: neither the text of
     the tests, nor the expected values, nor the results. It returns plain data, which the other
@@ -85,9 +78,6 @@ def unit_tests(
     `reference_solution`: the first must not pass all tests of a row, and the second must.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages. The code is the last fenced
-            Python block, or the whole text if there is none.
         tests: N lists of tests, or N scripts. Items of a list are assert lines (or scripts, each
             one test); `[call, expected]` or `{call: "f(1)", expected: 2}`, where lists and tuples
             are equal; or `{stdin: "1 2", stdout: "3"}`, for code that is a program: lines are
@@ -124,12 +114,7 @@ def unit_tests(
 
 
 def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
-    r"""Return the Python code of a completion: its last fenced Python block, else all of it.
-
-    Example:
-        >>> extract_code("So:\n```python\nx = 1\n```")
-        'x = 1\n'
-    """
+    r"""Return the Python code of a completion: its last fenced Python block, else all of it."""
     blocks = [code for name, code in FENCE.findall(text) if name.lower() in PYTHON]
     if blocks:
         return str(blocks[-1])
@@ -141,20 +126,11 @@ def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class RowTests:
-    """The tests of a row.
+    """The tests of a row."""
 
-    Args:
-        tests: JSON list of tests, each `{script}`, `{call, expected}` or `{stdin, stdout}`; ""
-            without any.
-        names: names that the code must define.
-
-    Example:
-        >>> read_tests("assert f(2) == 4").names
-        ('f',)
-    """
-
+    # JSON list of tests, each `{script}`, `{call, expected}` or `{stdin, stdout}`; "" without any
     tests: str = ""
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # names that the code must define
 
     @property
     def listed(self) -> list[dict[str, Any]]:
@@ -167,12 +143,7 @@ def _read_rows(tests: Sequence[Tests], entry_point: Sequence[Names] | None) -> l
 
 
 def read_tests(given: Tests, entry_point: Names = None) -> RowTests:
-    """Return the tests of a row; none for None, NaN, and an empty text or list.
-
-    Raises:
-        UnusableReward: the tests have another format, cannot be parsed, or use undefined
-            names.
-    """
+    """Return the tests of a row; none for None, NaN, and an empty text or list."""
     if given is None or not list_answers(given):
         return RowTests()
     declared = [entry_point] if isinstance(entry_point, str) else list(entry_point or [])
@@ -269,9 +240,6 @@ def _find_code_names(texts: Sequence[str], declared: Sequence[str]) -> list[str]
 
     A name that the tests forgot to import must not be looked for in the code, which could define it
     so that every test passes.
-
-    Raises:
-        UnusableReward: the tests do not say which names these are.
     """
     undefined = sorted(set().union(*map(find_undefined, texts)))
     used = set().union(*map(_find_used, texts))
@@ -303,10 +271,6 @@ def find_undefined(script: str) -> set[str]:
     r"""Return the names that a script uses and neither defines nor imports.
 
     Python's own names are defined, and so is a module of the standard library in `math.sqrt`.
-
-    Example:
-        >>> sorted(find_undefined("x = 2\nassert math.sqrt(f(x)) == close(x)"))
-        ['close', 'f']
     """
     used, defined = _find_used(script), _find_defined(script)
     tree = _parse(script)

@@ -22,11 +22,6 @@ def f1(prompts: Sequence[object], completions: Completions, answers: Answers) ->
 
     Case and punctuation count; only the Unicode spelling is normalized.
 
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answers: N reference replies, or lists of them.
-
     Returns:
         N rewards in [0, 1]; None without a reference reply.
 
@@ -44,11 +39,6 @@ def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answer
     """Return the F-measure of the longest common subsequence of words (ROUGE-L).
 
     Needs the package rouge-score.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 1]; None without a reference reply.
@@ -69,11 +59,6 @@ def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) 
     """Return the sentence BLEU of each reply divided by 100 (effective order).
 
     Needs the package sacrebleu.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 1]; None without a reference reply.
@@ -100,11 +85,6 @@ def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers
     one of several gets less. If no reply of the batch has a BLEU above 0, the term is 0 (0 / 0 in
     the released code). For a sum that does not depend on the batch, weight `f1`, `rouge_l` and
     `bleu` separately.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions of one batch, texts or lists of chat messages.
-        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 3]; None without a reference reply.

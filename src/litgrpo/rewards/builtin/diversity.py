@@ -26,9 +26,6 @@ def repetition(
     """Penalize repeated token n-grams: `max_penalty` times the fraction that are repeats.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions; not read.
-        completion_ids: N lists of token ids.
         ngram_size: n.
         max_penalty: reward of endless repetition, 0 or less.
 
@@ -59,8 +56,6 @@ def distinct(
     """Return the fraction of a completion's word n-grams that are distinct (distinct-n).
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         n: words per n-gram.
         min_words: shorter texts get proportionally less, because a text of one n-gram cannot
             repeat itself; 1 disables this.
@@ -89,9 +84,6 @@ def group_diversity(
     """Return the fraction of a completion's word n-grams that no other one of its group has.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages; row r is in group r // G.
-        group_size: G.
         n: words per n-gram.
 
     Returns:

@@ -27,13 +27,10 @@ def reasoning_answer(
     write it, belongs to the completion.
 
     Args:
-        prompts: N prompts.
-        completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the first tag.
         answer_tag: name of the second tag.
         partial_credit: give a malformed completion 0.1 for each of the four tags that appears
             exactly once. Use it if the model never finds the whole format by chance.
-        prompt_texts: N rendered prompts, if `prompts` are messages.
 
     Returns:
         N rewards in [0, 1].
@@ -74,11 +71,6 @@ def think_format(
 
     If the prompt ends with `<think>`, as the chat templates of some reasoning models write it, the
     tag belongs to the completion.
-
-    Args:
-        prompts: N prompts.
-        completions: N completions, texts or lists of chat messages.
-        prompt_texts: N rendered prompts, if `prompts` are messages.
 
     Returns:
         N rewards in {0, 1}.
@@ -130,10 +122,8 @@ def json_fields(
     fields that are difficult. `require_same_fields` prevents this.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         answer: N reference objects: mappings, or their JSON; or lists of these, any of which is
-            correct. Rows without one are not scored.
+            correct.
         require_same_fields: give 0 if the completion's fields are not exactly the reference's.
 
     Returns:

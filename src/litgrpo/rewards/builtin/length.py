@@ -22,9 +22,6 @@ def length(
     """Return 1 for `min_tokens` to `max_tokens` tokens, falling linearly to 0 on both sides.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions; not read.
-        completion_lengths: N lengths in tokens.
         min_tokens: shortest length with full reward; the reward falls to 0 at no tokens.
         max_tokens: longest length with full reward; the reward falls to 0 at `zero_tokens`.
         zero_tokens: shortest length without reward; default: twice `max_tokens`.
@@ -63,9 +60,6 @@ def soft_overlong(
     Same as TRL's `get_soft_overlong_punishment`.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions; not read.
-        completion_lengths: N lengths in tokens.
         max_completion_length: length that gets the full penalty.
         soft_punish_cache: number of tokens over which the penalty grows.
 
@@ -108,10 +102,6 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
     least `incorrect_long`.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answer: N reference answers, as in `correctness`.
-        completion_lengths: N lengths in tokens.
         max_completion_length: length at which completions are truncated.
         correct_short: reward of a correct answer of no tokens.
         correct_long: reward of a correct answer just below the limit.

@@ -43,11 +43,7 @@ References = Reference | Sequence[Reference] | None  # several accepted answers:
 
 
 def check_answers(answer: Sequence[References]) -> None:
-    """Check before training that each reference answer can be parsed.
-
-    Raises:
-        UnusableReward: one is neither a number nor a text.
-    """
+    """Check before training that each reference answer can be parsed."""
     for row in answer:
         for reference in list_answers(row):
             try:
@@ -76,11 +72,6 @@ def correctness(
     empty or unclosed tag get 0.
 
     Args:
-        prompts: N prompts; their words may follow a number like a unit.
-        completions: N completions, texts or lists of chat messages.
-        answer: N reference answers: a number, its text, or a worked solution that ends in
-            `#### 72` or `\boxed{72}`; or a list of these, any of which is correct. Rows without
-            one (None, NaN, an empty text or list) are not scored.
         require_tags: take answers from `<answer>..</answer>` only. If false, also from `#### x`,
             `\boxed{x}` or the last line, in this order.
         answer_tag: name of the tag.
@@ -134,11 +125,6 @@ def gsm8k(
     it is the single number of the last line. For models that were not prompted for a format;
     `correctness` requires the tags.
 
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answer: N reference answers, worked solutions that end in `#### 72` or numbers.
-
     Returns:
         N rewards in {0, 1}; None without a reference answer.
 
@@ -167,9 +153,6 @@ def exact(
     Surrounding whitespace is ignored.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answer: N reference answers; rows without one are not scored.
         answer_tag: name of the tag around the answer, which must appear once; None compares the
             whole completion.
 
@@ -205,9 +188,7 @@ def closeness(
     `correctness` for arithmetic.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answer: N reference answers that are numbers; rows without one are not scored.
+        answer: N reference answers that are numbers.
         tolerance: relative error at which the reward is 0; the absolute error if the reference
             is 0.
         require_tags: as in `correctness`.
@@ -286,10 +267,7 @@ def math_verify(
     worker process. An answer that cannot be judged within 2 s or 1 GiB gets 0.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        answer: N reference answers in LaTeX, with or without `$`, or lists of them; rows
-            without one are not scored.
+        answer: N reference answers in LaTeX, with or without `$`, or lists of them.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
 
@@ -359,13 +337,6 @@ def parse_reference(reference: Reference, nouns: Nouns = frozenset()) -> Fractio
     r"""Parse a reference answer into an exact number, or its text if it is not a number.
 
     A worked solution whose marked answer is empty (`#### `) gives "", no answer.
-
-    Example:
-        >>> parse_reference("48 + 24 = 72\n#### 72"), parse_reference(True)
-        (Fraction(72, 1), 'True')
-
-    Raises:
-        ValueError: it is neither a finite number, a truth value, a date, nor a text.
     """
     if type(reference).__name__ in ("bool", "bool_") or isinstance(reference, date | time):
         return str(reference)

@@ -35,8 +35,6 @@ def explanation_quality(
     squared fraction of word triples that are not repeats.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         min_words: fewest words with full reward.
         max_words: most words with full reward.
         reasoning_tag: name of the tag around the explanation.
@@ -66,12 +64,7 @@ def explanation_quality(
 
 
 def new_share(text: str) -> float:
-    """Return the fraction of a text's word triples that are not repeats; 1 for a short text.
-
-    Example:
-        >>> new_share("a b c a b c")
-        0.75
-    """
+    """Return the fraction of a text's word triples that are not repeats; 1 for a short text."""
     return distinct_share(ngrams(text.lower().split(), NGRAM), of_none=1.0)
 
 
@@ -81,10 +74,6 @@ def quality(prompts: Sequence[object], completions: Completions) -> list[float]:
     Letters and digits among its characters; words of ordinary length; sentences of ordinary
     length; words that do not repeat; an end that is not cut off. The minimum, not the mean: doing
     well in one property does not make up for another.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
 
     Returns:
         N rewards in [0, 1]; 0 for a text without words.
@@ -127,11 +116,6 @@ def cheerful(
     This is VADER's compound score shifted to [0, 1]: 0.5 is neutral. VADER adds up word scores and
     ignores the meaning: a list of happy words gets nearly 1. Keep the policy near the initial
     policy with `objective.kl_coef`. Needs `pip install vaderSentiment`.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        truncated: N flags; True if the length limit cut the completion off.
 
     Returns:
         N rewards in [0, 1].

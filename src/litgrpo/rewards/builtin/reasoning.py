@@ -65,8 +65,6 @@ def steps(
     reward in proportion.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         min_steps: fewest steps with full reward; below, the reward is proportional.
         max_steps: most steps with full reward; above, the reward falls to 0 at twice as many.
         reasoning_tag: name of the tag around the reasoning.
@@ -104,8 +102,6 @@ def connectives(
     No connective counts more than three times. A text of which a third is connectives gets 0.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:
@@ -145,8 +141,6 @@ def arithmetic(
     rounded to the digits shown is correct.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:
@@ -210,8 +204,6 @@ def relevance(
     proportion.
 
     Args:
-        prompts: N prompts, texts or lists of chat messages.
-        completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:
@@ -265,8 +257,6 @@ def coherence(
     The reasoning must be in connected steps and about the question, all at once.
 
     Args:
-        prompts: N prompts, texts or lists of chat messages.
-        completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:

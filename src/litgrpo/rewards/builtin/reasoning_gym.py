@@ -49,11 +49,7 @@ WORDS = {"game_of_life_halting": ("true", "false")}
 
 
 def check_version() -> None:
-    """Check before training that it is known which tasks evaluate answers.
-
-    Raises:
-        UnusableReward: reasoning-gym is not installed, or another version of it.
-    """
+    """Check before training that the tasks of the installed version are known."""
     found = installed_version()
     if found != TESTED_VERSION:
         raise UnusableReward(
@@ -99,8 +95,6 @@ def reasoning_gym(
     that takes more than 2 s or 1 GiB gets 0. Needs `pip install reasoning-gym==0.1.25`.
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions.
         metadata: N entries as text, written by the data source.
         task: N names of tasks.
         require_tags: as in `correctness`: the answer must be between tags. If false, the answer is
@@ -174,14 +168,7 @@ def source_task(task: str, entry: str) -> str:
 
 
 def passes_screen(task: str, answer: str, entry: str) -> bool:
-    """Return True if an answer may be passed to the task's function.
-
-    Example:
-        >>> passes_screen("countdown", "(3 + 4) * 5", "{}")
-        True
-        >>> passes_screen("countdown", "exit()", "{}")
-        False
-    """
+    """Return True if an answer may be passed to the task's function."""
     if task in WORDS and answer.lower() not in WORDS[task]:
         return False
     if task not in EVALUATED or answer == _reference(entry):

@@ -37,8 +37,6 @@ def safety(
     place of letters (`sh1t`), repeated letters (`shiiit`) and spaced letters (`s h i t`).
 
     Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
         extra_words: further words and phrases; `x*` means everything that starts with x.
         word_file: a file of words, one per line, that replaces the built-in list.
         classifier: a function from N texts to N probabilities of being unsafe, or its import path.
