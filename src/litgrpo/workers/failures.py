@@ -24,12 +24,7 @@ INTERNAL = tuple(
 
 
 class WorkerError(Exception):
-    """Failure of user code: the cause in one line, and the traceback or stack.
-
-    Example:
-        >>> str(WorkerError("exited with 3", "last words"))
-        'exited with 3. last words'
-    """
+    """Failure of user code: the cause in one line, and the traceback or stack."""
 
     def __init__(self, cause: str, story: str = "") -> None:
         super().__init__(cause, story)

@@ -55,11 +55,7 @@ Target = Callable[[Any, Send], Any]
 
 
 class Server(forkserver.ForkServer):
-    """The standard library's fork server, which loads a pickled target before it forks.
-
-    Args:
-        pickled: file with the target.
-    """
+    """The standard library's fork server, which loads a pickled target before it forks."""
 
     _forkserver_pid: int | None  # None before the first start
     _forkserver_alive_fd: int | None
@@ -92,11 +88,8 @@ class Server(forkserver.ForkServer):
         return self._forkserver_pid
 
     def stop(self, owner: int) -> None:
-        """End the server, which kills its workers and their descendants.
-
-        Args:
-            owner: process that started it; nothing is ended by a forked copy of that.
-        """
+        """End the server, which kills its workers and their descendants."""
+        # A forked copy of the owner must not end it.
         if os.getpid() == owner:
             self.kill()
             self.pickled.close()
@@ -127,18 +120,7 @@ os.register_at_fork(after_in_child=_forget_servers)
 
 
 class Launcher:
-    """Starts workers that answer messages by calling `target(message, send)`.
-
-    Args:
-        target: is pickled by `dump`.
-
-    Example::
-
-        launcher = Launcher(my_function)
-        worker = launcher.start()
-        worker.send("a message", limit_s=10.0)
-        ((_, answer, _),) = receive([worker], wait=True)
-    """
+    """Starts workers that answer messages by calling `target(message, send)`."""
 
     def __init__(self, target: Target) -> None:
         pickled = dump(target)
@@ -155,11 +137,7 @@ class Launcher:
         return self.server.preloads
 
     def start(self) -> Worker:
-        """Start a worker, which loads the target.
-
-        Raises:
-            WorkerError: the server does not start.
-        """
+        """Start a worker, which loads the target; `WorkerError` if the server does not start."""
         connection, worker_end = Pipe()
         stack = tempfile.TemporaryFile()  # noqa: SIM115  # the worker's
         try:
@@ -195,15 +173,10 @@ class Launcher:
 
 @dataclass
 class ForkedWorker:
-    """What the standard library's server runs in a fork: it calls `_bootstrap`.
+    """What the standard library's server runs in a fork: it calls `_bootstrap`."""
 
-    Args:
-        parent: process id of the server.
-        environment: environment variables.
-    """
-
-    parent: int
-    environment: dict[str, str]
+    parent: int  # process id of the server
+    environment: dict[str, str]  # environment variables
 
     def _bootstrap(self, _: int) -> int:
         descriptors: list[int] = forkserver.get_inherited_fds()  # type: ignore[assignment]
@@ -253,28 +226,18 @@ def _serve(connection: Connection, pickled: int) -> None:
 
 
 class WorkerReply(NamedTuple):
-    """Reply of a worker.
+    """Reply of a worker."""
 
-    Args:
-        worker: sender.
-        answer: value, or `WorkerError` if the target raised or the worker was lost.
-        is_last: the worker has finished the message.
-    """
-
-    worker: Worker
-    answer: Any
-    is_last: bool
+    worker: Worker  # sender
+    answer: Any  # value, or `WorkerError` if the target raised or the worker was lost
+    is_last: bool  # the worker has finished the message
 
 
 class Worker:
-    """Process that answers one message at a time; made by `Launcher.start`.
+    """Process that answers one message at a time; made by `Launcher.start`."""
 
-    Args:
-        pid: process id, and number of its process group.
-        status: descriptor from which its exit code can be read.
-        connection: carries messages and answers.
-        stack: file to which it writes its stack before it is ended.
-    """
+    # `status` is a descriptor from which the exit code can be read, `stack` a file to which the
+    # process writes its stack before it is ended. The pid is also that of its process group.
 
     def __init__(self, pid: int, status: int, connection: Connection, stack: Any) -> None:
         self.pid, self.connection, self.status, self.stack = pid, connection, status, stack
@@ -305,12 +268,7 @@ class Worker:
         return self.is_loading or not self.connection.poll()
 
     def send(self, message: Any, limit_s: float) -> None:
-        """Send a message to an idle worker; `receive` returns the answer.
-
-        Args:
-            message: argument of the target.
-            limit_s: seconds after which the worker is killed; the time of loading does not count.
-        """
+        """Send a message to an idle worker, which is killed after `limit_s` seconds of work."""
         self._write(pickle.dumps(message), limit_s)
 
     def _write(self, pickled: bytes, limit_s: float) -> None:
@@ -323,11 +281,7 @@ class Worker:
             self.connection.send_bytes(pickled)
 
     def load(self) -> None:
-        """Wait until the target is loaded.
-
-        Raises:
-            WorkerError: loading it raised, took too long or ended the process.
-        """
+        """Wait until the target is loaded; raise `WorkerError` if that fails or takes too long."""
         while self.is_loading:
             for _, error, _ in receive([self], wait=True):
                 raise error
@@ -389,13 +343,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers with one target, each of them taken by one user at a time.
-
-    Args:
-        target: see `Launcher`.
-        size: maximal number of workers.
-
-    """
+    """Workers with one target, each of them taken by one user at a time; at most `size` of them."""
 
     def __init__(self, target: Target, size: int) -> None:
         self.launcher, self.size = Launcher(target), size
@@ -403,11 +351,7 @@ class WorkerPool:
         self.free: list[Worker] = []
 
     def load(self) -> None:
-        """Start the first worker.
-
-        Raises:
-            WorkerError: the target cannot be loaded.
-        """
+        """Start the first worker."""
         try:
             first = self.launcher.start()
             self.workers, self.free = [first], [first]
@@ -452,12 +396,7 @@ class WorkerPool:
 def receive(workers: Iterable[Worker], *, wait: bool) -> list[WorkerReply]:
     """Return the replies since the last call, and kill workers that exceed their time limit.
 
-    Args:
-        workers: those that are idle and loaded are left alone.
-        wait: block until a worker replies, is lost, or has loaded its target.
-
-    Returns:
-        Replies, those of a worker in order; a `WorkerError` for each worker that was lost.
+    A lost worker replies a `WorkerError`. `wait` blocks for a reply, a loss or a loaded target.
     """
     active = [worker for worker in workers if worker.busy or worker.is_loading]
     until = min((worker.deadline for worker in active), default=0.0)
@@ -481,12 +420,7 @@ def _close(status: int, stack: Any) -> None:
 
 
 def dump(value: Any) -> bytes:
-    """Pickle an object; code of a script or notebook is pickled by value.
-
-    Raises:
-        ValueError: the pickle is too large; it must hold a model.
-        Exception: any error of the object's own code.
-    """
+    """Pickle an object; code of a script or notebook is pickled by value. A model is too large."""
     pickled: bytes = cloudpickle.dumps(value)
     require(
         len(pickled) <= MAX_PICKLED,

@@ -25,8 +25,7 @@ ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 def prepare() -> tuple[Any, ...]:
     """Prepare this process for forking, and load the target; it exits if a fork is not safe.
 
-    Returns:
-        The target; empty if it is not to be loaded, or if that raised an error.
+    Returns the target; nothing if it is not to be loaded, or if that raised an error.
     """
     os.setsid()  # signals of the terminal reach the run only, which needs its workers to finish
     if sys.platform == "linux":

@@ -187,16 +187,13 @@ def _start(
 
 
 def _rights(is_root: bool) -> list[str]:
-    """Return the options for new namespaces and dropped capabilities.
-
-    ipc: no shared memory with other processes. pid: other processes cannot be seen or killed, and
-    the kernel kills all processes of the sandbox with its first. net: no interface, not even the
-    machine's loopback. uts: the host name is hidden. user: no capability outside the sandbox.
-
-    Root's sandboxes have no user namespace, because RLIMIT_NPROC does not apply to root, even in
-    one. `inside.py` switches to an unused user id before any of the code runs, which needs SETUID
-    and SETGID.
-    """
+    """Return the options for new namespaces and dropped capabilities."""
+    # ipc: no shared memory with other processes. pid: other processes cannot be seen or killed, and
+    # the kernel kills all processes of the sandbox with its first. net: no interface, not even the
+    # machine's loopback. uts: the host name is hidden. user: no capability outside the sandbox.
+    # Root's sandboxes have no user namespace, because RLIMIT_NPROC does not apply to root, even in
+    # one. `inside.py` switches to an unused user id before any of the code runs, which needs SETUID
+    # and SETGID.
     namespaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     namespaces += ["--hostname", "sandbox"]
     user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]

@@ -44,7 +44,7 @@ class SandboxLimits:
     disk_mib: int = 16
 
     def __post_init__(self) -> None:
-        """Reject limits under which Python cannot start."""
+        # Python cannot start under lower ones.
         above("seconds", self.seconds, 0)
         at_least("memory_mib", self.memory_mib, 64)
         at_least("processes", self.processes, 1)

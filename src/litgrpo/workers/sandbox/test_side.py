@@ -130,12 +130,11 @@ class Scope(dict):
 
 
 class AskCode(ast.NodeTransformer):
-    """Let the code evaluate the methods and attributes of its classes: `Solution(3).f(x)`.
+    """Let the code evaluate the methods and attributes of its classes: `Solution(3).f(x)`."""
 
-    Its objects are never here. The constructor's arguments must be literals; those of the method
-    are computed here. What a call returns is here, so `Solution().f(x).startswith("no")` is not
-    evaluated by the code, which would return True.
-    """
+    # Its objects are never here. The constructor's arguments must be literals; those of the method
+    # are computed here. What a call returns is here, so `Solution().f(x).startswith("no")` is not
+    # evaluated by the code, which would return True.
 
     def __init__(self, names):
         self.names = names

@@ -14,11 +14,7 @@ COUNTED = re.compile(rb"^(?:RssAnon|VmPTE|VmSwap):\s*(\d+)", re.MULTILINE)
 
 
 def find_first(pid: int) -> int | None:
-    """Return bubblewrap's first process inside the sandbox; None until it has started.
-
-    Args:
-        pid: bubblewrap's process outside.
-    """
+    """Return bubblewrap's first process inside the sandbox; None until it has started."""
     try:
         children = _read(f"/proc/{pid}/task/{pid}/children").split()
     except OSError:
@@ -27,15 +23,10 @@ def find_first(pid: int) -> int | None:
 
 
 def memory_of(first: int) -> int | None:
-    """Return the bytes of memory that a sandbox uses; None before and after its life.
-
-    RLIMIT_AS limits each process alone: with 16 processes the code could use 16 times the memory.
-    Pages of programs and libraries are not counted: they are shared with the whole machine.
-
-    Args:
-        first: process from `find_first`. The code cannot end it, and its /proc lists every process
-            of the sandbox, also orphans.
-    """
+    """Return the bytes of memory that a sandbox uses; None before and after its life."""
+    # RLIMIT_AS limits each process alone: with 16 processes the code could use 16 times the memory.
+    # Pages of programs and libraries are not counted: they are shared with the whole machine.
+    # The code cannot end `first`, whose /proc lists every process of the sandbox, also orphans.
     root = f"/proc/{first}/root"
     try:
         # Until bubblewrap has set up the sandbox, its root is this machine's.

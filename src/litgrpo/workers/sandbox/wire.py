@@ -24,25 +24,12 @@ NAMED: dict[str, tuple[Any, Callable[[Any], list[Any]], Callable[[Any], Any]]] =
 
 
 def dumps(value: Any) -> str:
-    """Write a value as one line of JSON; types that JSON does not have are named.
-
-    Example:
-        >>> dumps((1, {2: "x"}))
-        '{"tuple": [1, {"dict": [[2, "x"]]}]}'
-    """
+    """Write a value as one line of JSON; types that JSON does not have are named."""
     return json.dumps(encode(value))
 
 
 def loads(text: str) -> Any:
-    """Read a value that `dumps` wrote; any text creates plain data only.
-
-    Example:
-        >>> loads(dumps({(1, 2): {3.5}}))
-        {(1, 2): {3.5}}
-
-    Raises:
-        ValueError: the text was not written by `dumps`.
-    """
+    """Read a value that `dumps` wrote; any text creates plain data only."""
     try:
         return decode(json.loads(text))
     except (TypeError, KeyError, RecursionError, OverflowError, MemoryError) as error:
@@ -50,13 +37,8 @@ def loads(text: str) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """Encode a value in JSON types; instances of subclasses become the plain type.
-
-    A subclass could override `__eq__` and so pass every test.
-
-    Raises:
-        TypeError: it contains an object that is not plain data.
-    """
+    """Encode plain data in JSON types; instances of subclasses become the plain type."""
+    # A subclass could override `__eq__` and so pass every test.
     if value is None:
         return None
     atom = next((kind for kind in ATOMS if isinstance(value, kind)), None)
