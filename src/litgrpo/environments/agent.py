@@ -28,48 +28,25 @@ RESULT = (
 
 
 class AgentRequest(NamedTuple):
-    """Request to a worker to run the agent on one row.
+    """Request to a worker to run the agent on one row."""
 
-    Args:
-        row: {column: value}.
-        seed: of the global random generators.
-        base_url: of the API, such as `http://127.0.0.1:41234/v1`.
-        api_key: key of the row.
-
-    Example:
-        >>> AgentRequest({"prompt": "6*7?"}, 0, "http://127.0.0.1:41234/v1", "key").seed
-        0
-    """
-
-    row: dict[str, Any]
-    seed: int
-    base_url: str
-    api_key: str
+    row: dict[str, Any]  # {column: value}
+    seed: int  # of the global random generators
+    base_url: str  # of the API, such as `http://127.0.0.1:41234/v1`
+    api_key: str  # key of the row
 
 
 @dataclass(frozen=True)
 class AgentResult:
-    """Return value of an agent.
+    """Return value of an agent."""
 
-    Args:
-        reward: of the episode; None: the agent gives none.
-        completion: answer that reward functions get; None: the text of the policy's last reply.
-
-    Example:
-        >>> AgentResult.read({"reward": 1, "completion": "42"})
-        AgentResult(reward=1.0, completion='42')
-    """
-
-    reward: float | None = None
+    reward: float | None = None  # of the episode; None: the agent gives none
+    # answer that reward functions get; None: the text of the policy's last reply
     completion: str | None = None
 
     @staticmethod
     def read(value: Any) -> AgentResult:
-        """Convert the return value of an agent.
-
-        Raises:
-            TypeError, ValueError: it is something else, or the reward is not finite.
-        """
+        """Convert the return value of an agent; the reward must be finite."""
         if isinstance(value, Mapping):
             unknown = [name for name in value if name not in ("reward", "completion")]
             require(not unknown, f"the agent returned a dict with {unknown[:1]}; {RESULT}")
@@ -131,7 +108,6 @@ class Agent:
     max_prompt_tokens: int = 2048
 
     def __post_init__(self) -> None:
-        """Check the settings, and import the function."""
         require(
             (self.function is None) != (not self.command),
             "Agent needs either function (my_agent.solve) or command ([python, my_agent.py]).",
@@ -160,14 +136,7 @@ class Agent:
 
 
 def run_command(command: Sequence[str], text: str) -> str:
-    """Run a command in the worker's process group, and return what it printed to stdout.
-
-    Args:
-        command: program and arguments.
-        text: its stdin.
-
-    Raises:
-        RuntimeError: it could not be started, printed too much, or exited with an error.
+    """Run a command in the worker's process group, with `text` as stdin, and return its stdout.
 
     Example:
         >>> run_command(["cat"], "hello")

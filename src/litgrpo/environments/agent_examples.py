@@ -60,12 +60,7 @@ def solve(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
 
 
 def run_calculator(arguments: dict[str, Any]) -> str:
-    """Return what the calculator says, `error` for malformed expressions.
-
-    Example:
-        >>> run_calculator({"expression": "6*7"}), run_calculator({"expression": "6**7"})
-        ('42', 'error')
-    """
+    """Return what the calculator says, `error` for malformed expressions."""
     try:
         return calculate(str(arguments["expression"]))
     except (ValueError, KeyError):

@@ -86,11 +86,7 @@ class ShowsTools(Protocol):
 
 
 def schemas_of(environment: object) -> list[dict[str, Any]]:
-    """Return the JSON schemas of an environment's tools; [] for other objects.
-
-    Raises:
-        ValueError: a function has no type hints or no docstring.
-    """
+    """Return the JSON schemas of an environment's tools; [] for other objects."""
     if not isinstance(environment, ShowsTools):
         return []
     from transformers.utils import chat_template_utils  # slow
@@ -135,37 +131,20 @@ def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """Start of an episode.
+    """Start of an episode."""
 
-    Args:
-        row: {column: value} of its prompt.
-        seed: seed of its environment; equal within a group.
-        key: (iteration, attempt, prompt, completion): identifies the episode in logs and messages.
-
-    Example:
-        >>> EpisodeStart({"prompt": "Guess."}, seed=7, key=(0, 0, 2, 1)).key
-        (0, 0, 2, 1)
-    """
-
-    row: dict[str, Any]
-    seed: int
+    row: dict[str, Any]  # {column: value} of its prompt
+    seed: int  # seed of its environment; equal within a group
+    # (iteration, attempt, prompt, completion): identifies the episode in logs and messages
     key: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class FailedEpisode:
-    """Episode whose environment failed; it does not contribute to the loss.
+    """Episode whose environment failed; it does not contribute to the loss."""
 
-    Args:
-        reason: one line, such as `timed out` or `ValueError: ...`.
-        details: of a lost process, such as the stack of a step that hung.
-
-    Example:
-        >>> FailedEpisode("timed out after 10 s").reason
-        'timed out after 10 s'
-    """
-
-    reason: str
+    reason: str  # one line, such as `timed out` or `ValueError: ...`
+    # of a lost process, such as the stack of a step that hung
     details: str = field(default="", compare=False)
 
 
@@ -179,20 +158,14 @@ class EpisodePool(ABC):
 
     @abstractmethod
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; earlier episodes end.
+        """Reset one episode for each start, and return its addition to its prompt.
 
-        Returns:
-            Addition of each episode to its prompt.
+        Earlier episodes end.
         """
 
     @abstractmethod
     def send(self, episode: int, action: str) -> None:
-        """Send a turn to an episode; `receive` returns the result.
-
-        Args:
-            episode: index of its start.
-            action: text of the turn.
-        """
+        """Send a turn to the episode of this index; `receive` returns the result."""
 
     @abstractmethod
     def end(self, episode: int) -> None:
@@ -200,13 +173,9 @@ class EpisodePool(ABC):
 
     @abstractmethod
     def receive(self, *, wait: bool) -> dict[int, StepResult | FailedEpisode]:
-        """Return the results that arrived since the last call.
+        """Return {episode: result} since the last call; a failure or `done` is the last one.
 
-        Args:
-            wait: block until there is a result, if one is outstanding.
-
-        Returns:
-            {index of the episode: its result}; a failure or `StepResult.done` is the last one.
+        `wait` blocks until there is a result, if one is outstanding.
         """
 
     @abstractmethod
@@ -226,15 +195,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 class EpisodeFailures:
-    """Counts failed episodes, logs the first, and stops the run if more than half of a batch fail.
-
-    Example:
-        >>> failures = EpisodeFailures()
-        >>> failures.reset([EpisodeStart({}, 0, (0, 0, 0, n)) for n in range(4)])
-        >>> failures.count({3: FailedEpisode("timed out")})
-        >>> failures.failed
-        {3: 'timed out'}
-    """
+    """Counts failed episodes, logs the first, and ends the run if over half of a batch fail."""
 
     def __init__(self) -> None:
         self.reasons = FailureCounter()  # of the whole run
@@ -246,11 +207,7 @@ class EpisodeFailures:
         self.starts, self.failed = starts, {}
 
     def count(self, results: Mapping[int, object]) -> None:
-        """Add the failures among the results of some episodes of the batch.
-
-        Raises:
-            EnvironmentFailure: more than `MAX_FAILED_FRAC` failed.
-        """
+        """Add the failures among the results of some episodes of the batch."""
         for episode, result in results.items():
             if not isinstance(result, FailedEpisode):
                 continue

@@ -34,10 +34,6 @@ def run_python(code: str) -> str:
 
 
 def require_sandbox() -> None:
-    """Check that programs can be sandboxed on this machine.
-
-    Raises:
-        ValueError: no sandbox is available, with the reason and the fix.
-    """
+    """Raise ValueError, with the fix, if programs cannot be sandboxed on this machine."""
     reason = sandbox.unavailable_reason()
     require(not reason, f"The tool run_python needs a sandbox: {reason}")

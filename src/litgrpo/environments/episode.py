@@ -26,19 +26,10 @@ Observation = str | list[Message]
 
 
 class EpisodePlayer:
-    """Plays an episode with a copy of an environment; the next one begins with another copy.
+    """Plays an episode with a copy of an environment; the next one begins with another copy."""
 
-    Args:
-        environment: prototype.
-        max_chars: length limit of an observation; longer ones are cut in the middle.
-        caught: exceptions that fail the episode instead of propagating.
-
-    Example:
-        >>> from litgrpo.environments.examples import NumberGame
-        >>> player = EpisodePlayer(NumberGame(maximum=1))
-        >>> player.play(EpisodeStart({}, 0, (0, 0, 0, 0)), ["1"]).reward
-        1.0
-    """
+    # Longer observations than `max_chars` are cut in the middle. Exceptions in `caught` fail the
+    # episode, others propagate.
 
     def __init__(
         self,
@@ -52,14 +43,9 @@ class EpisodePlayer:
     def play(
         self, start: EpisodeStart | None, actions: Sequence[str]
     ) -> Observation | StepResult | FailedEpisode:
-        """Begin an episode, continue it, or both.
+        """Begin an episode, or continue the last one if `start` is None, and step through turns.
 
-        Args:
-            start: row and seed of a new episode; None continues the last one.
-            actions: turns to step through.
-
-        Returns:
-            The result of the last turn; without turns that of `reset`.
+        Return the result of the last turn; without turns that of `reset`.
         """
         try:
             return self._play(start, actions)
@@ -96,11 +82,7 @@ def seed_rngs(seed: int) -> None:
 
 
 def check_result(result: object) -> StepResult:
-    """Return the value of `step` unchanged.
-
-    Raises:
-        TypeError, ValueError: it is not a `StepResult`, or its reward is not finite.
-    """
+    """Return the value of `step` unchanged; raise if it is no `StepResult` with a finite reward."""
     if not isinstance(result, StepResult):
         raise TypeError(f"step returned {type(result).__name__} instead of StepResult")
     check_observation(result.observation)
@@ -112,12 +94,8 @@ def check_result(result: object) -> StepResult:
 
 
 def check_observation(observation: object) -> Observation:
-    """Return an observation unchanged.
-
-    Raises:
-        TypeError: it is neither a text nor a list of messages.
-        UnicodeEncodeError: a text has half a surrogate pair, which no tokenizer accepts.
-    """
+    """Return an observation unchanged; raise if it is neither a text nor a list of messages."""
+    # No tokenizer accepts half a surrogate pair.
     if isinstance(observation, str):
         observation.encode()
         return observation
@@ -133,10 +111,6 @@ def shorten(observation: Observation, max_chars: int | None) -> Observation:
     """Cut texts longer than `max_chars` in the middle, and mark the cut.
 
     Beginning and end are kept, because results and errors are often at the end.
-
-    Example:
-        >>> shorten("abcdefghij", 4)
-        'ab ... (6 characters left out) ... ij'
     """
     if max_chars is None:
         return observation
@@ -160,24 +134,10 @@ def _cut(text: Any, max_chars: int) -> Any:
 
 
 class InProcessEpisodes(EpisodePool):
-    """Plays episodes in this process: fastest for tools that take no time.
+    """Plays episodes in this process: fastest for tools that take no time."""
 
-    An exception fails its episode, but a hang or a crash stops the run. All episodes and the
-    training share the global random generators, which are not seeded.
-
-    Args:
-        environment: prototype; every episode is played by a copy.
-        max_observation_chars: length limit of an observation; longer ones are cut in the middle.
-
-    Example:
-        >>> from litgrpo.environments.examples import NumberGame
-        >>> pool = InProcessEpisodes(NumberGame(maximum=1))
-        >>> pool.reset([EpisodeStart({}, 0, (0, 0, 0, 0))])
-        ['']
-        >>> pool.send(0, "1")
-        >>> pool.receive(wait=True)[0].done
-        True
-    """
+    # An exception fails its episode, but a hang or a crash stops the run. All episodes and the
+    # training share the global random generators, which are not seeded.
 
     def __init__(
         self, environment: Environment, *, max_observation_chars: int | None = None
@@ -187,7 +147,6 @@ class InProcessEpisodes(EpisodePool):
         self.ready: dict[int, Any] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; earlier episodes end."""
         self.close()
         caught = (Exception, SystemExit)  # Ctrl-C must reach the run
         self.players = [EpisodePlayer(self.environment, self.max_chars, caught) for _ in starts]
@@ -197,20 +156,16 @@ class InProcessEpisodes(EpisodePool):
         return openings
 
     def send(self, episode: int, action: str) -> None:
-        """Step an episode at once; see `EpisodePool.send`."""
         self.ready[episode] = self.players[episode].play(None, (action,))
 
     def end(self, episode: int) -> None:
-        """Close the episode's environment."""
         self.players[episode].close()
 
     def receive(self, *, wait: bool) -> dict[int, Any]:
-        """Return the results that arrived since the last call."""
         ready, self.ready = self.ready, {}
         return ready
 
     def close(self) -> None:
-        """End all episodes."""
         for player in self.players:
             player.close()
         self.players, self.ready = [], {}

@@ -55,11 +55,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> Fraction:
-    """Return the exact value of an expression.
-
-    Raises:
-        KeyError: it contains another kind of syntax.
-    """
+    """Return the exact value of an expression; KeyError for any other kind of syntax."""
     match node:
         case ast.Constant(value=int(number) | float(number)):
             return Fraction(str(number))  # the decimal as written: Fraction(0.1) is not 1/10
@@ -76,15 +72,10 @@ def _decimal(value: Fraction) -> str:
 
 @dataclass(frozen=True)
 class Lines:
-    """Non-empty lines of a text file, and an index of their words.
-
-    Args:
-        texts: lines.
-        places: {word: indices of the lines that contain it}.
-    """
+    """Non-empty lines of a text file, and an index of their words."""
 
     texts: list[str]
-    places: dict[str, list[int]]
+    places: dict[str, list[int]]  # {word: indices of the lines that contain it}
 
 
 @dataclass
@@ -104,7 +95,6 @@ class Search:
     max_results: int = 3
 
     def __post_init__(self) -> None:
-        """Check that the file is there."""
         at_least("max_results", self.max_results, 1)
         require(os.path.isfile(self.path), f"Search: path {self.path} does not exist.")
 
@@ -181,7 +171,6 @@ class NumberGame:
     invalid: str = "<invalid>"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         at_least("max_guesses", self.max_guesses, 1)
         at_least("maximum", self.maximum, self.minimum)
 

@@ -53,17 +53,10 @@ ELSEWHERE = ("$id", "$dynamicRef", "$recursiveRef")
 
 
 def explain_mismatch(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Explain to the policy why arguments do not match a schema; "" if they do.
-
-    The words are fixed: the policy's own text does not come back into its prompt.
-
-    Types are exact: "3" and 3.0 are not integers, true is not a number; an integer is a number. A
-    value that training converts would fail wherever the model is served without the conversion.
-
-    Example:
-        >>> explain_mismatch({"properties": {"a": {"type": "integer"}}}, {"a": "3"})
-        "'a' must be an integer"
-    """
+    """Explain to the policy why arguments do not match a schema; "" if they do."""
+    # The words are fixed: the policy's own text does not come back into its prompt.
+    # Types are exact: "3" and 3.0 are not integers, true is not a number; an integer is a number. A
+    # value that training converts would fail wherever the model is served without the conversion.
     from jsonschema.exceptions import relevance
 
     try:
@@ -110,14 +103,8 @@ def quote_name(name: str, otherwise: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def validator_for(schema: str) -> Any:
-    """Return the `jsonschema` validator of a schema.
-
-    Args:
-        schema: JSON schema of an object, as JSON.
-
-    Raises:
-        ValueError: it is malformed, too large, or refers to itself or to anything outside.
-    """
+    """Return the `jsonschema` validator of an object's schema, which is given as JSON."""
+    # A schema that refers to itself or to anything outside, or is too large, is rejected.
     require(len(schema) <= MAX_CHARS, f"it has more than {MAX_CHARS:,} characters")
     parsed = json.loads(schema)
     import jsonschema  # slow
@@ -143,16 +130,9 @@ class _Copy:
         self.document, self.number = document, 0
 
     def make(self, schema: Any, references: tuple[str, ...], depth: int) -> tuple[Any, bool]:
-        """Return the copy, and True if it accepts exactly what the schema accepts.
-
-        Args:
-            schema: a schema of the document.
-            references: those that are being replaced.
-            depth: number of schemas around this one.
-
-        Raises:
-            ValueError: it is too large, or refers to itself or to anything outside.
-        """
+        """Return the copy, and True if it accepts exactly what the schema accepts."""
+        # `references` are those that are being replaced; `depth` counts the schemas around this
+        # one.
         self.number += 1
         require(depth <= MAX_DEPTH, f"it is nested more than {MAX_DEPTH} deep")
         require(self.number <= MAX_SCHEMAS, f"it contains more than {MAX_SCHEMAS:,} schemas")
@@ -215,14 +195,7 @@ class _Copy:
 
 @functools.cache
 def _validator_class(dialect: str) -> Any:
-    """Return the validator of a dialect; its integers and numbers are those of Python and JSON.
-
-    Args:
-        dialect: value of `$schema`; "" for the newest.
-
-    Raises:
-        ValueError: it is not a dialect of JSON schema.
-    """
+    """Return the validator of a dialect; its integers and numbers are those of Python and JSON."""
     import jsonschema  # slow
 
     base = jsonschema.Draft202012Validator

@@ -43,7 +43,6 @@ class TaskEnvironments:
     current: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Construct the environments and collect their tools."""
         require(bool(self.environments), "environments is {}; give {task: environment}")
         self.environments = {
             str(task): instantiate_environment(given) for task, given in self.environments.items()

@@ -26,11 +26,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema that chat templates show, from `transformers.utils.get_json_schema`.
-
-    Raises:
-        ValueError: the function has no types or no docstring, with what to write.
-    """
+    """Return the schema that chat templates show, from `transformers.utils.get_json_schema`."""
     from transformers.utils import get_json_schema  # slow
 
     name = name_of(function)
@@ -78,41 +74,20 @@ class EpisodeError(RuntimeError):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a tool call.
+    """Result of a tool call."""
 
-    Args:
-        tool: name of the tool; `unknown` if it does not exist.
-        text: observation of the policy.
-        failed: the call was invalid, or the tool raised.
-
-    Example:
-        >>> ToolResult("multiply", "error: 'a' must be an integer", failed=True).failed
-        True
-    """
-
-    tool: str
-    text: str
-    failed: bool = False
+    tool: str  # name of the tool; `unknown` if it does not exist
+    text: str  # observation of the policy
+    failed: bool = False  # the call was invalid, or the tool raised
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Function that the policy may call.
+    """Function that the policy may call."""
 
-    Args:
-        name: name in calls.
-        function: plain or async function with named parameters.
-        schema: JSON schema of `transformers.utils.get_json_schema`.
-
-    Example::
-
-        tool = make_tool("my_tools.multiply")
-        tool.arguments({"b": 4}, [3])  # {"a": 3, "b": 4}
-    """
-
-    name: str
-    function: Callable[..., Any]
-    schema: dict[str, Any]
+    name: str  # name in calls
+    function: Callable[..., Any]  # plain or async function with named parameters
+    schema: dict[str, Any]  # JSON schema of `transformers.utils.get_json_schema`
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -132,11 +107,7 @@ class Tool:
         return f"{self.name}({typed}): {self.schema['function']['description']}"
 
     def arguments(self, named: Mapping[str, Any], positional: Sequence[Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name.
-
-        Raises:
-            ValueError: they do not match the schema; the message is for the policy.
-        """
+        """Return the arguments of a call by name; the text of the error is for the policy."""
         takes = list(self.parameters)
         takes_what = f"it takes {', '.join(takes) or 'no arguments'}"
         too_many = len(positional) > len(takes)
@@ -158,11 +129,7 @@ class Tool:
 
 
 def make_tool(given: str | Callable[..., Any]) -> Tool:
-    """Build a tool from a function or its import path.
-
-    Raises:
-        ValueError: the function does not exist, has no types or docstring, or cannot run here.
-    """
+    """Build a tool from a function or its import path."""
     function = import_object("tool", given)
     require(
         callable(function) and not inspect.isclass(function),
@@ -215,12 +182,10 @@ def to_result(tool: Tool, outcome: Outcome) -> ToolResult:
 
 
 def describe_error(name: str, error: BaseException) -> str:
-    """Return the error text for the policy: the message of the tool's author, or the type.
-
-    ValueError, RuntimeError and user-defined exceptions carry their author's message. Messages of
-    Python itself differ between versions, and would make rollouts depend on the installation. Only
-    the first line is used, without addresses and paths.
-    """
+    """Return the error text for the policy: the message of the tool's author, or the type."""
+    # ValueError, RuntimeError and user-defined exceptions carry their author's message. Messages of
+    # Python itself differ between versions, and would make rollouts depend on the installation.
+    # Only the first line is used, without addresses and paths.
     own = isinstance(error, ValueError | RuntimeError) or type(error).__module__ != "builtins"
     words = VOLATILE.sub("...", str(error).strip().partition("\n")[0][:MOST_ERROR_CHARS])
     return words if own and words else f"{name} failed ({type(error).__name__})"

@@ -26,23 +26,12 @@ NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the policy wrote it.
+    """One call as the policy wrote it."""
 
-    Args:
-        name: name of the tool.
-        arguments: {parameter: value}.
-        positional: values without a name, in the order of the tool's parameters.
-        wrong: reason why the text is malformed; the other fields are empty then.
-
-    Example:
-        >>> ToolCall("multiply", {"b": 4}, positional=(3,)).wrong
-        ''
-    """
-
-    name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    positional: Sequence[Any] = ()
-    wrong: str = ""
+    name: str = ""  # name of the tool
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # {parameter: value}
+    positional: Sequence[Any] = ()  # values without a name, in the order of the tool's parameters
+    wrong: str = ""  # reason why the text is malformed; the other fields are empty then
 
 
 class CallFormat(ABC):
@@ -92,19 +81,15 @@ class HermesFormat(CallFormat):
     tag: str = "tool_call"
 
     def __post_init__(self) -> None:
-        """Check the tag."""
         _check_tag("tag", self.tag)
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-        """See `CallFormat.parse`."""
         return _parse_tagged(text, self.tag, _from_json)
 
     def text_before_calls(self, turn: str) -> str:
-        """See `CallFormat.text_before_calls`."""
         return turn.partition(f"<{self.tag}>")[0].strip()
 
     def example(self, tool: Tool) -> str:
-        """See `CallFormat.example`."""
         arguments = ", ".join(f'"{name}": ...' for name in tool.parameters)
         call = f'{{"name": "{tool.name}", "arguments": {{{arguments}}}}}'
         return f"<{self.tag}>{call}</{self.tag}>"
@@ -131,12 +116,10 @@ class TagFormat(CallFormat):
     shorthand: bool = True
 
     def __post_init__(self) -> None:
-        """Check the tags."""
         _check_tag("call_tag", self.call_tag)
         _check_tag("result_tag", self.result_tag)
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-        """See `CallFormat.parse`."""
         only = self._short(tools)
         known = re.compile(rf"\s*({'|'.join(map(re.escape, tools))})\s*\(")
         how = f"write <{self.call_tag}>name(arguments)</{self.call_tag}>"
@@ -149,17 +132,15 @@ class TagFormat(CallFormat):
         return _parse_tagged(text, self.call_tag, parse_one)
 
     def text_before_calls(self, turn: str) -> str:
-        """See `CallFormat.text_before_calls`."""
         return turn.partition(f"<{self.call_tag}>")[0].strip()
 
     def example(self, tool: Tool) -> str:
-        """See `CallFormat.example`."""
         arguments = ", ".join(tool.parameters)
         call = arguments if self._short({tool.name: tool}) else f"{tool.name}({arguments})"
         return f"<{self.call_tag}>{call}</{self.call_tag}>"
 
     def format_results(self, results: Sequence[ToolResult]) -> str:
-        """Return the observation: the results in tags, as one text."""
+        # In line with the call, as one text.
         return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in results)
 
     def _short(self, tools: Mapping[str, Tool]) -> str:
@@ -187,11 +168,9 @@ class PythonFormat(CallFormat):
     """
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-        """See `CallFormat.parse`."""
         return [call for each in self._texts(text) for call in _expressions(each)]
 
     def example(self, tool: Tool) -> str:
-        """See `CallFormat.example`."""
         return f"[{tool.name}({', '.join(f'{name}=...' for name in tool.parameters)})]"
 
     @staticmethod
@@ -212,11 +191,7 @@ FORMATS: dict[str, type[CallFormat]] = {
 
 
 def format_of(calls: str | CallFormat) -> CallFormat:
-    """Return a call format by name.
-
-    Raises:
-        ValueError: the name does not exist.
-    """
+    """Return a call format by name."""
     if isinstance(calls, CallFormat):
         return calls
     one_of("call_format", calls, FORMATS)
@@ -224,12 +199,7 @@ def format_of(calls: str | CallFormat) -> CallFormat:
 
 
 def after_thoughts(turn: str) -> str:
-    """Return the text after the last `</think>`; calls inside thoughts are not executed.
-
-    Example:
-        >>> after_thoughts("<think>up?</think>down")
-        'down'
-    """
+    """Return the text after the last `</think>`; calls inside thoughts are not executed."""
     return turn.rpartition(THOUGHTS_END)[2]
 
 
@@ -305,11 +275,7 @@ def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> l
 
 
 def _calls_of(body: ast.expr) -> Iterator[ToolCall]:
-    """Yield calls with literal arguments.
-
-    Raises:
-        ValueError: an element is not such a call.
-    """
+    """Yield calls with literal arguments; ValueError for any other element."""
     require(isinstance(body, ast.List), "not a list")
     assert isinstance(body, ast.List)
     for each in body.elts:
@@ -322,9 +288,5 @@ def _calls_of(body: ast.expr) -> Iterator[ToolCall]:
 
 
 def _plain(node: ast.expr) -> Any:
-    """Return a literal in JSON types; tuples become lists.
-
-    Raises:
-        ValueError: it is not a literal, or JSON cannot represent it.
-    """
+    """Return a literal in JSON types; tuples become lists."""
     return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

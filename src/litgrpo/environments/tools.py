@@ -31,19 +31,12 @@ ToolsByName = dict[str, "EpisodeTools"]
 
 @dataclass(frozen=True)
 class EpisodeTools:
-    """Tools of the rows of one class.
+    """Tools of the rows of one class."""
 
-    Args:
-        factory: returns an instance; None if there are only functions.
-        tools: {name: tool}; methods are bound to an instance at reset.
-        methods: names of the tools that are methods.
-        has_reward: the class has `get_reward`.
-    """
-
-    factory: Callable[[], Any] | None
-    tools: dict[str, Tool]
-    methods: frozenset[str] = frozenset()
-    has_reward: bool = False
+    factory: Callable[[], Any] | None  # returns an instance; None if there are only functions
+    tools: dict[str, Tool]  # {name: tool}; methods are bound to an instance at reset
+    methods: frozenset[str] = frozenset()  # names of the tools that are methods
+    has_reward: bool = False  # the class has `get_reward`
 
     def bind(self, instance: object) -> dict[str, Tool]:
         """Return the tools with methods bound to the instance."""
@@ -92,7 +85,6 @@ class Tools(ToolCaller):
     mcp_servers: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the settings and build the schema of every tool."""
         self._check_calls()
         listed = isinstance(self.functions, list | tuple)
         require(
@@ -112,12 +104,6 @@ class Tools(ToolCaller):
         self._clear()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
-        """Begin an episode; see `Environment.reset`.
-
-        Raises:
-            ValueError: `reset` of the class needs a column that the data do not have, or the row's
-                `environment` names an unknown class.
-        """
         self.close()
         name = row.get(COLUMN) if self._is_several else ""
         known = ", ".join(self._kinds)
@@ -148,7 +134,6 @@ class Tools(ToolCaller):
         return isinstance(self.factory, Mapping)
 
     def _clear(self) -> None:
-        """Clear the state of the last episode."""
         super()._clear()
         self._instance, self._paid = None, 0.0
 
@@ -224,11 +209,7 @@ class Tools(ToolCaller):
 
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Return {name: tool}.
-
-    Raises:
-        ValueError: two tools have the same name.
-    """
+    """Return {name: tool}; two tools of one name are an error."""
     listed = list(tools)
     twice = [name for name, number in Counter(tool.name for tool in listed).items() if number > 1]
     require(not twice, f"several tools have the name '{''.join(twice[:1])}'; rename one of them.")

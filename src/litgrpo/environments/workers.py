@@ -42,18 +42,13 @@ def answer_request(player: EpisodePlayer, request: PlayRequest, send: Send) -> A
 
 @dataclass(eq=False)
 class RunningEpisode:
-    """An episode.
+    """An episode."""
 
-    Args:
-        number: index in its batch.
-        start: row, seed and key.
-        actions: turns that the environment has received, or is to receive.
-        worker: process that plays it; None: it waits for one, or has not had its first turn.
-    """
-
-    number: int
-    start: EpisodeStart
+    number: int  # index in its batch
+    start: EpisodeStart  # row, seed and key
+    # turns that the environment has received, or is to receive
     actions: list[str] = field(default_factory=list)
+    # process that plays it; None: it waits for one, or has not had its first turn
     worker: Worker | None = None
 
 
@@ -78,29 +73,13 @@ def episode_pool(
 
 
 class EpisodeWorkers(EpisodePool):
-    """Plays episodes in worker processes, at most one at a time in each.
+    """Plays episodes in worker processes, at most one at a time in each."""
 
-    If a step times out or crashes, its process is killed, and its episode fails. If there are more
-    episodes than processes, the rest wait until others are over. They are reset once more then,
-    because what `reset` adds to the prompts is needed before the first turn of any.
-
-    Args:
-        environment: prototype; every episode is played by a copy.
-        timeout_s: time limit of `reset` and `step`.
-        on_timeout: `fail` excludes an episode whose step times out; `reply` returns `late` to the
-            policy, as if the turn had not reached the environment, which plays the turns before it
-            again.
-        num_workers: maximal number of processes; default: one per episode, up to 64.
-        max_observation_chars: length limit of an observation; longer ones are cut in the middle.
-        late: observation after a timeout, with `on_timeout: reply`.
-
-    Example::
-
-        pool = EpisodeWorkers(NumberGame(), num_workers=8, timeout_s=2.0)
-        openings = pool.reset(starts)
-        pool.send(0, "7")
-        results = pool.receive(wait=True)  # {0: StepResult(...)}
-    """
+    # If a step times out or crashes, its process is killed, and its episode fails; with
+    # `on_timeout="reply"`, the policy gets `late`, as if the turn had not reached the environment,
+    # which plays the turns before it again. If there are more episodes than processes, the rest
+    # wait until others are over. They are reset once more then, because what `reset` adds to the
+    # prompts is needed before the first turn of any.
 
     def __init__(
         self,
@@ -130,14 +109,6 @@ class EpisodeWorkers(EpisodePool):
         self.ready: dict[int, Any] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; earlier episodes end.
-
-        Returns:
-            Addition of each episode to its prompt.
-
-        Raises:
-            ValueError: the environment cannot be sent to a process, or loaded there.
-        """
         pool = self._start_pool()
         pool.take_all_back()
         self._clear()
@@ -152,7 +123,6 @@ class EpisodeWorkers(EpisodePool):
         return [openings[n] for n in range(len(starts))]
 
     def send(self, episode: int, action: str) -> None:
-        """Send a turn to an episode; `receive` returns the result."""
         playing = self.episodes[episode]
         playing.actions.append(action)
         if playing.worker is None:
@@ -170,12 +140,6 @@ class EpisodeWorkers(EpisodePool):
             self._assign()
 
     def receive(self, *, wait: bool) -> dict[int, Any]:
-        """Return the results that arrived since the last call.
-
-        Raises:
-            ValueError: all processes have episodes that wait for the next turn, and the caller
-                waits for another episode.
-        """
         while True:
             blocking = wait and not self.ready
             for worker, answer, _ in receive(self.stepping, wait=blocking):
@@ -199,11 +163,7 @@ class EpisodeWorkers(EpisodePool):
         self._clear()
 
     def _start_pool(self) -> WorkerPool:
-        """Return the processes; at first, load the environment in one.
-
-        Raises:
-            ValueError: the environment cannot be pickled, or loaded.
-        """
+        """Return the processes; at first, load the environment in one."""
         if self.pool is not None:
             return self.pool
         try:

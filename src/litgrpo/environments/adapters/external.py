@@ -53,11 +53,7 @@ class ExternalEnvironment(ABC):
 
 
 def construct(what: str, make: Callable[[], Any]) -> Any:
-    """Call `make` and return its result.
-
-    Raises:
-        ValueError: it raised; the message has `what` and the reason in one line.
-    """
+    """Call `make` and return its result; an error becomes a ValueError in one line with `what`."""
     try:
         return make()
     except (Exception, SystemExit) as error:  # some libraries call sys.exit
@@ -86,25 +82,12 @@ def game_result(
 
 
 def no_connection(**arguments: Any) -> str:
-    """Replace the function of a tool outside of an episode.
-
-    Raises:
-        EpisodeError: always.
-    """
+    """Fail the episode: the function of a tool outside of one."""
     raise EpisodeError("a tool of a server was called outside of an episode")
 
 
 def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Any:
-    """Return a tool of a server as chat templates show it.
-
-    Args:
-        name: of the tool.
-        description: of the tool; default: its name.
-        parameters: JSON schema of its arguments, an object.
-
-    Raises:
-        ValueError: the schema is not valid, too large, or refers to something outside of itself.
-    """
+    """Return a tool of a server as chat templates show it, and check its JSON schema."""
     says = " ".join((description or name).split())
     try:
         given = {"type": "object", "properties": {}, **(parameters or {})}

@@ -113,7 +113,7 @@ class TextEnv(ExternalEnvironment):
     invalid_message: str = "That is no action. {actions}"
 
     def __post_init__(self) -> None:
-        """Create a game once to check that it can be played by text."""
+        # A game is created once to check that it can be played by text.
         alone = (self.env_id is None) != (self.factory is None)
         require(alone, "TextEnv needs either env_id: FrozenLake-v1, or factory: an.import.path.")
         if self.action_pattern is not None:
@@ -129,14 +129,12 @@ class TextEnv(ExternalEnvironment):
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin a game and list its actions; see `Environment.reset`."""
         self.close()
         self._game = self._make_game()
         observation, info = self._game.reset(seed=seed % SEEDS)
         return format_opening(row, f"{self._observe(observation, info)}\n{self._actions}")
 
     def step(self, action: str) -> StepResult:
-        """Play one action; see `Environment.step`."""
         fixed = self.invalid_message.replace("{actions}", self._actions).strip()
         found = self._action(action)
         if found is None:

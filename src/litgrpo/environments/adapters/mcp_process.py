@@ -29,16 +29,6 @@ class ServerProcess:
     """A server, its messages, and the end of what it wrote to stderr.
 
     Its processes form a group, which is killed at the end: also those that it has started.
-
-    Args:
-        process: with pipes.
-
-    Example::
-
-        process = await ServerProcess.start(["python", "server.py"], env={}, cwd=None)
-        async for line in process.lines():
-            ...
-        await process.stop()
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -48,16 +38,7 @@ class ServerProcess:
 
     @staticmethod
     async def start(command: list[str], env: dict[str, str], cwd: str | None) -> ServerProcess:
-        """Start a program.
-
-        Args:
-            command: program and arguments.
-            env: its environment variables, in addition to PATH, HOME and the like.
-            cwd: its working folder.
-
-        Raises:
-            ValueError: it cannot be started, with the option to correct.
-        """
+        """Start a program; `env` is added to PATH, HOME and the like."""
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         pipe = asyncio.subprocess.PIPE
         try:
@@ -91,11 +72,7 @@ class ServerProcess:
             self.problem = f"a message has more than {MAX_BYTES:,} bytes"
 
     async def write(self, line: bytes) -> None:
-        """Write a line to its stdin.
-
-        Raises:
-            OSError: it does not read any more.
-        """
+        """Write a line to its stdin."""
         assert self.process.stdin is not None
         self.process.stdin.write(line)
         await self.process.stdin.drain()

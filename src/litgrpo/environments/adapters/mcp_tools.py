@@ -81,7 +81,6 @@ class McpServer:
     tools: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check that there is one transport."""
         require(
             bool(self.command) != bool(self.url),
             "an MCP server needs either command: python (with args) or url: http://host:port/mcp.",
@@ -117,11 +116,7 @@ class McpServer:
         )
 
     async def start(self) -> ServerProcess | None:
-        """Start the server; None if it runs already.
-
-        Raises:
-            ValueError: it cannot be started.
-        """
+        """Start the server; None if it runs already."""
         if not self.command:
             return None
         return await ServerProcess.start([self.command, *self.args], self.env, self.cwd)
@@ -144,21 +139,7 @@ class McpServer:
 
 
 class McpConnection:
-    """Open session with a server.
-
-    Args:
-        name: of the server, for messages.
-        server: its settings without placeholders.
-
-    Raises:
-        EpisodeError: the server did not start or answer.
-
-    Example::
-
-        connection = McpConnection("files", McpServer(command="python", args=["server.py"]))
-        connection.call("read", {"path": "a.txt"})
-        connection.close()
-    """
+    """Open session with a server, whose settings have no placeholders left."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name = name
@@ -186,12 +167,8 @@ class McpConnection:
         return self._ask(self._list_tools(), timeout_s)
 
     def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its result as text.
-
-        Raises:
-            ValueError: the tool failed, with its text for the policy.
-            EpisodeError: the connection was lost, or the server broke the protocol.
-        """
+        """Call a tool and return its result as text."""
+        # ValueError is for the policy: the tool failed. All else ends the episode.
         result = self._ask(self._client.call_tool(tool, dict(arguments)), CALL_S)
         text = "\n".join(map(_text_of, result.content))
         if not text and result.structured_content is not None:
@@ -251,16 +228,9 @@ class McpConnection:
         raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
 
     def _ask(self, request: Any, timeout_s: float) -> Any:
-        """Return the response to a request.
-
-        Args:
-            request: coroutine.
-            timeout_s: limit for the whole response.
-
-        Raises:
-            ValueError: the server rejected the request's parameters.
-            EpisodeError: anything else went wrong.
-        """
+        """Return the response to a request, within a time limit."""
+        # ValueError is for the policy: the server rejected the parameters. All else ends the
+        # episode.
         mcp = _import_mcp()
         try:
             return wait_for(asyncio.wait_for(request, timeout_s), LOOP)
@@ -279,35 +249,15 @@ class McpConnection:
 
 @dataclass(frozen=True)
 class McpTool(Tool):
-    """Tool of a server.
+    """Tool of a server."""
 
-    Args:
-        server: name of its server.
-
-    Example::
-
-        McpTool("read", function=no_connection, schema=schema, server="files")
-    """
-
-    server: str = ""
+    server: str = ""  # name of its server
 
 
 class McpTools:
     """Tools of several servers, and their connections during an episode.
 
     Episodes share no connection; each is opened at the first call of a tool of its server.
-
-    Args:
-        servers: {name: entry}, as `mcpServers` in the settings of other MCP clients.
-
-    Raises:
-        ValueError: an entry is wrong, `mcp` is not installed, or a server does not answer.
-
-    Example::
-
-        tools = McpTools({"files": {"command": "python", "args": ["server.py"]}})
-        tools.begin(row, seed=0)["read"].function(path="a.txt")
-        tools.close()
     """
 
     def __init__(self, servers: Mapping[str, Any]) -> None:
@@ -317,11 +267,7 @@ class McpTools:
         self.tools = [each for name in self.servers for each in self._list(name)]
 
     def begin(self, row: Mapping[str, Any], seed: int) -> dict[str, Tool]:
-        """Begin an episode.
-
-        Returns:
-            {name: tool}, callable.
-        """
+        """Begin an episode; return {name: tool}, callable."""
         self.close()
         columns = {**row, "seed": seed}
         self._filled = {name: each.fill(columns) for name, each in self.servers.items()}

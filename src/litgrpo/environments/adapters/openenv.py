@@ -61,7 +61,7 @@ class OpenEnv(ExternalEnvironment):
     invalid_message: str = "That is no action."
 
     def __post_init__(self) -> None:
-        """Begin an episode once to check the settings."""
+        # An episode is begun once to check the settings.
         parts = urlsplit(self.url or "")
         require(
             "@" not in parts.netloc and not parts.query,
@@ -79,13 +79,11 @@ class OpenEnv(ExternalEnvironment):
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin an episode; see `Environment.reset`."""
         self.close()
         self._game = self._make_game()
         return format_opening(row, self._observe(_fields(self._game.reset(seed=seed % SEEDS))))
 
     def step(self, action: str) -> StepResult:
-        """Take one action; see `Environment.step`."""
         try:
             action = self._action(after_thoughts(action))
         except (ValueError, TypeError):  # also pydantic's ValidationError
@@ -104,11 +102,7 @@ class OpenEnv(ExternalEnvironment):
         return game
 
     def _action(self, turn: str) -> Any:
-        """Build the action of a turn.
-
-        Raises:
-            ValueError, TypeError: the turn has no valid action.
-        """
+        """Build the action of a turn; ValueError or TypeError if it has none."""
         values = {self.action_field: turn}
         if not self.action_field:
             found = re.search(r"\{.*\}", turn, re.DOTALL)
@@ -133,11 +127,7 @@ class OpenEnv(ExternalEnvironment):
 
 
 def _fields(answer: Any) -> dict[str, Any]:
-    """Return the fields of an observation or of a server's response, with `reward` and `done`.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """Return the fields of an observation or of a server's response, with `reward` and `done`."""
     if hasattr(answer, "model_dump"):
         found = dict(answer.model_dump())
     else:

@@ -50,7 +50,7 @@ class OpenReward(ToolCaller):
     variant: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the settings, and ask the server for the tools."""
+        # The schemas of the tools come from the server.
         self._check_calls()
         server = find_environment(self.url, self.environment, self.variant)
         what = f"OpenReward {self.url}"
@@ -70,11 +70,6 @@ class OpenReward(ToolCaller):
         self._clear()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
-        """Begin an episode; see `Environment.reset`.
-
-        Raises:
-            ValueError: the row is not of `OpenRewardTasks`.
-        """
         self.close()
         require(
             TASK_DATA in row,
@@ -88,7 +83,6 @@ class OpenReward(ToolCaller):
         return self._description() if self.list_tools_in_prompt and self._tools else ""
 
     def step(self, action: str) -> StepResult:
-        """Execute the calls of a turn; see `Environment.step`."""
         result = super().step(action)
         if result.done and self._has_terminal and not self._is_over:
             self._ask(lambda session: session.call_terminal_tool(action))
@@ -121,12 +115,8 @@ class OpenReward(ToolCaller):
         return self._ask(lambda session: session.call_tool(name, arguments))
 
     def _ask(self, call: Callable[[Any], Any]) -> str:
-        """Call a tool in the session, which begins with the first call.
-
-        Raises:
-            ValueError: the call does not fit the tool, with the reason for the policy.
-            EpisodeError: anything else went wrong.
-        """
+        """Call a tool in the session, which begins with the first call."""
+        # ValueError is for the policy: the call does not fit the tool. All else ends the episode.
         errors = import_package("openreward.api.errors", "openreward")
         try:
             if self._session is None:

@@ -43,7 +43,7 @@ class SkyRL(ExternalEnvironment):
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that the environment exists; instances need a row."""
+        # An instance needs a row, so only the class is looked up here.
         alone = (self.env_id is None) != (self.factory is None)
         require(alone, "SkyRL needs either env_id: gsm8k_multi_turn, or factory: an.import.path.")
         if self.env_id is not None:
@@ -54,11 +54,6 @@ class SkyRL(ExternalEnvironment):
             require(is_callable, f"factory is {self.factory!r}; it must be a class or a function.")
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
-        """Construct the environment for a row; see `Environment.reset`.
-
-        Raises:
-            ValueError: a column is missing, or the environment could not be constructed.
-        """
         self.close()
         extras = dict(row) | self.extras
         for entry, column in self.extras_from_columns.items():
@@ -81,7 +76,6 @@ class SkyRL(ExternalEnvironment):
         return format_opening(row, new) if new and isinstance(new, str) else new
 
     def step(self, action: str) -> StepResult:
-        """Answer one turn; see `Environment.step`."""
         given = self._game.step(action)
         new = [dict(each) for each in given["observations"]]
         self._conversation += [{"role": "assistant", "content": action}, *new]

@@ -42,14 +42,13 @@ class TextArena(ExternalEnvironment):
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Begin a game once to check that it has one player."""
+        # A game is begun once to check that it has one player.
         arena = import_package("textarena", "textarena")
         construct(f"env_id: {self.env_id}", lambda: arena.make(self.env_id, **self.kwargs))
         construct(f"env_id: {self.env_id} for one player", lambda: self.reset({}, 0))
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin a game; see `Environment.reset`."""
         self.close()
         self._game = import_package("textarena", "textarena").make(self.env_id, **self.kwargs)
         self._game.reset(num_players=1, seed=seed % SEEDS)
@@ -57,7 +56,6 @@ class TextArena(ExternalEnvironment):
         return format_opening(row, self._seen)
 
     def step(self, action: str) -> StepResult:
-        """Play a move; see `Environment.step`."""
         done, _ = self._game.step(action)
         state = self._game.state
         failed = bool(state.error_count or state.game_info[0]["invalid_move"])

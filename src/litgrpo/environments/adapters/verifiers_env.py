@@ -41,7 +41,7 @@ class Verifiers(Agent):
     command: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Load the environment once to check its settings."""
+        # The environment is loaded once to check its settings.
         taskset = self.env.get("taskset")
         require(
             isinstance(taskset, dict) and isinstance(taskset.get("id"), str),
@@ -55,12 +55,7 @@ class Verifiers(Agent):
 
 
 async def play(env_json: str, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """Play a task and return its reward and the agent's last reply.
-
-    Raises:
-        ValueError: the row is not of `VerifiersTasks`.
-        RuntimeError: verifiers reports an error.
-    """
+    """Play a task and return its reward and the agent's last reply."""
     require(
         TASK_DATA in row, f"the data have no column {TASK_DATA!r}; `train` must be VerifiersTasks."
     )
@@ -88,11 +83,7 @@ async def play(env_json: str, row: dict[str, Any], base_url: str, api_key: str) 
 
 @functools.cache
 def load_environment(env_json: str) -> Any:
-    """Load an environment from its settings, once per process.
-
-    Raises:
-        ValueError: a setting is wrong.
-    """
+    """Load an environment from its settings, once per process."""
     vf = import_package("verifiers.v1", "verifiers")
     env = json.loads(env_json)
 
