@@ -1,8 +1,4 @@
-"""Data: from any source to batches of prompts or pairs, in an order that resumes exactly.
-
-The names below are imported when they are first used, so that pure modules such as `data.messages`
-do not wait for torch.
-"""
+"""Data: from any source to batches of prompts or pairs, in an order that resumes exactly."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,7 +23,8 @@ __all__ = [
     "Source",
     "VerifiersTasks",
 ]
-# {module: its public names}
+# {module: its public names}, imported when they are first used, so that pure modules such as
+# `data.messages` do not wait for torch.
 _PUBLIC_BY_MODULE = {
     "modules": ("PairData", "PromptData"),
     "openreward_tasks": ("OpenRewardTasks",),

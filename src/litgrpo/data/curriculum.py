@@ -47,7 +47,6 @@ class Curriculum:
     hard_prob: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         require(
             0 <= self.hard_threshold < self.easy_threshold <= 1,
             f"hard_threshold is {self.hard_threshold} and easy_threshold {self.easy_threshold}; "
@@ -66,11 +65,7 @@ class Curriculum:
         return success <= self.hard_threshold
 
     def prob(self, success: float | None) -> float:
-        """Return the probability that a prompt is used when it is its turn.
-
-        Args:
-            success: fraction of correct completions in its last group; None: it has none yet.
-        """
+        """Return the probability that a prompt of this success is used when it is its turn."""
         if success is not None and self.is_easy(success):
             return self.easy_prob
         return self.hard_prob if success is not None and self.is_hard(success) else 1.0
@@ -78,23 +73,6 @@ class Curriculum:
 
 class CurriculumOrder(BatchOrder):
     """Batches of a curriculum: the rows of the usual order, without those that are skipped.
-
-    The usual order of all epochs is one sequence of rows. Each batch takes the next rows of it, and
-    a number that depends on seed and place in the sequence decides whether an easy or hard row is
-    skipped. So the batches are a function of the seed and of the successes, which are part of the
-    checkpoint: a resumed run has the same batches. An epoch has as many batches as without a
-    curriculum, and reaches further in the sequence.
-
-    Args:
-        plan: epoch -> the full batches of all ranks together.
-        curriculum: settings.
-        index_of: row number -> position of the prompt in its data (`PromptBatch.index`).
-        num_indices: positions are below this; repetitions of a row within an epoch have a multiple
-            added.
-        num_prompts: number of rows.
-        seed: random seed.
-        rank: rank of this process.
-        world_size: number of processes.
 
     Example:
         >>> order = CurriculumOrder(
@@ -109,6 +87,12 @@ class CurriculumOrder(BatchOrder):
         >>> list(order)
         [[1, 3], [1, 3]]
     """
+
+    # The usual order of all epochs is one sequence of rows. Each batch takes the next rows of it,
+    # and a number that depends on seed and place in the sequence decides whether an easy or hard
+    # row is skipped. So the batches are a function of the seed and of the successes, which are part
+    # of the checkpoint: a resumed run has the same batches. An epoch has as many batches as without
+    # a curriculum, and reaches further in the sequence.
 
     def __init__(
         self,
@@ -130,19 +114,12 @@ class CurriculumOrder(BatchOrder):
         self.chosen_ahead: list[list[int]] = []  # the next batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each batch that is left of the epoch."""
         for _ in range(self.start, self.num_batches):
             self._choose(1)
             yield select_rank_rows(self.chosen_ahead.pop(0), self.rank, self.world_size)
 
     def peek(self, epoch: int, done: int, ahead: int) -> list[int]:
-        """Return a coming batch of all ranks; `record` does not change it afterwards.
-
-        Args:
-            epoch: not used, the batches are one sequence.
-            done: not used.
-            ahead: 1 is the next batch, 2 the one after it.
-        """
+        # The batches are one sequence, whatever the epoch. `record` does not change a returned one.
         self._choose(ahead)
         return self.chosen_ahead[ahead - 1]
 
@@ -154,7 +131,7 @@ class CurriculumOrder(BatchOrder):
             self.chosen_ahead.append(batch)
 
     def draw(self, count: int, start: int) -> tuple[list[int], int]:
-        """Return further rows in the order of the epochs below 0; see `BatchOrder.draw`."""
+        # In the order of the epochs below 0.
         return self._take(count, start, -1)
 
     def _take(self, count: int, position: int, sign: int) -> tuple[list[int], int]:
@@ -172,12 +149,7 @@ class CurriculumOrder(BatchOrder):
         return rows, position
 
     def record(self, index: Tensor, success: Tensor) -> None:
-        """Remember the success of groups.
-
-        Args:
-            index: [B] `PromptBatch.index` of the prompts of all ranks.
-            success: [B] fraction of correct completions; NaN is left out.
-        """
+        """Remember the success of the groups of all ranks: [B] fractions; NaN is left out."""
         for number, fraction in zip(index.tolist(), success.tolist(), strict=True):
             if not isnan(fraction):
                 self.success[int(number) % self.num_indices] = fraction
@@ -196,7 +168,6 @@ class CurriculumOrder(BatchOrder):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next batches depend on."""
         return {
             "success": dict(self.success),
             "rows_passed": self.position,
@@ -204,6 +175,5 @@ class CurriculumOrder(BatchOrder):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
         self.success, self.position = dict(state["success"]), state["rows_passed"]
         self.chosen_ahead = [*state["chosen_ahead"]]

@@ -29,12 +29,7 @@ SPACES = " \t\r\n\v\f"  # a line of these alone is not a row, in memory and stre
 
 
 def rows_from_list(rows: Iterable[Any], name: str) -> list[PlacedRow]:
-    """Return list items with their places; texts become `{"prompt": text}`.
-
-    Example:
-        >>> rows_from_list(["What is 3+4?"], "the given list")
-        [({'prompt': 'What is 3+4?'}, 'the given list, row 1')]
-    """
+    """Return list items with their places; texts become `{"prompt": text}`."""
     texts_as_rows = ({"prompt": row} if isinstance(row, str) else row for row in rows)
     placed = _rows_from_objects(texts_as_rows, name)
     return [(check_characters(row, place), place) for row, place in placed]
@@ -113,11 +108,7 @@ def _parse_json(text: str, place: str) -> Any:
 
 
 def check_characters(value: Any, place: str) -> Any:
-    """Return a value whose texts have no half of a surrogate pair.
-
-    Raises:
-        ValueError: one has; tokenizers and files cannot encode it.
-    """
+    """Return a value whose texts have no half of a surrogate pair, which nothing can encode."""
     text = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
     if lone := LONE_SURROGATE.search(text):
         raise ValueError(
@@ -140,11 +131,7 @@ def _depth(value: Any) -> int:
 
 
 def require_object(row: Any, place: str) -> dict[str, Any]:
-    """Return the row as a dictionary.
-
-    Raises:
-        ValueError: it is not an object.
-    """
+    """Return the row as a dictionary."""
     if isinstance(row, Mapping):
         return row if isinstance(row, dict) else dict(row)
     if hasattr(row, "_asdict"):  # a named tuple
@@ -176,11 +163,9 @@ class LineFile(Sequence[PlacedRow]):
     """Rows of a file with one row per line, read on access. Empty lines are skipped.
 
     Takes 16 bytes of memory per line.
-
-    Args:
-        path: the file; what is in it must not change while it is used.
-        parse: makes a row of a line and its place.
     """
+
+    # The content must not change while it is used.
 
     def __init__(self, path: Path, parse: Callable[[bytes, str], dict[str, Any]]) -> None:
         self.path, self.parse = path, parse
@@ -189,15 +174,9 @@ class LineFile(Sequence[PlacedRow]):
         weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.line_numbers)
 
     def __getitem__(self, row: Any) -> Any:
-        """Read a row.
-
-        Raises:
-            ValueError: it cannot be parsed, or the file has changed since it was opened.
-        """
         number = self.line_numbers[row]
         start, end = map(int, self.starts[number : number + 2])
         place = f"{self.path}, line {number + 1}"
@@ -219,9 +198,7 @@ class LineFile(Sequence[PlacedRow]):
 def index_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return where each line of a file begins, and which lines are rows.
 
-    Returns:
-        [lines + 1] int64 byte offsets, the last one where the last line ends; and the [rows]
-        numbers of the lines that hold more than spaces.
+    [lines + 1] int64 byte offsets, the last one where the last line ends; [rows] line numbers.
     """
     is_space = np.zeros(256, bool)
     is_space[[*SPACES.encode()]] = True
@@ -277,22 +254,15 @@ def _is_large(path: Path) -> bool:
 
 
 class TableRows(Sequence[PlacedRow]):
-    """Rows of a `datasets.Dataset`, which maps its files into memory.
-
-    Args:
-        table: the data set.
-        name: name for places.
-    """
+    """Rows of a `datasets.Dataset`, which maps its files into memory."""
 
     def __init__(self, table: Any, name: str) -> None:
         self.table, self.name = table, name
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.table)
 
     def __getitem__(self, row: Any) -> Any:
-        """Read a row."""
         place = f"{self.name}, row {row + 1}"
         return require_object(without_nulls_in_row(self.table[int(row)]), place), place
 

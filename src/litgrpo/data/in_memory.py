@@ -30,15 +30,8 @@ def settle_source(given: Any, names: Iterable[str], *, is_train: bool = False) -
     """Return a source that can be read several times: once for each stage of a run.
 
     Paths become texts, generators and tuples lists, and a dictionary of columns a list of rows.
-
-    Args:
-        given: a source in Python, or named sets, {name: source}.
-        names: columns by which a dictionary of columns differs from named sets.
-        is_train: it is the training source, whose named sets are tasks.
-
-    Raises:
-        ValueError: it is a dictionary of splits, where one set is needed; or no source.
     """
+    # `names` are columns by which a dictionary of columns differs from named sets.
     if isinstance(given, Path):
         return str(given)
     if isinstance(given, Mapping):
@@ -73,15 +66,7 @@ def _are_columns(given: Mapping[str, Any]) -> bool:
 
 
 def rows_of_columns(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of {column: values}.
-
-    Raises:
-        ValueError: the columns have unequal lengths.
-
-    Example:
-        >>> rows_of_columns({"prompt": ["a", "b"], "answer": [1, 2]})
-        [{'prompt': 'a', 'answer': 1}, {'prompt': 'b', 'answer': 2}]
-    """
+    """Return the rows of {column: values}."""
     for name, values in given.items():
         require(
             isinstance(values, Sized) and not isinstance(values, str | Mapping),
@@ -102,15 +87,7 @@ def is_table(given: Any) -> bool:
 
 
 def read_object(given: Any) -> list[Any]:
-    """Return the rows of an object: mappings or texts.
-
-    Raises:
-        ValueError: it is not a source of rows.
-
-    Example:
-        >>> read_object(("a", "b"))
-        ['a', 'b']
-    """
+    """Return the rows of an object: mappings or texts."""
     kind = type_with_article(given)
     why = next((why for type_, why in REJECTED.items() if isinstance(given, type_)), "")
     require(not why, f"{given!r:.60} ({kind}) is not a source: {why}")

@@ -61,10 +61,6 @@ def batch_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]:
 class FullBatches(Sequence[list[int]]):
     """The full batches of an order; a smaller last batch is dropped. 8 bytes per row.
 
-    Args:
-        order: [count] row numbers.
-        batch_size: rows of a batch.
-
     Example:
         >>> [*FullBatches(torch.arange(5), batch_size=2)]
         [[0, 1], [2, 3]]
@@ -74,11 +70,9 @@ class FullBatches(Sequence[list[int]]):
         self.batches = order[: len(order) - len(order) % batch_size].view(-1, batch_size)
 
     def __len__(self) -> int:
-        """Number of batches."""
         return len(self.batches)
 
     def __getitem__(self, number: Any) -> Any:
-        """Return one batch, or a list of them."""
         return self.batches[number].tolist()
 
 
@@ -101,28 +95,17 @@ def batches_in_turn(count: int, batch_size: int, epoch: int) -> FullBatches:
 def batch_by_length(
     lengths: Tensor, max_rows: int | None, max_tokens: int | None, seed: int, epoch: int
 ) -> list[list[int]]:
-    """All rows in batches of about equal length, in random order.
-
-    Lengths are rounded up to five binary digits (by at most 1/16), rows of the same rounded length
-    are shuffled, and batches are cut from long to short. The rounded lengths are the same in every
-    epoch, so the number of batches is as well.
-
-    Args:
-        lengths: [M] tokens of each row.
-        max_rows: largest number of rows of a batch; None for no limit.
-        max_tokens: largest number of tokens of a batch, padding included; a longer row is a batch
-            of one.
-        seed: random seed of the order.
-        epoch: number of the epoch.
-
-    Returns:
-        Lists of row numbers.
+    """Return all rows in batches of about equal length, in random order.
 
     Example:
         >>> batches = batch_by_length(torch.tensor([3, 40, 3, 41]), 2, None, seed=0, epoch=0)
         >>> sorted(map(sorted, batches))
         [[0, 2], [1, 3]]
     """
+    # Lengths are rounded up to five binary digits (by at most 1/16), rows of the same rounded
+    # length are shuffled, and batches are cut from long to short. The rounded lengths are the same
+    # in every epoch, so the number of batches is as well. Tokens of a batch include its padding; a
+    # row of more than `max_tokens` is a batch of one.
     order = shuffle_rows(len(lengths), seed, epoch)
     # Of the b binary digits of n, five are kept: lengths are multiples of 2^(b-5).
     steps = torch.tensor([1 << max(0, int(n).bit_length() - 5) for n in lengths])
@@ -148,34 +131,22 @@ def allocate_rows(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix_sources(
-    sources: Sequence[int],
+    sources: Sequence[int],  # [M] number of the source of each row
     weights: Sequence[float],
     seed: int,
-    epoch: int,
-    shuffle: bool = True,
-    count: int | None = None,
+    epoch: int,  # negative ones are further epochs
+    shuffle: bool = True,  # False keeps each source in its own order, spread evenly
+    count: int | None = None,  # rows of an epoch; by default M
 ) -> list[int]:
-    """SourceRow numbers of one epoch of weighted sources.
-
-    Each source continues where the previous epoch stopped, so each of its rows is used once before
-    any is repeated. A row that is repeated within the epoch is returned as its number plus a
-    multiple of the number of all rows.
-
-    Args:
-        sources: [M] number of the source of each row.
-        weights: weight of each source.
-        seed: random seed of the order.
-        epoch: number of the epoch; negative ones are further epochs.
-        shuffle: random order; False keeps each source in its own order, spread evenly.
-        count: rows of an epoch; by default M.
-
-    Raises:
-        ValueError: a source has no row, or none in an epoch.
+    """Return the row numbers of one epoch of weighted sources.
 
     Example:
         >>> mix_sources([0, 0, 1, 1], [3, 1], seed=0, epoch=0, shuffle=False)  # row 0 again: 0 + 4
         [0, 1, 2, 4]
     """
+    # Each source continues where the previous epoch stopped, so each of its rows is used once
+    # before any is repeated. A row that is repeated within the epoch is returned as its number plus
+    # a multiple of the number of all rows.
     rows_of: dict[int, list[int]] = defaultdict(list)
     for row, source in enumerate(sources):
         rows_of[source].append(row)
@@ -207,25 +178,19 @@ def _source_order(count: int, seed: int, turn: int, shuffle: bool) -> list[int]:
 
 
 def compute_padded_length(rows: Sequence[Sequence[int]], multiple: int) -> int:
-    """Length of the longest row, rounded up to a multiple.
-
-    Example:
-        >>> compute_padded_length([[1, 2, 3], [4]], multiple=4)
-        4
-    """
+    """Length of the longest row, rounded up to a multiple."""
     return -(-max(map(len, rows)) // multiple) * multiple
 
 
 def select_rank_rows(batch: list[int], rank: int, world_size: int) -> list[int]:
     """The rows of one rank: a slice of the batch, equal slices if the batch size is divisible.
 
-    Every rank needs a row to take part in collectives. If the batch is smaller than the number of
-    ranks, the first row is repeated.
-
     Example:
         >>> [select_rank_rows([4, 2, 7, 5], rank, world_size=2) for rank in range(2)]
         [[4, 2], [7, 5]]
     """
+    # Every rank needs a row to take part in collectives. If the batch is smaller than the number of
+    # ranks, the first row is repeated.
     start, stop = (len(batch) * r // world_size for r in (rank, rank + 1))
     return batch[start:stop] or batch[:1]
 
@@ -233,16 +198,13 @@ def select_rank_rows(batch: list[int], rank: int, world_size: int) -> list[int]:
 class BatchOrder(Sampler[list[int]]):
     """Batches of row numbers, epoch by epoch, each split among the ranks.
 
-    Args:
-        plan: epoch -> the batches of all ranks together, the same number in every epoch.
-        rank: rank of this process.
-        world_size: number of processes.
-
     Example:
         >>> order = BatchOrder(lambda epoch: [[0, 1], [2, 3]], rank=1, world_size=2)
         >>> list(order)
         [[1], [3]]
     """
+
+    # `plan` maps an epoch to the batches of all ranks together, the same number in every epoch.
 
     def __init__(self, plan: BatchPlan, rank: int = 0, world_size: int = 1) -> None:
         self.plan, self.rank, self.world_size = plan, rank, world_size
@@ -256,7 +218,6 @@ class BatchOrder(Sampler[list[int]]):
             self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
-        """Number of batches of a whole epoch."""
         return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -266,24 +227,14 @@ class BatchOrder(Sampler[list[int]]):
             yield select_rank_rows(batches[number], self.rank, self.world_size)
 
     def peek(self, epoch: int, done: int, ahead: int) -> list[int]:
-        """Return a coming batch of all ranks.
-
-        Args:
-            epoch: current epoch.
-            done: batches of it that were returned.
-            ahead: 1 is the next batch, 2 the one after it.
-        """
+        """Return a coming batch of all ranks: `ahead` 1 is the next after `done` of the epoch."""
         later, number = divmod(done + ahead - 1, self.num_batches)
         return self.plan(epoch + later)[number]
 
     def draw(self, count: int, start: int) -> tuple[list[int], int]:
-        """Return further rows, and the next start, without changing the batches of any epoch.
+        """Return further rows for all ranks, and the next start; no batch of an epoch changes.
 
         They follow a separate order, each row once before any is repeated.
-
-        Args:
-            count: rows of all ranks.
-            start: place in that order.
         """
         # Training uses epochs from 0 on, so epochs below 0 are free for extra rows.
         epochs = (self.plan(-number) for number in count_from(1))
@@ -299,18 +250,12 @@ class BatchOrder(Sampler[list[int]]):
 
 
 class BatchLoader(Generic[Batch]):
-    """Loader whose position is part of the checkpoint.
+    """Loader whose position is part of the checkpoint."""
 
-    Lightning saves `state_dict()` under loops/fit_loop/combined_loader and calls `set_epoch` of
-    `sampler`. This is not a `DataLoader`, because Lightning rebuilds those for prediction and warns
-    about the number of their workers.
-
-    Args:
-        dataset: row numbers -> batch.
-        sampler: order of the rows.
-        identity: settings and data that a saved position depends on; a checkpoint with other
-            values is rejected.
-    """
+    # Lightning saves `state_dict()` under loops/fit_loop/combined_loader and calls `set_epoch` of
+    # `sampler`. This is not a `DataLoader`, because Lightning rebuilds those for prediction and
+    # warns about the number of their workers. A checkpoint with another `identity`, the settings
+    # and data that a saved position depends on, is rejected.
 
     def __init__(
         self, dataset: Dataset[Batch], sampler: BatchOrder, identity: dict[str, Any] | None = None
@@ -323,15 +268,12 @@ class BatchLoader(Generic[Batch]):
         self._num_drawn = 0
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of an epoch; after `load_state_dict`, those that remain of it.
-
-        A generator: no code runs before the first batch is requested. Lightning creates the
-        iterator before it sets the epoch.
-        """
+        """Yield the batches of an epoch; after `load_state_dict`, those that remain of it."""
+        # A generator: no code runs before the first batch is requested. Lightning creates the
+        # iterator before it sets the epoch.
         if not self._resuming:
             self.sampler.start = 0
         self._resuming = False
@@ -347,12 +289,9 @@ class BatchLoader(Generic[Batch]):
         return self.dataset[select_rank_rows(rows, self.sampler.rank, self.sampler.world_size)]
 
     def draw(self, count: int) -> Batch:
-        """Return extra rows for dynamic sampling, without changing the batches of any epoch.
+        """Return `count` extra rows for dynamic sampling; no batch of an epoch changes.
 
         All ranks must call this together with the same count, and get different rows.
-
-        Args:
-            count: rows for this rank.
         """
         rank, wanted = self.sampler.rank, count * self.sampler.world_size
         rows, self._num_drawn = self.sampler.draw(wanted, self._num_drawn)
@@ -376,11 +315,7 @@ class BatchLoader(Generic[Batch]):
         self.sampler.load_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position.
-
-        Raises:
-            ValueError: the order of batches differs here.
-        """
+        """Resume from a saved position."""
         self.check_state(state)
         self._position = (state["epoch"], state["batches"])
         self.load_order_state(state)
@@ -388,11 +323,7 @@ class BatchLoader(Generic[Batch]):
         self._resuming = True
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check that a saved position refers to the same order of batches.
-
-        Raises:
-            ValueError: a setting or the data that the order depends on differ.
-        """
+        """Check that a saved position refers to the same order of batches."""
         for name, value in self.identity.items():
             if state.get(name) != value:
                 rendered = name.startswith("rendered")

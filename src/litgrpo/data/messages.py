@@ -75,19 +75,6 @@ HARMLESS = {
 def read_messages(given: Any, place: str) -> Messages:
     """Return the messages of a row as chat templates take them: a role, and a text as content.
 
-    Fields `from` and `value` (ShareGPT) become `role` and `content`, parts of text are joined, and
-    the content of a message that only calls tools becomes "". Fields that are null are left out,
-    and a message of the assistant that is not to be trained on, by one of the fields of `TRAINED`,
-    gets `weight` 0.
-
-    Args:
-        given: the messages; or {field: one value per message}, as older `datasets` return them.
-        place: file and line, for errors.
-
-    Raises:
-        ValueError: a message has no role, no text, parts that are not text, or a mark of training
-            that is neither 0 nor 1.
-
     Example:
         >>> read_messages([{"from": "human", "value": "1+1?"}], "a.jsonl, line 1")
         [{'role': 'user', 'content': '1+1?'}]
@@ -95,6 +82,10 @@ def read_messages(given: Any, place: str) -> Messages:
         >>> read_messages([{"role": "user", "content": parts}], "a.jsonl, line 1")
         [{'role': 'user', 'content': '1+1?'}]
     """
+    # Fields `from` and `value` (ShareGPT) become `role` and `content`, parts of text are joined,
+    # and the content of a message that only calls tools becomes "". Fields that are null are left
+    # out, and a message of the assistant that is not to be trained on, by one of the fields of
+    # `TRAINED`, gets `weight` 0. Older `datasets` return {field: one value per message}.
     rows = as_rows(given)
     require(
         isinstance(rows, list) and all(isinstance(each, Mapping) for each in rows),
@@ -109,12 +100,7 @@ def ends_with_assistant(messages: Messages) -> bool:
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:
-    """Return messages with a system message at the start, unless they begin with one.
-
-    Example:
-        >>> with_system([{"role": "user", "content": "1+1?"}], "Be brief.")[0]["content"]
-        'Be brief.'
-    """
+    """Return messages with a system message at the start, unless they begin with one."""
     if system is None or has_system(messages):
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -217,25 +203,12 @@ def _pop_marks(message: dict[str, Any], place: str) -> bool:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """True for a message of the assistant that is not marked as not to be trained on.
-
-    Args:
-        message: one of `read_messages`.
-    """
+    """Return True for a message of the assistant that is not excluded from training."""
     return message["role"] == ASSISTANT and bool(message.get("weight", 1))
 
 
 def check_fields(messages: Messages, place: str, template: Any = "") -> None:
-    """Check that each field of messages has a known meaning.
-
-    Args:
-        messages: of `read_messages`.
-        place: file and line, for errors.
-        template: the chat template; fields that it names are read there.
-
-    Raises:
-        ValueError: a field may change what is meant, and nothing reads it.
-    """
+    """Check that each field of messages has a known meaning, or is named by the chat template."""
     for message in messages:
         for name in ("meta", "metadata"):
             about = message.get(name)

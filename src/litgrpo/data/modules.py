@@ -95,18 +95,10 @@ def restore_validation(trainer: Trainer) -> None:
 
 
 class SourceData(LightningDataModule, Generic[Batch]):
-    """Base class of data modules: rows of sources, tokenized for a model.
+    """Base class of data modules: rows of sources, tokenized for a model."""
 
-    Args:
-        sources: {set: where its rows come from, or None}; each may be several named sets, `{name:
-            source}`; those of `train` are tasks.
-        reader: renames columns and splits rows.
-        prompt_format: makes prompts of rows.
-        limit: limit of a row's tokens.
-        tokenizer: Hub id or folder, or None for that of the model.
-        pad_to_multiple_of: length of batches is a multiple of this.
-        task_weights: {name: weight} of the named sets of `train`.
-    """
+    # A set of `sources` may be several with names, `{name: source}`; those of `train` are tasks,
+    # whose shares `task_weights` sets. The tokenizer is that of the model if it is None.
 
     def __init__(
         self,
@@ -152,14 +144,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
     def find_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of the data, if one is set, else that of the model.
-
-        Args:
-            texts: the texts that the model's `fit_tokenizer` may train it on.
-
-        Raises:
-            ValueError: there is none, or it has no pad or end token.
-        """
+        """Return the tokenizer of the data, if one is set, else that of the model."""
+        # The model's `fit_tokenizer` may train it on the texts.
         if self.tokenizer is not None:
             return require_pad_and_eos(load_tokenizer(self.tokenizer))
         if self.trainer is None:
@@ -174,11 +160,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         return replace(self.prompt_format, encoder_decoder=encoder).at_time(self.run_time)
 
     def add_tools(self, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
-        """Return the prompt format with the tools of the model's environment.
-
-        Args:
-            tokenizer: tokenizer of the data.
-        """
+        """Return the prompt format with the tools of the model's environment."""
         model: Any = None if self.trainer is None else self.trainer.lightning_module
         tools = model.shown_tools if isinstance(model, HasEnvironment) else []
         prompt_format = self.format_for_model().with_tools(tools, tokenizer)
@@ -188,15 +170,9 @@ class SourceData(LightningDataModule, Generic[Batch]):
     def encode_opening(
         self, prompts: PromptBatch, row: int, added: str | Messages, split_added: bool = True
     ) -> list[int]:
-        """Return token ids of a prompt with an environment's first observation.
+        """Return token ids of prompt number `row` with an environment's first observation.
 
         See `rendering.encode_opening`.
-
-        Args:
-            prompts: B prompts of this module, after `setup`.
-            row: index of the prompt.
-            added: a text, or messages.
-            split_added: encode special tokens that the addition writes as plain text.
         """
         assert self.final_format is not None
         prompt_format, tokenizer = self.final_format
@@ -211,11 +187,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         )
 
     def require_validation(self, rows: Rows | None) -> Rows:
-        """Return the rows to validate on.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return the rows to validate on."""
         if rows is None:
             raise ValueError("nothing to validate on: set val or val_fraction of the data")
         return rows
@@ -253,12 +225,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         return [numbers[name] for name in self.sets["train"].set_names]
 
     def train_loader(self, order: BatchOrder, identity: dict[str, Any]) -> BatchLoader[Batch]:
-        """Return a loader of training batches, whose position is part of checkpoints.
-
-        Args:
-            order: order of the rows.
-            identity: settings and data that the order of batches depends on.
-        """
+        """Return a loader of training batches, whose position is part of checkpoints."""
         identity = identity | {"mixture": self.mixture or None}
         loader = BatchLoader(self.sets["train"], order, identity)
         if self._saved_order is not None:
@@ -280,11 +247,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         self.load_run_time(state_dict)
 
     def load_run_time(self, state_dict: dict[str, Any]) -> None:
-        """Write the time of a checkpoint's run, if the chat template writes one.
-
-        Args:
-            state_dict: of this class.
-        """
+        """Write the time of a checkpoint's run, if the chat template writes one."""
         time = datetime.fromisoformat(state_dict.get("run_time", self.run_time.time.isoformat()))
         changed, self.run_time.time = time != self.run_time.time, time
         if changed and self._writes_time:
@@ -416,11 +379,7 @@ class PromptData(SourceData[PromptBatch]):
         self.curriculum, self.shuffle, self.seed = curriculum, shuffle, seed
 
     def setup(self, stage: str) -> None:
-        """Read, split and tokenize the sets of a stage.
-
-        Args:
-            stage: fit, validate, test or predict.
-        """
+        """Read, split and tokenize the sets of a stage: fit, validate, test or predict."""
         self._stage = stage
         rows = self._read(stage)
         texts = (text for part in rows.values() for text in self.prompt_format.plain_texts(part))
@@ -447,11 +406,7 @@ class PromptData(SourceData[PromptBatch]):
         rank_zero_info(f"Prompts: {sizes}")
 
     def _check_batches(self) -> None:
-        """Check before any evaluation that the training prompts make batches.
-
-        Raises:
-            ValueError: there are too few prompts, or batch_size is not divisible by the processes.
-        """
+        """Check before any evaluation that the training prompts make batches."""
         count, (_, processes) = len(self.sets["train"]), self.process
         require(
             count >= self.batch_size,
@@ -502,15 +457,12 @@ class PromptData(SourceData[PromptBatch]):
         )
 
     def val_dataloader(self) -> BatchLoader[PromptBatch]:
-        """Return the validation prompts in their order, each once."""
         return self._loader_in_order("val")
 
     def test_dataloader(self) -> BatchLoader[PromptBatch]:
-        """Return the test prompts in their order, each once."""
         return self._loader_in_order("test")
 
     def predict_dataloader(self) -> BatchLoader[PromptBatch]:
-        """Return the prompts to answer in their order, each once."""
         return self._loader_in_order("predict")
 
     def _loader_in_order(self, name: str) -> BatchLoader[PromptBatch]:
@@ -662,9 +614,6 @@ class PairData(SourceData[PairBatch]):
         """Read, split and tokenize.
 
         The training rows are also read for validation: a tokenizer may be trained on them.
-
-        Args:
-            stage: fit or validate.
         """
         self._stage = stage
         known = stage in ("fit", "validate")

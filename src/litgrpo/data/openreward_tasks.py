@@ -43,20 +43,13 @@ class OpenRewardTasks(GeneratedSource):
     variant: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
         at_least("limit of OpenRewardTasks", self.limit, 1)
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"OpenRewardTasks({self.environment}, {self.split})"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Ask the server for the tasks and their prompts.
-
-        Raises:
-            ValueError: the server does not answer, or has no such environment or split.
-        """
         api = import_package("openreward.api.environments.client", "openreward")
         with api.EnvironmentsAPI(self.url, os.environ.get(KEY_VARIABLE, "")) as client:
             try:

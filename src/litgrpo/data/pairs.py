@@ -80,7 +80,6 @@ class PairBatch:
     set_name: str = ""
 
     def __post_init__(self) -> None:
-        """Check ranks and sizes."""
         rows, length = self.input_ids.shape
         for mask in (self.attention_mask, self.loss_mask):
             assert mask.shape == (rows, length), f"a mask has shape {tuple(mask.shape)}"
@@ -111,29 +110,21 @@ class PairBatch:
 class PairSet(Dataset[PairBatch]):
     """Tokenized pairs; indexing with row numbers returns a batch.
 
-    Args:
-        ids: token ids of each prompt with its completion.
-        loss_spans: the tokens to predict of each pair, as half-open ranges (start, stop).
-        pad_id: id of the pad token.
-        pad_to_multiple_of: length of batches is a multiple of this.
-        set_names: name of each pair's set; "" for sets without names.
-        data_fingerprint: hash of the prompts of the data in their order.
-
     Example:
         >>> pairs = PairSet([[1, 69, 70, 71, 2]], [[(3, 5)]], pad_id=0, pad_to_multiple_of=1)
         >>> pairs[[0]].loss_mask
         tensor([[False, False, False,  True,  True]])
     """
 
-    ids: list[list[int]]
+    ids: list[list[int]]  # token ids of each prompt with its completion
+    # the tokens to predict of each pair, as half-open ranges (start, stop)
     loss_spans: list[list[tuple[int, int]]]
     pad_id: int
     pad_to_multiple_of: int
-    set_names: Sequence[str] = ("",)
-    data_fingerprint: str = ""
+    set_names: Sequence[str] = ("",)  # name of each pair's set; "" for sets without names
+    data_fingerprint: str = ""  # hash of the prompts of the data in their order
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self.ids)
 
     @property
@@ -155,7 +146,6 @@ class PairSet(Dataset[PairBatch]):
         return torch.tensor([len(ids) for ids in self.ids])
 
     def __getitem__(self, rows: list[int]) -> PairBatch:
-        """Return the batch of these rows, padded to the longest of them."""
         # Rows that an epoch repeats have numbers beyond the last (see `loader.mix_sources`).
         rows = [row % len(self) for row in rows]
         ids = [self.ids[row] for row in rows]
@@ -172,13 +162,7 @@ class PairSet(Dataset[PairBatch]):
 
 @dataclass(frozen=True)
 class PairFormat:
-    """Converts rows to token ids, split into parts with and without loss.
-
-    Args:
-        prompt: makes the prompts.
-        completion: makes the completions.
-        train_on_turns: the assistant turns of a conversation that the loss includes.
-    """
+    """Converts rows to token ids, split into parts with and without loss."""
 
     prompt: PromptFormat
     completion: TextTemplate
@@ -194,11 +178,9 @@ class PairFormat:
         return read_conversation(row, self.prompt)
 
     def completion_spans(self, row: SourceRow) -> list[TextSpan]:
-        """Return the texts after a prompt.
-
-        A completion is a text, or a list of messages: the loss includes those of the assistant,
-        and excludes tool output between them.
-        """
+        """Return the texts after a prompt, each with True if it is in the loss."""
+        # A completion is a text, or a list of messages: the loss includes those of the assistant,
+        # and excludes tool output between them.
         completion = row.values.get("completion")
         is_text = not isinstance(completion, list | tuple) and not looks_like_messages(completion)
         if self.completion.source is not None or is_text:
@@ -250,16 +232,9 @@ class PairFormat:
         spans: list[list[TextSpan]],
         tokenizer: PreTrainedTokenizerBase,
     ) -> list[list[IdSpan]]:
-        """Return the token ids of each row's texts.
-
-        A completion starts after the tokens of the prompt, as in generation, and tool output after
-        those of a turn: no token spans a boundary.
-
-        Args:
-            rows: the rows.
-            spans: their texts, see `spans`.
-            tokenizer: tokenizer of the model.
-        """
+        """Return the token ids of each row's texts."""
+        # A completion starts after the tokens of the prompt, as in generation, and tool output
+        # after those of a turn: no token spans a boundary.
         pieces = [[text for text, _ in row] for row in spans]
         if self.prompt.encoder_decoder:  # the decoder does not see the prompt before its text
             encoded = [tokenize(tokenizer, row, add_special_tokens=False) for row in pieces]
@@ -299,16 +274,7 @@ def tokenize_pairs(
 ) -> PairSet:
     """Tokenize pairs, each with one end token, without those that the limit drops.
 
-    Args:
-        rows: the rows.
-        role: name of the set, for messages.
-        pair_format: makes prompts and completions.
-        limit: limit of a pair's tokens; a truncated pair has no end token.
-        tokenizer: tokenizer with a pad and an end token.
-        pad_to_multiple_of: length of batches is a multiple of this.
-
-    Raises:
-        ValueError: a truncated pair has no token to predict.
+    A truncated pair has no end token; it is an error if nothing is left to predict.
     """
     most, num_systems = limit.max_chars(tokenizer), 0
     lengths, texts, data = array("q"), array("q"), array("q")
@@ -376,9 +342,6 @@ def read_conversation(row: SourceRow, prompt_format: ChatPromptFormat) -> Messag
     """Return all messages of a row that is a conversation; None for prompt and completion texts.
 
     A row has `messages`, or a `prompt` and a `completion` that is a list of messages.
-
-    Raises:
-        ValueError: the messages are malformed.
     """
     messages, completion = row.values.get("messages"), row.values.get("completion")
     if messages is not None:
@@ -398,15 +361,6 @@ def message_spans(
 ) -> list[TextSpan]:
     """Return the texts of a completion of several messages without chat format.
 
-    Args:
-        row: the row, for messages of errors.
-        messages: those of the assistant are in the loss, unless they are marked as not to be
-            trained on; all others are not.
-        train_on_turns: `last` leaves only the last one in the loss.
-
-    Raises:
-        ValueError: an item is not a message, or the last one is not in the loss.
-
     Example:
         >>> row = SourceRow({}, "a.jsonl, line 1", 0)
         >>> call = {"role": "assistant", "content": "<call>3*4</call>"}
@@ -414,6 +368,8 @@ def message_spans(
         >>> message_spans(row, [call, result, {"role": "assistant", "content": "."}])
         [('<call>3*4</call>', True), ('12', False), ('.', True)]
     """
+    # The assistant's are in the loss, unless they are marked as not to be trained on; with
+    # `train_on_turns="last"` only the last one is.
     require(bool(messages), f"{row.place}: the completion is empty; {EXPECTED}")
     found = read_messages(messages, f"{row.place}, completion")
     check_fields(found, row.place)
@@ -434,24 +390,12 @@ def conversation_spans(
     chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[TextSpan]:
-    """Render a conversation and split it where assistant turns begin and end.
-
-    The loss of a turn covers the tokens that a model would generate there: everything between the
-    generation prompt and the special token that ends the turn, including that token. The positions
-    come from rendering the conversation up to each answer and after it. If a template writes
-    nothing behind a turn, as GLM's, the special token that opens the next one ends it.
-
-    Args:
-        row: the row, for messages of errors.
-        messages: the conversation; messages after its last answer are left out.
-        train_on_turns: which answers are in the loss, of those that are to be trained on.
-        chat: settings of the chat format.
-        tokenizer: tokenizer with a chat template.
-
-    Raises:
-        ValueError: there is no answer, the first message is an answer, the template renders a turn
-            differently if other turns follow, or writes nothing that ends a turn.
-    """
+    """Render a conversation and split it where assistant turns begin and end."""
+    # The loss of a turn covers the tokens that a model would generate there: everything between the
+    # generation prompt and the special token that ends the turn, including that token. The
+    # positions come from rendering the conversation up to each answer and after it. If a template
+    # writes nothing behind a turn, as GLM's, the special token that opens the next one ends it.
+    # Messages after the last answer are left out.
     check_fields(messages, row.place, tokenizer.chat_template)
     messages = with_system(messages, chat.system)
     answers = [number for number, each in enumerate(messages) if is_trained(each)]
@@ -504,30 +448,15 @@ def conversation_spans(
 
 
 def has_turn_end(turn: str, content: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if a chat template wrote something behind the content of a turn.
-
-    Args:
-        turn: the turn as rendered, without white space at its end.
-        content: text of the message.
-        tokenizer: tokenizer with the template.
-    """
+    """Return True if a chat template wrote something behind the content of a turn."""
     # Templates may leave out the beginning of a text, such as earlier reasoning.
     end_of_content = content.rstrip()[-COMPARED_CHARS:]
     return turn.endswith(tuple(special_token_texts(tokenizer))) or not turn.endswith(end_of_content)
 
 
 def opening_mark(text: str, before: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the token that opens the next turn, and white space in front of it; or "".
-
-    Args:
-        text: a conversation as rendered.
-        before: its beginning, up to the end of a turn.
-        tokenizer: tokenizer with the template.
-
-    Example:
-        `opening_mark("<|user|>hi<|assistant|>yo<|user|>bye", "<|user|>hi<|assistant|>yo", ...)`
-        is `"<|user|>"`.
-    """
+    """Return the token that opens the next turn, and white space in front of it; or ""."""
+    # "<|user|>hi<|assistant|>yo<|user|>bye" after "<|user|>hi<|assistant|>yo" has "<|user|>".
     behind = text[len(before) :] if text.startswith(before) else ""
     start = behind.lstrip()
     marks = {str(token) for token in tokenizer.added_tokens_decoder.values()}
@@ -536,26 +465,12 @@ def opening_mark(text: str, before: str, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def loss_spans(parts: list[IdSpan]) -> list[tuple[int, int]]:
-    """Return the positions of the tokens in the loss, as half-open ranges.
-
-    Example:
-        >>> loss_spans([([1, 7], False), ([8, 2], True), ([5], False), ([2], True)])
-        [(2, 4), (5, 6)]
-    """
+    """Return the positions of the tokens in the loss, as half-open ranges."""
     ends = list(accumulate((len(ids) for ids, _ in parts), initial=0))
     return [(ends[n], ends[n + 1]) for n, (_, in_loss) in enumerate(parts) if in_loss]
 
 
 def padding_frac(lengths: Tensor, batches: list[list[int]]) -> float:
-    """Return the fraction of the token slots of all batches that are padding.
-
-    Args:
-        lengths: [M] tokens of each row.
-        batches: lists of row numbers.
-
-    Example:
-        >>> padding_frac(torch.tensor([4, 2]), [[0, 1]])
-        0.25
-    """
+    """Return the fraction of the token slots of all batches that are padding."""
     slots = sum(len(rows) * int(lengths[rows].max()) for rows in batches)
     return 1 - sum(int(lengths[rows].sum()) for rows in batches) / slots

@@ -27,41 +27,22 @@ MAX_KEPT = 16_384  # prompts that stay in memory; more are tokenized again with 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row as the policy reads it.
-
-    Args:
-        row: the row.
-        text: the prompt.
-        ids: its token ids; none of a text that is certainly too long.
-        reference: token ids of the prompt that the reference reads, if it reads another one.
-        length: number of tokens of the longer of the two, or a lower bound.
-    """
+    """A row as the policy reads it."""
 
     row: SourceRow
     text: str
-    ids: list[int]
+    ids: list[int]  # none of a text that is certainly too long
+    # token ids of the prompt that the reference reads, if it reads another one
     reference: list[int] | None
-    length: int
+    length: int  # number of tokens of the longer of the two, or a lower bound
 
 
 class PromptSet(Dataset[PromptBatch]):
-    """Tokenized prompts; indexing with row numbers returns a batch.
+    """Tokenized prompts; indexing with row numbers returns a batch."""
 
-    All rows are read, rendered and tokenized once, to check and count them. The prompts of a small
-    set stay in memory. Of a larger one, evenly spaced prompts do, and those of a batch are read
-    again.
-
-    Args:
-        rows: the rows; those that are too long are dropped.
-        role: name of the set, for messages.
-        prompt_format: makes the texts.
-        limit: limit of a prompt's tokens.
-        tokenizer: tokenizer with a pad token.
-        pad_to_multiple_of: length of batches is a multiple of this.
-
-    Raises:
-        ValueError: a prompt has no tokens, or no row is left.
-    """
+    # All rows are read, rendered and tokenized once, to check and count them. The prompts of a
+    # small set stay in memory. Of a larger one, evenly spaced prompts do, and those of a batch are
+    # read again.
 
     def __init__(
         self,
@@ -110,7 +91,6 @@ class PromptSet(Dataset[PromptBatch]):
         self.kept = {places[number]: prompt for number, prompt in kept.items()}
 
     def __len__(self) -> int:
-        """Number of prompts."""
         return len(self.rows)
 
     @property
@@ -176,11 +156,9 @@ class PromptSet(Dataset[PromptBatch]):
         ]
 
     def __getitem__(self, rows: list[int]) -> PromptBatch:
-        """Return the batch of these rows, padded to the longest of them.
-
-        Row number n + k * len(self) is the k-th repetition of row n within an epoch (see
-        `loader.mix_sources`). Its index differs, so its completions use other random numbers.
-        """
+        """Return the batch of these rows, padded to the longest of them."""
+        # Row number n + k * len(self) is the k-th repetition of row n within an epoch (see
+        # `loader.mix_sources`). Its index differs, so its completions use other random numbers.
         repetitions = torch.tensor([row // len(self) for row in rows])
         rows = [row % len(self) for row in rows]
         missing = [row for row in dict.fromkeys(rows) if row not in self.kept]

@@ -84,7 +84,6 @@ class Chat:
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        """Check the names of `template_kwargs`."""
         for name in self.template_kwargs:
             require(
                 name not in RESERVED_KWARGS,
@@ -106,36 +105,20 @@ class RunTime:
 
 @dataclass(frozen=True)
 class TimedChat(Chat):
-    """The chat format of a run.
-
-    Args:
-        run_time: the time that the chat template writes.
-    """
+    """The chat format of a run, whose template writes the time of the run."""
 
     run_time: RunTime = field(default_factory=RunTime)
 
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """Makes a text of a row's fields.
+    """Makes a text of a row's fields."""
 
-    Args:
-        field: the field to use without a template.
-        source: Jinja text with the row's fields as variables, or None.
-        option: name of the option that sets it, for messages.
-
-    Example:
-        >>> template = TextTemplate("prompt", "Question: {{ prompt }}")
-        >>> template.render(SourceRow({"prompt": "1+1?"}, "a.jsonl, line 1", 0))
-        'Question: 1+1?'
-    """
-
-    field: str
-    source: str | None = None
-    option: str = "template"
+    field: str  # the field to use without a template
+    source: str | None = None  # Jinja text with the row's fields as variables, or None
+    option: str = "template"  # name of the option that sets it, for messages
 
     def __post_init__(self) -> None:
-        """Check that the template is Jinja, and that it reads a field."""
         assert self._jinja
         if self.source is None:
             return
@@ -168,11 +151,7 @@ class TextTemplate:
             raise ValueError(f"{self.option}, line {error.lineno}: {error}") from error
 
     def render(self, row: SourceRow) -> str:
-        """Return the text of one row.
-
-        Raises:
-            ValueError: it is empty or not a text, or the template uses an unknown field.
-        """
+        """Return the text of one row; ValueError if it is empty or not a text."""
         value = self._value(row)
         if not isinstance(value, str):
             is_list = isinstance(value, list)
@@ -204,19 +183,14 @@ class TextTemplate:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Converts rows to the texts and token ids that the policy continues; here, plain texts.
+    """Converts rows to the texts and token ids that the policy continues; here, plain texts."""
 
-    Args:
-        template: makes the text of a row.
-        split_special_tokens: encode special tokens that the data write as plain text.
-        encoder_decoder: prompts are for an encoder, which reads the end token that the tokenizer
-            appends; otherwise it is removed, because a policy continues its prompt.
-        reference: makes the text that a reference reads as prompt; None: the policy's.
-    """
-
-    template: TextTemplate
-    split_special_tokens: bool = False
+    template: TextTemplate  # makes the text of a row
+    split_special_tokens: bool = False  # encode special tokens that the data write as plain text
+    # prompts are for an encoder, which reads the end token that the tokenizer appends; otherwise it
+    # is removed, because a policy continues its prompt
     encoder_decoder: bool = False
+    # makes the text that a reference reads as prompt; None: the policy's
     reference: TextTemplate | None = None
 
     def at_time(self, run_time: RunTime) -> PromptFormat:
@@ -248,15 +222,8 @@ class PromptFormat:
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
-        """Return token ids of each prompt, with one begin token if the tokenizer adds one.
-
-        Tokens that the tokenizer appends (`add_eos_token`) are kept for an encoder only.
-
-        Args:
-            texts: see `texts`.
-            tokenizer: tokenizer of the model.
-            rows: the rows of the texts, to find special tokens that they write.
-        """
+        """Return token ids of each prompt, with one begin token if the tokenizer adds one."""
+        # Tokens that the tokenizer appends (`add_eos_token`) are kept for an encoder only.
         split = self.split_special_tokens
         ids = tokenize(tokenizer, texts, add_special_tokens=True, split_special_tokens=split)
         if not self.encoder_decoder:
@@ -267,12 +234,7 @@ class PromptFormat:
     def encode_for_reference(
         self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[int]]:
-        """Return token ids of each prompt as the reference reads it; [] if it reads the policy's.
-
-        Args:
-            rows: the rows.
-            tokenizer: tokenizer of the model.
-        """
+        """Return token ids of each prompt for the reference; [] if it reads the policy's."""
         if self.reference is None:
             return []
         field = self.template.field
@@ -297,18 +259,7 @@ class PromptFormat:
         tokenizer: PreTrainedTokenizerBase,
         split_added: bool = True,
     ) -> list[int]:
-        """Return token ids of a prompt with an environment's first observation, not truncated.
-
-        Args:
-            text: the prompt.
-            columns: columns of the prompt's row, with those of `reward_columns`.
-            added: a text to append.
-            tokenizer: tokenizer of the model.
-            split_added: encode special tokens that the addition writes as plain text.
-
-        Raises:
-            ValueError: messages are added to a plain text.
-        """
+        """Return token ids of a prompt with an environment's first observation, not truncated."""
         plain = isinstance(added, str)
         hint = "they need the chat format (`chat: true` of the data)"
         require(plain, f"the environment begins with messages ({added!r:.60}), {hint}")
@@ -326,12 +277,7 @@ class PromptFormat:
     def with_tools(
         self, tools: Messages | Mapping[str, Messages], tokenizer: PreTrainedTokenizerBase
     ) -> PromptFormat:
-        """Return a format that shows these tools to the model; warn if it cannot.
-
-        Args:
-            tools: JSON schemas, or {task: JSON schemas}.
-            tokenizer: tokenizer of the model.
-        """
+        """Return a format that shows these tools to the model; warn if it cannot."""
         why = "prompts are plain texts (`chat: false` of the data)"
         _warn_of_unseen_tools(_all_tools(tools), why)
         return self
@@ -350,32 +296,20 @@ class PromptFormat:
 
 @dataclass(frozen=True)
 class ChatPromptFormat(PromptFormat):
-    """Prompts in the tokenizer's chat format: a user message, or the messages of a row.
-
-    Args:
-        template: makes the user message.
-        chat: settings of the chat format.
-        tools_of_tasks: {task: tools that the chat template shows in its rows}, in addition to those
-            of `chat`.
-    """
+    """Prompts in the tokenizer's chat format: a user message, or the messages of a row."""
 
     chat: Chat = Chat()
+    # {task: tools that the chat template shows in its rows}, in addition to those of `chat`
     tools_of_tasks: Mapping[str, Messages] = field(default_factory=dict)
 
     def at_time(self, run_time: RunTime) -> PromptFormat:
-        """Return a format whose chat template writes this time."""
         return replace(self, chat=TimedChat(**vars(self.chat) | {"run_time": run_time}))
 
     def texts_of_data(self, row: SourceRow) -> list[str]:
-        """Return the texts of the row's messages, with those of calls and names."""
         return [*texts_in(self.messages(row))]
 
     def messages(self, row: SourceRow) -> Messages:
-        """Return the messages of a row without `chat.system`.
-
-        Raises:
-            ValueError: there is none, or one of them is malformed.
-        """
+        """Return the messages of a row without `chat.system`."""
         given = row.values.get(self.template.field)
         is_text = not isinstance(given, list | tuple | Mapping) and not looks_like_messages(given)
         if self.template.source is not None or is_text:
@@ -386,11 +320,8 @@ class ChatPromptFormat(PromptFormat):
         return messages
 
     def conversation(self, row: SourceRow) -> Messages:
-        """Return the messages of a row, with the system message.
-
-        Raises:
-            ValueError: the last one is the assistant's, and is not to be continued.
-        """
+        """Return the messages of a row, with the system message."""
+        # A last message of the assistant may contain the answer.
         messages = with_system(self.messages(row), self.chat.system)
         if ends_with_assistant(messages) and not self.chat.continue_final_message:
             raise ValueError(
@@ -406,7 +337,6 @@ class ChatPromptFormat(PromptFormat):
             yield "\n".join(message["content"] for message in self.messages(row))
 
     def texts(self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return the prompt of each row, in the chat format."""
         found = []
         for row in rows:
             messages = self.conversation(row)
@@ -458,7 +388,6 @@ class ChatPromptFormat(PromptFormat):
         return [self.conversation(row) for row in rows]
 
     def count_systems(self, rows: list[SourceRow]) -> int:
-        """Return how many rows have a system message that replaces `chat.system`."""
         if self.chat.system is None:
             return 0
         return sum(has_system(self.messages(row)) for row in rows)
@@ -466,10 +395,8 @@ class ChatPromptFormat(PromptFormat):
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
-        """Return token ids of each prompt; the chat template has written the begin token.
-
-        Special tokens that tools write are plain text, those of the rows if they are to be split.
-        """
+        # The chat template has written the begin token. Special tokens that tools write are plain
+        # text, those of the rows if they are to be split.
         ids = tokenize(tokenizer, texts, add_special_tokens=False)
         special = Placeholders(tokenizer)
         tools = {
@@ -493,7 +420,6 @@ class ChatPromptFormat(PromptFormat):
         tokenizer: PreTrainedTokenizerBase,
         split_added: bool = True,
     ) -> list[int]:
-        """Return the same in the chat format: a text for the last user message, or messages."""
         placeholders, given = Placeholders(tokenizer), columns["conversation"]
         if self.split_special_tokens:
             messages = placeholders.hide_messages(append_opening(given, added))
@@ -510,7 +436,6 @@ class ChatPromptFormat(PromptFormat):
     def with_tools(
         self, tools: Messages | Mapping[str, Messages], tokenizer: PreTrainedTokenizerBase
     ) -> PromptFormat:
-        """Return a format whose chat template also gets these tools; warn if it ignores them."""
         every = replace(self.chat, tools=[*self.chat.tools, *_all_tools(tools)])
         if every.tools:
             example: Messages = [{"role": "user", "content": "?"}]
@@ -531,14 +456,7 @@ class ChatPromptFormat(PromptFormat):
         tokenizer: PreTrainedTokenizerBase,
         task: Any,
     ) -> list[int]:
-        """Return token ids of a prompt.
-
-        Args:
-            messages: its messages, with placeholders.
-            placeholders: of the messages; those of the tools are added.
-            tokenizer: tokenizer of the model.
-            task: task of the row, for its tools.
-        """
+        """Return token ids of a prompt from messages with placeholders; add those of the tools."""
         text = self._render(messages, tokenizer, task, placeholders)
         return encode_with_placeholders(text, placeholders.texts, tokenizer)
 
@@ -549,11 +467,7 @@ def build_prompt_format(
     split_special_tokens: bool = False,
     reference_template: str | None = None,
 ) -> PromptFormat:
-    """Return the format for `chat: true`, `chat: false` or `chat: {...}`.
-
-    Raises:
-        ValueError: a template is not Jinja.
-    """
+    """Return the format for `chat: true`, `chat: false` or `chat: {...}`."""
     reference = None
     if reference_template is not None:
         reference = TextTemplate("prompt", reference_template, "reference_template")
@@ -572,12 +486,7 @@ def _foreign_texts(chat: Chat) -> list[Any]:
 
 
 def hide_tools(chat: Chat, placeholders: Placeholders) -> Chat:
-    """Return settings with placeholders for the special tokens that tools and documents write.
-
-    Args:
-        chat: the settings.
-        placeholders: of the same conversation.
-    """
+    """Return settings with placeholders for the special tokens that tools and documents write."""
     if not placeholders.finds_special(_foreign_texts(chat)):
         return chat
     kwargs = chat.template_kwargs
@@ -609,14 +518,7 @@ def report_systems(role: str, number: int, total: int) -> None:
 
 
 def append_opening(messages: Messages, added: str | Messages) -> Messages:
-    """Return a conversation with an environment's first observation.
-
-    Args:
-        messages: messages of the prompt.
-        added: a text, which is appended to the last user message, or messages.
-
-    Raises:
-        ValueError: there is no user message to append a text to, or the messages are malformed.
+    """Return a conversation with an environment's first observation, a text or messages.
 
     Example:
         >>> append_opening([{"role": "user", "content": "Guess"}], " 1-7.")
@@ -648,23 +550,9 @@ def encode_opening(
     tokenizer: PreTrainedTokenizerBase,
     split_added: bool = True,
 ) -> list[int]:
-    """Return token ids of a prompt with an environment's first observation.
-
-    Args:
-        prompts: B prompts, made with `prompt_format`.
-        row: index of the prompt.
-        added: a text for the end of the last user message (without chat format: of the prompt), or
-            messages; an empty one leaves the prompt unchanged.
-        prompt_format: format of the data.
-        limit: limit of a prompt's tokens; a prompt that is too long with the addition is dropped or
-            an error, as when the data were loaded.
-        tokenizer: tokenizer of the model.
-        split_added: encode special tokens that the addition writes as plain text.
-
-    Raises:
-        PromptDropped: it is too long, and the limit drops it.
-        ValueError: it is too long, or the addition does not fit this prompt.
-    """
+    """Return token ids of a prompt with an environment's first observation."""
+    # A text goes to the end of the last user message (without chat format: of the prompt). A prompt
+    # that is too long with it is dropped or an error, as when the data were loaded.
     if not added:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
     columns = {name: values[row] for name, values in prompts.columns.items()}
@@ -687,19 +575,7 @@ def apply_chat_template(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """Render messages in the tokenizer's chat format.
-
-    Args:
-        messages: the conversation.
-        chat: settings of the chat format.
-        tokenizer: tokenizer with a chat template.
-        add_generation_prompt: append the tokens that begin an answer of the model.
-        continue_final_message: end with the text of the last message, for the model to continue.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-        TemplateFailure: its template rejects the messages.
-    """
+    """Render messages in the tokenizer's chat format."""
     known, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
     require(known, "chat: the tokenizer has no chat template; use `template` instead")
     try:
@@ -732,24 +608,17 @@ class PromptDropped(ValueError):
 class LengthLimit:
     """Limit of a row's tokens, and the action for longer rows.
 
-    Args:
-        name: option that sets the limit, for messages.
-        tokens: largest number of tokens.
-        action: `drop` leaves the row out, `truncate` shortens it, `error` stops.
-        option: name of the option that sets the action, for messages.
-
     Example:
         >>> LengthLimit("max_prompt_length", 512, "error").remedy
         'raise max_prompt_length or set `long_prompts: drop`'
     """
 
-    name: str
-    tokens: int
-    action: LongExamples
-    option: str = "long_prompts"
+    name: str  # option that sets the limit, for messages
+    tokens: int  # largest number of tokens
+    action: LongExamples  # `drop` leaves the row out, `truncate` shortens it, `error` stops
+    option: str = "long_prompts"  # name of the option that sets the action, for messages
 
     def __post_init__(self) -> None:
-        """Check the limit."""
         at_least(self.name, self.tokens, 1)
 
     @property
@@ -765,16 +634,7 @@ class LengthLimit:
         return (self.tokens + 1) * longest_token(tokenizer)
 
     def select(self, lengths: Sequence[int], rows: Sequence[SourceRow], role: str) -> list[int]:
-        """Return the numbers of the rows to use; warn once about those that are too long.
-
-        Args:
-            lengths: number of tokens of each row.
-            rows: the rows, to name the longest.
-            role: name of the set, for messages.
-
-        Raises:
-            ValueError: a row is too long and the action is `error`, or no row is left.
-        """
+        """Return the numbers of the rows to use; warn once about those that are too long."""
         fitting = [number for number, length in enumerate(lengths) if length <= self.tokens]
         if len(fitting) == len(rows):
             return fitting

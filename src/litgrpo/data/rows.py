@@ -41,34 +41,29 @@ KNOWN_COLUMNS = ("prompt", "completion", "messages", "answer", "id")
 class RowReader:
     r"""Reads the rows of a training, validation, test or prediction set.
 
-    Args:
-        columns: {name in litgrpo: name in the source, or `column.field` of one whose values are
-            objects}; a row without the source's name that already has litgrpo's is used as it is.
-            All fields also keep their own names.
-        extract: {name: regular expression}; the column becomes the expression's only group.
-        val_fraction: share of the training rows to hold out, chosen by a hash of their prompts.
-        train_val_overlap: what to do with training rows whose prompt is also in the validation set.
-        split_by: the column to hash; rows that agree in it stay together.
-        substitutes: {column: the columns that a row with this one does not need}.
-        tasks: {name: source} of named training sets, whose `columns` and `extract` other sets of
-            the same name inherit.
-
     Example:
         >>> reader = RowReader({"prompt": "q"}, {"answer": r"####\s*(.+)"}, 0.0, "drop")
         >>> reader.read([{"q": "1+1?", "answer": "one more #### 2"}])[0].values
         {'q': '1+1?', 'answer': '2', 'prompt': '1+1?'}
     """
 
+    # {name in litgrpo: name in the source, or `column.field` of one whose values are objects}; a
+    # row without the source's name that already has litgrpo's is used as it is. All fields also
+    # keep their own names.
     columns: dict[str, str]
+    # {name: regular expression}; the column becomes the expression's only group
     extract: dict[str, str]
-    val_fraction: float
+    val_fraction: float  # share of the training rows to hold out, chosen by a hash of their prompts
+    # what to do with training rows whose prompt is also in the validation set
     train_val_overlap: TrainValOverlap
-    split_by: str = "prompt"
+    split_by: str = "prompt"  # the column to hash; rows that agree in it stay together
+    # {column: the columns that a row with this one does not need}
     substitutes: Mapping[str, set[str]] = field(default_factory=dict)
+    # {name: source} of named training sets, whose `columns` and `extract` other sets of the same
+    # name inherit
     tasks: Mapping[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the options."""
         one_of("train_val_overlap", self.train_val_overlap, get_args(TrainValOverlap))
         allowed = 0 <= self.val_fraction < 1
         require(allowed, f"val_fraction is {self.val_fraction}; it must be in [0, 1).")
@@ -88,12 +83,7 @@ class RowReader:
     def read(self, source: SetsLike, required: Iterable[str] | None = None) -> Rows:
         """Read all rows of a source once, and return them with their columns renamed.
 
-        Args:
-            source: where they come from.
-            required: the columns that every row needs; None means all of `columns` and `extract`.
-
-        Raises:
-            ValueError: a column is missing, or two rows have the same id.
+        `required` are the columns that every row needs; None means all of `columns` and `extract`.
         """
         return self._read(source, required).rows
 
@@ -126,11 +116,7 @@ class RowReader:
         return digest(identity(row, self.split_by))
 
     def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
-        """Return a row with columns renamed and extracted.
-
-        Raises:
-            ValueError: a required column is missing, or `extract` does not match.
-        """
+        """Return a row with columns renamed and extracted."""
         own = [each for each in (self.tasks.get(row.set_name), row.origin) if each is not None]
         of_source = {name: theirs for each in own for name, theirs in each.columns.items()}
         patterns = {name: pattern for each in own for name, pattern in each.extract.items()}
@@ -168,14 +154,9 @@ class RowReader:
     def read_train_and_val(
         self, train: SetsLike, val: SetsLike | None, required: Iterable[str] | None = None
     ) -> tuple[Rows, Rows | None]:
-        """Read the rows to train on and those to validate on (None without `val` or a fraction).
-
-        With `val_fraction` the side of a prompt depends on the prompt alone: not on other rows,
-        their order, the seed or the template. A larger fraction only adds to the held-out rows.
-
-        Raises:
-            ValueError: a side is empty, or `train_val_overlap: error` and the sides overlap.
-        """
+        """Read the rows to train on and those to validate on (None without `val` or a fraction)."""
+        # With `val_fraction` the side of a prompt depends on the prompt alone: not on other rows,
+        # their order, the seed or the template. A larger fraction only adds to the held-out rows.
         rows = self._read(train, required)
         if val is not None:
             held_out = self._read(val, required)
@@ -214,17 +195,11 @@ class RowReader:
 
 @dataclass(frozen=True)
 class _ReadRows:
-    """Rows that were read once, with what was computed of each.
-
-    Args:
-        rows: the rows.
-        prompts: [rows] digests of their prompts.
-        groups: [rows] digests by which `val_fraction` holds rows out.
-    """
+    """Rows that were read once, with what was computed of each."""
 
     rows: Rows
-    prompts: np.ndarray
-    groups: np.ndarray
+    prompts: np.ndarray  # [rows] digests of their prompts
+    groups: np.ndarray  # [rows] digests by which `val_fraction` holds rows out
 
     def select(self, chosen: np.ndarray) -> _ReadRows:
         """Return the rows that a mask chooses."""
@@ -262,11 +237,7 @@ def _fields_beside(values: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def extract_group(pattern: str, value: Any, place: str) -> str:
-    r"""Return the text of a pattern's only group in a value.
-
-    Raises:
-        ValueError: the value is no text, or the pattern is not in it; the message begins with
-            `place`.
+    r"""Return the text of a pattern's only group in a value; errors begin with `place`.
 
     Example:
         >>> extract_group(r"####\s*(.+)", "one more #### 2", "a.jsonl, line 1, field 'answer'")
@@ -283,10 +254,6 @@ def identity(row: SourceRow, name: str = "prompt") -> str:
 
     The prompt is taken before any template. Rows of `EpisodePrompts`, whose prompts are the same,
     have their number added.
-
-    Example:
-        >>> identity(SourceRow({"prompt": " What is  3+4? "}, "a.txt, line 1", 0))
-        'What is 3+4?'
     """
     values = row.values
     asked = {"prompt": values["messages"][:-1]} if values.get("messages") else {}
@@ -321,14 +288,10 @@ def find_repeats(keys: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class EmptyColumns:
-    """Finds rows whose answers are empty; see `list_answers`.
+    """Finds rows whose answers are empty; see `list_answers`."""
 
-    Sources and tasks of which no row has a value do not use the column. Empty prompts and
-    completions are errors where they are rendered.
-
-    Args:
-        names: the columns.
-    """
+    # Sources and tasks of which no row has a value do not use the column. Empty prompts and
+    # completions are errors where they are rendered.
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = sorted(names)
@@ -365,16 +328,9 @@ class EmptyColumns:
 
 
 def report_duplicates(role: str, rows: Rows, texts: Sequence[int], data: Sequence[int]) -> None:
-    """Log how many prompts repeat an earlier one, as the model reads them, with the first pair.
-
-    Warn if the rows differ and their texts do not: the template leaves out what they differ in.
-
-    Args:
-        role: name of the set.
-        rows: the rows.
-        texts: hash of the prompt of each row, as the model reads it.
-        data: digest of the prompt of each row, as the data have it.
-    """
+    """Log how many prompts repeat an earlier one, as the model reads them, with the first pair."""
+    # `texts` are hashes of the prompts as the model reads them, `data` as the data have them. If
+    # only the texts agree, the template leaves out what the rows differ in: that is a warning.
     repeats, earlier = find_repeats(texts)
     if not len(repeats):
         return
@@ -391,13 +347,6 @@ def columns_of(
     rows: Iterable[SourceRow], names: Iterable[str] | None = None
 ) -> dict[str, list[Any]]:
     """Return {column: one value per row} of all columns but `prompt`; None for missing values.
-
-    Args:
-        rows: the rows.
-        names: the columns; by default those of the rows.
-
-    Raises:
-        ValueError: a column has the name of an argument that rewards get anyway.
 
     Example:
         >>> columns_of([SourceRow({"prompt": "1+1?", "answer": "2"}, "a.jsonl, line 1", 0)])

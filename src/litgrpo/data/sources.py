@@ -71,7 +71,6 @@ class Source:
     extract: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the options."""
         object.__setattr__(self, "path", str(self.path))  # a `pathlib.Path` in Python
         at_least(f"limit of {self.path!r}", self.limit, 1)
         used = not self.kwargs or self.path.startswith(PYTHON)
@@ -81,11 +80,7 @@ class Source:
 
 
 def check_pattern(option: str, pattern: str) -> None:
-    """Check that a pattern is a regular expression with one group.
-
-    Raises:
-        ValueError: it is not; the message begins with `option`.
-    """
+    """Check that a pattern is a regular expression with one group."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -132,7 +127,6 @@ class EpisodePrompts(GeneratedSource):
     columns: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the options."""
         at_least("size of EpisodePrompts", self.size, 1)
         at_least("first_episode of EpisodePrompts", self.first_episode, 0)
         require(bool(self.prompt.strip()), "prompt of EpisodePrompts is empty; set a text")
@@ -145,11 +139,9 @@ class EpisodePrompts(GeneratedSource):
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"EpisodePrompts({self.size})"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Generate the rows, in the order of their numbers."""
         numbers = range(self.first_episode, self.first_episode + self.size)
         return [{"prompt": self.prompt, EPISODE_NUMBER: n, **self.columns} for n in numbers]
 
@@ -180,7 +172,6 @@ class ReasoningGym(GeneratedSource):
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the options."""
         require(bool(self.tasks), "tasks of ReasoningGym are {}; give `{countdown: 1}` or others")
         at_least("size of ReasoningGym", self.size, len(self.tasks))
         for name, weight in self.tasks.items():
@@ -191,15 +182,10 @@ class ReasoningGym(GeneratedSource):
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"ReasoningGym(seed {self.seed})"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Generate the rows: tasks spread evenly, each in its own order.
-
-        Raises:
-            ValueError: the package is not installed, or has no such task or setting.
-        """
+        # Tasks are spread evenly, each in its own order.
         library = import_reasoning_gym()
         known = sorted(library.factory.DATASETS)
         for name in self.tasks:
@@ -227,12 +213,7 @@ class ReasoningGym(GeneratedSource):
 
 
 def row_of_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert an entry of a reasoning-gym task to a row.
-
-    Example:
-        >>> row_of_entry("sums", {"question": "1 + 1 =", "answer": 2, "metadata": {}})["answer"]
-        '2'
-    """
+    """Convert an entry of a reasoning-gym task to a row."""
     answer = entry["answer"]
     return {
         "prompt": str(entry["question"]),
@@ -243,11 +224,7 @@ def row_of_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def import_reasoning_gym() -> ModuleType:
-    """Import the package, which takes a second.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import the package, which takes a second; ValueError if it is not installed."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -269,40 +246,23 @@ SetsLike = SourceLike | dict[str, Any]
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One example, and where it was read.
+    """One example, and where it was read."""
 
-    Args:
-        values: the fields by name.
-        place: file and line (or row) for messages.
-        index: position among all rows that were read together.
-        set_name: name of its set, if there are several.
-        origin: its source, whose `columns` and `extract` apply to this row; None: only those of the
-            data do.
-
-    Example:
-        SourceRow({"question": "1+1?", "answer": "2"}, place="data/a.jsonl, line 7", index=6)
-    """
-
-    values: dict[str, Any]
-    place: str
-    index: int
-    set_name: str = ""
+    values: dict[str, Any]  # the fields by name
+    place: str  # file and line (or row), such as `data/a.jsonl, line 7`
+    index: int  # position among all rows that were read together
+    set_name: str = ""  # name of its set, if there are several
+    # its source, whose `columns` and `extract` apply to this row; None: only those of the data do
     origin: Source | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one file or object.
+    """Rows of one file or object."""
 
-    Args:
-        rows: the rows with their places; files of many rows read them on access.
-        set_name: name of their set, or "".
-        origin: their source, if it has options.
-    """
-
-    rows: Sequence[PlacedRow]
-    set_name: str
-    origin: Source | None
+    rows: Sequence[PlacedRow]  # with their places; files of many rows read them on access
+    set_name: str  # name of their set, or ""
+    origin: Source | None  # their source, if it has options
 
 
 def _unchanged(row: SourceRow) -> SourceRow:
@@ -311,22 +271,16 @@ def _unchanged(row: SourceRow) -> SourceRow:
 
 @dataclass(frozen=True)
 class Rows(Sequence[SourceRow]):
-    """Rows of one source or of several sets, each read from its part on access.
+    """Rows of one source or of several sets, each read from its part on access."""
 
-    Args:
-        parts: one after the other.
-        places: [all] positions in the parts of the rows within the limits of their sources.
-        numbers: [rows] which of those belong here, ascending.
-        change: applied to each row that is read, such as renaming of columns.
-    """
-
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # one after the other
+    # [all] positions in the parts of the rows within the limits of their sources
     places: np.ndarray
-    numbers: np.ndarray
+    numbers: np.ndarray  # [rows] which of those belong here, ascending
+    # applied to each row that is read, such as renaming of columns
     change: Callable[[SourceRow], SourceRow] = _unchanged
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.numbers)
 
     @overload
@@ -334,13 +288,11 @@ class Rows(Sequence[SourceRow]):
     @overload
     def __getitem__(self, number: slice) -> list[SourceRow]: ...
     def __getitem__(self, number: int | slice) -> SourceRow | list[SourceRow]:
-        """Read a row, or several."""
         if isinstance(number, slice):
             return [self._read(int(index)) for index in self.numbers[number]]
         return self._read(int(self.numbers[number]))
 
     def __iter__(self) -> Iterator[SourceRow]:
-        """Read the rows in their order."""
         return (self._read(int(index)) for index in self.numbers)
 
     def _read(self, index: int) -> SourceRow:
@@ -371,13 +323,6 @@ def read_rows(source: SetsLike) -> Rows:
 
     Rows of named sets get the name as column `task`, unless they have such a column.
 
-    Args:
-        source: a source, its path, or the rows themselves (texts become `{"prompt": text}`); or
-            {name: any of these}.
-
-    Raises:
-        ValueError: a source is empty or cannot be read.
-
     Example:
         >>> [row.values for row in read_rows(["What is 3+4?"])]
         [{'prompt': 'What is 3+4?'}]
@@ -400,11 +345,7 @@ def read_rows(source: SetsLike) -> Rows:
 
 
 def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
-    """Return {name: source} of named sets as YAML holds them.
-
-    Raises:
-        ValueError: it is a source with a misspelled key, or a name or source is missing.
-    """
+    """Return {name: source} of named sets as YAML holds them."""
     require("path" not in given, _unknown_key(given))
     require(bool(given), "the sets are {}, but at least one `name: source` is needed")
     for name, source in given.items():
@@ -430,11 +371,7 @@ def _unknown_key(node: Mapping[str, Any]) -> str:
 
 
 def _open(source: Any) -> list[Sequence[PlacedRow]]:
-    """Return the rows of a source, in one part or one for each of its files.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the rows of a source, in one part or one for each of its files."""
     parts: list[Sequence[PlacedRow]]
     if isinstance(source, GeneratedSource):
         name, parts = source.name, [rows_from_list(source.rows(), source.name)]
@@ -453,11 +390,7 @@ def _open(source: Any) -> list[Sequence[PlacedRow]]:
 
 
 def reject_sources(rows: Any) -> None:
-    """Check that a list holds rows and not sources.
-
-    Raises:
-        ValueError: an item is a source, or a text that names a file.
-    """
+    """Check that a list holds rows and not sources."""
     for each in rows if isinstance(rows, list) else ():
         is_node = isinstance(each, dict) and bool({"path", "class_path"} & each.keys())
         if (
@@ -526,11 +459,7 @@ def load_hf_dataset(path: str) -> Any:
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the files that a path or a pattern matches, sorted by name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the files that a path or a pattern matches, sorted by name."""
     if Path(path).is_file():
         return [Path(path)]
     require(has_magic(path), f"{path}: no such file (looked in {Path.cwd()})")
@@ -590,13 +519,6 @@ def _load_from_hub(path: str) -> Any:
 
 def task_weights_of(sets: Any, weights: Mapping[str, float] | None) -> list[float] | None:
     """Return the weight of each named set, in their order; None without weights.
-
-    Args:
-        sets: source of the training rows.
-        weights: {name: weight} of all of them, or None.
-
-    Raises:
-        ValueError: the names do not fit.
 
     Example:
         >>> task_weights_of({"math": "a.jsonl", "chat": "b.jsonl"}, {"chat": 1, "math": 2})

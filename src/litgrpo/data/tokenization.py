@@ -21,11 +21,7 @@ FIRST_ADDED = 100_000
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hub id or folder.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Load the tokenizer of a Hub id or folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -36,11 +32,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def require_pad_and_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer.
-
-    Raises:
-        ValueError: it has no pad token or no end token.
-    """
+    """Return the tokenizer; ValueError if it has no pad token or no end token."""
     ids = {"pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id}
     for name, token_id in ids.items():
         hint = f"set tokenizer.{name}_token to a token that no text contains and save it"
@@ -54,17 +46,10 @@ def require_pad_and_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
 def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     texts: list[str],
-    add_special_tokens: bool,
-    split_special_tokens: bool = False,
+    add_special_tokens: bool,  # prepend the begin token, if the tokenizer is configured to
+    split_special_tokens: bool = False,  # encode special tokens that a text writes as plain text
 ) -> list[list[int]]:
-    """Return the token ids of each text, not truncated.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        texts: texts to encode; an empty list gives an empty list.
-        add_special_tokens: prepend the begin token, if the tokenizer is configured to.
-        split_special_tokens: encode special tokens that a text writes as plain text.
-    """
+    """Return the token ids of each text, not truncated."""
     if not texts:
         return []
     split: dict[str, Any] = {"split_special_tokens": True} if split_special_tokens else {}
@@ -85,21 +70,11 @@ ANCHORS = (".", "\n", "0", "a", ")")
 def encode_pieces(
     rows: list[list[str]], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[list[int]]]:
-    """Return the token ids of texts that follow each other, for each text its own.
-
-    A text that is encoded alone can get other tokens than within a longer text: tokenizers such as
-    Llama 2's write a space before every text. So the ids of a piece are those that it adds to the
-    text before it. If a token would span the boundary, the piece begins with its own token, as a
-    generated text does.
-
-    Args:
-        rows: for each row its pieces.
-        tokenizer: tokenizer of the model.
-
-    Returns:
-        For each row the ids of each piece: together those of the whole text, unless a token spans
-        a boundary.
-    """
+    """Return, for each row, the token ids of pieces of text that follow each other."""
+    # A text that is encoded alone can get other tokens than within a longer text: tokenizers such
+    # as Llama 2's write a space before every text. So the ids of a piece are those that it adds to
+    # the text before it. If a token would span the boundary, the piece begins with its own token,
+    # as a generated text does; else the ids together are those of the whole text.
     special = special_token_texts(tokenizer)
     pattern = re.compile("|".join(map(re.escape, special))) if special else None
     windows = [window for row in rows for window in _windows(row, pattern)]
@@ -159,15 +134,9 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def encode_as_plain_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return token ids of a text without any special token, even if the text writes one.
-
-    Added tokens that are not special are encoded as usual. A special token that is also a word of
-    the vocabulary, and cannot be spelled otherwise, is left out.
-
-    Args:
-        text: a text that is not trusted, such as the output of a tool.
-        tokenizer: tokenizer of the model.
-    """
+    """Return token ids of a text without any special token, even if the text writes one."""
+    # Added tokens that are not special are encoded as usual. A special token that is also a word of
+    # the vocabulary, and cannot be spelled otherwise, is left out.
     special = special_token_ids(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
     return [token for token in ids if token not in special]
@@ -176,13 +145,7 @@ def encode_as_plain_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[
 def encode_with_placeholders(
     text: str, placeholders: dict[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """Return token ids of a text in which placeholders represent plain texts.
-
-    Args:
-        text: the text, with placeholders.
-        placeholders: {placeholder: text to put there; its special tokens are plain text}.
-        tokenizer: tokenizer of the model.
-    """
+    """Return token ids of a text with {placeholder: text}, whose special tokens are plain text."""
     ids: list[int] = []
     for piece in filter(None, re.split("(\ue000[0-9]+\ue001)", text)):
         if piece in placeholders:
@@ -197,16 +160,6 @@ class Placeholders:
 
     A template must not see special tokens of such texts: it renders placeholders, which are then
     encoded as the plain text that they represent.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        texts: {placeholder: text} of others in the same conversation.
-
-    Example::
-
-        placeholders = Placeholders(tokenizer)
-        safe = placeholders.hide_messages([{"role": "tool", "content": "<eos>"}])
-        ids = encode_with_placeholders(render(safe), placeholders.texts, tokenizer)
     """
 
     def __init__(
@@ -253,12 +206,7 @@ class Placeholders:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of a JSON value and the names of its fields.
-
-    Example:
-        >>> [*texts_in([{"role": "user", "parts": ["a", 1]}])]
-        ['role', 'user', 'parts', 'a']
-    """
+    """Yield the texts of a JSON value and the names of its fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -271,11 +219,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 class TokenCounts:
-    """Counts prompts that write special tokens as text, and unknown tokens.
-
-    Args:
-        tokenizer: tokenizer of the model.
-    """
+    """Counts prompts that write special tokens as text, and unknown tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.special = tokenizer, special_token_texts(tokenizer)
@@ -283,12 +227,7 @@ class TokenCounts:
         self.num_marked, self.marks = 0, set[str]()
 
     def add(self, texts: list[str], ids: list[int]) -> None:
-        """Count a prompt.
-
-        Args:
-            texts: those that come from the data.
-            ids: its token ids.
-        """
+        """Count a prompt, with the texts that come from the data and its token ids."""
         marks = [mark for mark in self.special if any(mark in text for text in texts)]
         unknown = self.tokenizer.unk_token_id
         num_unknown = 0 if unknown is None else ids.count(unknown)
@@ -300,12 +239,7 @@ class TokenCounts:
         self.num_with_unknown += num_unknown > 0
 
     def report(self, role: str, *, split: bool) -> None:
-        """Log the counts that are not zero.
-
-        Args:
-            role: name of the set.
-            split: True if special tokens are encoded as plain text.
-        """
+        """Log the counts that are not zero; `split` says that special tokens become plain text."""
         if self.num_marked:
             effect = (
                 "read as plain text (split_special_tokens)"

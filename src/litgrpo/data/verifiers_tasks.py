@@ -29,7 +29,6 @@ class VerifiersTasks(GeneratedSource):
     select: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that the taskset has an id."""
         identifier = self.taskset.get("id")
         require(
             isinstance(identifier, str) and bool(identifier),
@@ -39,16 +38,9 @@ class VerifiersTasks(GeneratedSource):
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"VerifiersTasks({self.taskset['id']})"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Load the tasks.
-
-        Raises:
-            ValueError: there is no such taskset, a setting is wrong, or it has no end and `select`
-                has no `limit`.
-        """
         vf = import_package("verifiers.v1", "verifiers")
         try:
             kind = vf.taskset_config_type(self.taskset["id"])

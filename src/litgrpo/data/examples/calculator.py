@@ -39,20 +39,10 @@ ERROR = "error"  # calculator output for a malformed expression
 
 @dataclass(frozen=True)
 class Calculation:
-    """A sum or a product of two numbers.
-
-    Args:
-        first: first number.
-        sign: `+` or `*`.
-        second: second number.
-
-    Example:
-        >>> Calculation(347, "*", 82).row
-        {'prompt': '347*82=?', 'answer': '28454'}
-    """
+    """A sum or a product of two numbers."""
 
     first: int
-    sign: str
+    sign: str  # `+` or `*`
     second: int
 
     @property
@@ -130,15 +120,7 @@ def held_out_demonstrations(size: int = NUM_HELD_OUT) -> list[Row]:
 
 
 def demonstrate(problem: Calculation, rng: random.Random) -> list[dict[str, str]]:
-    """Write a noisy demonstration of a problem, with or without a calculator call.
-
-    Returns:
-        Messages of the roles `assistant` and `tool`.
-
-    Example:
-        >>> [each["role"] for each in demonstrate(Calculation(347, "*", 82), random.Random(0))]
-        ['assistant']
-    """
+    """Write a noisy demonstration: messages of `assistant` and `tool`, with or without a call."""
     if rng.random() >= (SUM_CALL_FRAC if problem.sign == "+" else PRODUCT_CALL_FRAC):
         return [_answer(_guess(problem, rng))]
     first, second = str(problem.first), str(problem.second)

@@ -25,19 +25,12 @@ TERM = re.compile(r"([+-]?) ?(-?\d+)")
 
 @dataclass(frozen=True)
 class ChainSumDemonstrator:
-    """Writes demonstrations, with mistakes at these rates.
+    """Writes demonstrations, with mistakes at these rates."""
 
-    Args:
-        wrong_digit_frac: fraction of digits that are off by one.
-        forgotten_carry_frac: fraction of carries (or borrows) that are left out.
-        forgotten_sign_frac: fraction of negative results whose minus is left out.
-        no_tags_frac: fraction of demonstrations without tags.
-    """
-
-    wrong_digit_frac: float = 0.0
-    forgotten_carry_frac: float = 0.0
-    forgotten_sign_frac: float = 0.0
-    no_tags_frac: float = 0.0
+    wrong_digit_frac: float = 0.0  # fraction of digits that are off by one
+    forgotten_carry_frac: float = 0.0  # fraction of carries (or borrows) that are left out
+    forgotten_sign_frac: float = 0.0  # fraction of negative results whose minus is left out
+    no_tags_frac: float = 0.0  # fraction of demonstrations without tags
 
     def demonstrate(self, terms: list[int], rng: random.Random) -> str:
         """Write the completion for a sum of at least one signed term.
@@ -109,15 +102,7 @@ NOISY = ChainSumDemonstrator(
 
 
 def parse_terms(prompt: str) -> list[int]:
-    """Parse the signed terms of a problem's text.
-
-    Raises:
-        ValueError: the text does not end in a sum.
-
-    Example:
-        >>> parse_terms("State the final answer to the following arithmetic problem: 42 - 25 + 7 =")
-        [42, -25, 7]
-    """
+    """Parse the signed terms of a problem's text."""
     found = EXPRESSION.search(prompt)
     require(
         found is not None,

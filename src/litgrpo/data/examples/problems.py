@@ -50,26 +50,14 @@ WORDINGS = {
 
 @dataclass(frozen=True)
 class Demonstrator:
-    """Writes demonstrations, with mistakes at these rates.
+    """Writes demonstrations, with mistakes at these rates."""
 
-    Args:
-        wrong_digit_frac: fraction of digits that are off by one.
-        forgotten_carry_frac: fraction of carries (or borrows) that are left out.
-        no_tags_frac: fraction of demonstrations without tags.
-    """
-
-    wrong_digit_frac: float = 0.0
-    forgotten_carry_frac: float = 0.0
-    no_tags_frac: float = 0.0
+    wrong_digit_frac: float = 0.0  # fraction of digits that are off by one
+    forgotten_carry_frac: float = 0.0  # fraction of carries (or borrows) that are left out
+    no_tags_frac: float = 0.0  # fraction of demonstrations without tags
 
     def demonstrate(self, first: int, sign: str, second: int, rng: random.Random) -> str:
-        """Write the completion for `first` + `second` or `first` - `second`.
-
-        Args:
-            first: below 100.
-            sign: "+" or "-".
-            second: below 100; at most `first` in a subtraction.
-            rng: draws the mistakes.
+        """Write the completion for a sum or difference of numbers below 100, at least 0.
 
         Example:
             >>> Demonstrator().demonstrate(47, "+", 38, random.Random(0))

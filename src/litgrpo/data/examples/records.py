@@ -14,17 +14,9 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Sentence patterns and words of one set; words are separated by `;`.
+    """Sentence patterns and words of one set; words are separated by `;`."""
 
-    Args:
-        patterns: sentences with placeholders; `{a_job}` is the job with its article.
-        first: first names.
-        last: last names.
-        jobs: jobs.
-        cities: cities.
-    """
-
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...]  # sentences with placeholders; `{a_job}` is the job with its article
     first: str
     last: str
     jobs: str
@@ -130,10 +122,5 @@ def test() -> list[Row]:
 
 
 def split_words(words: str) -> list[str]:
-    """Split a text at `;` and normalize whitespace.
-
-    Example:
-        >>> split_words("Oslo;  New   York")
-        ['Oslo', 'New York']
-    """
+    """Split a text at `;` and normalize whitespace."""
     return [" ".join(each.split()) for each in words.split(";")]
