@@ -44,18 +44,12 @@ class MalformedReply(ValueError):
 
 
 class LimitedClient(httpx2.AsyncClient):
-    """Client whose responses are limited in size and time, and not compressed.
+    """Client whose responses are limited in size and time, and not compressed."""
 
-    A response that is too large or compressed raises `httpx2.DecodingError`, one that is late
-    `httpx2.ReadTimeout`. Redirects are not followed: a key would go to another server.
-
-    Args:
-        max_bytes: largest body of a response; a request may have its own limit, as
-            `extensions={"max_bytes": 1000}`.
-        timeout_s: seconds for a request, from the connection to the last byte; with `stream`, to
-            the headers. None: no limit.
-        options: options of `httpx2.AsyncClient`.
-    """
+    # A response that is too large or compressed raises `httpx2.DecodingError`, one that is late
+    # `httpx2.ReadTimeout`. Redirects are not followed: a key would go to another server. A request
+    # may have its own limit of bytes, as `extensions={"max_bytes": 1000}`. `timeout_s` is from the
+    # connection to the last byte; with `stream`, to the headers.
 
     def __init__(self, max_bytes: int, timeout_s: float | None = None, **options: Any) -> None:
         defaults: dict[str, Any] = {
@@ -114,12 +108,10 @@ class LimitedStream(httpx2.AsyncByteStream):
 
 
 def make_direct_transport() -> httpx2.AsyncHTTPTransport:
-    """Return a transport without the proxies and certificates that environment variables name.
-
-    It probes idle connections: a machine that loses its power or its network closes none of them,
-    and a request would wait for its whole time limit. A machine that has restarted answers the
-    first probe with a reset.
-    """
+    """Return a transport without the proxies and certificates that environment variables name."""
+    # It probes idle connections: a machine that loses its power or its network closes none of them,
+    # and a request would wait for its whole time limit. A machine that has restarted answers the
+    # first probe with a reset.
     values = {
         "TCP_KEEPIDLE": PROBE_S,
         "TCP_KEEPALIVE": PROBE_S,  # its name on macOS
@@ -168,11 +160,7 @@ def describe_response(response: httpx2.Response) -> str:
 
 
 def call_within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return the result of a client without a time limit; its thread stays behind if it is late.
-
-    Raises:
-        ConnectionLost: no result within the limit.
-    """
+    """Return the result of a client without a time limit; its thread stays behind if it is late."""
     result: Future[Result] = Future()
 
     def run() -> None:
@@ -196,15 +184,7 @@ def close_client(client: httpx2.AsyncClient) -> None:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of a response; see `litgrpo.text.strict_json.parse_json`.
-
-    Raises:
-        MalformedReply: it is not JSON, or too deep.
-
-    Example:
-        >>> parse_json('{"a": [1, null]}')
-        {'a': [1, None]}
-    """
+    """Return the value of a response; see `litgrpo.text.strict_json.parse_json`."""
     try:
         return strict_json.parse_json(content)
     except RecursionError as error:
@@ -214,17 +194,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def read_reply(content: bytes | str, model: type[Model]) -> Model:
-    """Return the JSON of a response as a model; of another type nothing is converted.
-
-    Raises:
-        MalformedReply: it is not JSON, or a field is missing or of another type.
-
-    Example:
-        >>> class Version(BaseModel):
-        ...     number: int
-        >>> read_reply('{"number": 7}', Version).number
-        7
-    """
+    """Return the JSON of a response as a model; of another type nothing is converted."""
     value = parse_json(content)
     try:
         return model.model_validate(value, strict=True)

@@ -199,6 +199,10 @@ def test_a_text_of_one_token_has_no_pairs_to_compare():
     assert math.isnan(pairs)
 
 
+def test_ngrams_do_not_cross_from_one_text_to_the_next():
+    assert distinct_ngrams([[7, 7, 7], [7, 8]]) == [2 / 5, 2 / 3]
+
+
 # --- corpus metrics ---
 
 

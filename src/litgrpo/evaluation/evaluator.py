@@ -78,7 +78,6 @@ class Evaluation:
     text_quality: bool = True
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0 < self.predict_top_p <= 1:
             given = f"model.evaluation.predict_top_p is {self.predict_top_p}"
             raise ValueError(f"{given}; it must be above 0 and at most 1 (off).")
@@ -150,25 +149,16 @@ def summarize_rows(rows: Sequence[Row], settings: Evaluation) -> dict[str, float
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Completions and rewards of a batch of held-out prompts.
+    """Completions and rewards of a batch of held-out prompts."""
 
-    Args:
-        rollout: k samples of each prompt.
-        rewards: [B, k] their rewards.
-        correct: [B, k] 1.0 for samples that succeeded, 0.0 for others, NaN for unscored ones.
-        greedy: greedy completion of each prompt; None without `Evaluation.greedy`.
-        greedy_rewards: [B, 1] their rewards.
-        greedy_correct: [B, 1] the same of the greedy completions.
-        name: name of the set of prompts, "" if there is only one.
-    """
-
-    rollout: Rollout
-    rewards: RewardTable
-    correct: Tensor
+    rollout: Rollout  # k samples of each prompt
+    rewards: RewardTable  # [B, k] their rewards
+    correct: Tensor  # [B, k] 1.0 for samples that succeeded, 0.0 for others, NaN for unscored ones
+    # greedy completion of each prompt; None without `Evaluation.greedy`
     greedy: Rollout | None = None
-    greedy_rewards: RewardTable | None = None
-    greedy_correct: Tensor | None = None
-    name: str = ""
+    greedy_rewards: RewardTable | None = None  # [B, 1] their rewards
+    greedy_correct: Tensor | None = None  # [B, 1] as `correct`
+    name: str = ""  # name of the set of prompts, "" if there is only one
 
 
 class Evaluator:
@@ -308,12 +298,9 @@ class Evaluator:
         return report
 
     def predict(self, rollouter: Rollouter, prompts: PromptBatch) -> list[dict[str, Any]]:
-        """Generate one completion of each prompt.
-
-        Returns:
-            One dict per prompt: prompt, completion, reasoning, answer, truncated, and the columns
-            of the data under `columns`; of an episode also messages, turn_rewards, calls, failed.
-        """
+        """Generate one completion of each prompt; return one dict per prompt."""
+        # prompt, completion, reasoning, answer, truncated, and the columns of the data under
+        # `columns`; of an episode also messages, turn_rewards, calls, failed.
         settings = self.settings
         sampling = Sampling(temperature=settings.predict_temperature, top_p=settings.predict_top_p)
         rollout = rollouter.generate(prompts, "predict", group_size=1, sampling=sampling)

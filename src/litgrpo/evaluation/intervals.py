@@ -186,10 +186,9 @@ def bootstrap_ratio(
 ) -> Interval:
     """Compute the percentile bootstrap interval of sum(sums) / sum(counts), with prompts resampled.
 
-    The draws are seeded: the same numbers give the same interval. NaN for fewer than two prompts.
-
     Source: Efron and Tibshirani 1993, chapter 13; prompts as units: Miller 2024, arXiv:2411.00640.
     """
+    # The draws are seeded: the same numbers give the same interval. NaN for fewer than two prompts.
     prompts = len(sums)
     if prompts <= 1:
         return nan, nan
@@ -228,20 +227,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Changes between two evaluations, prompt by prompt.
+    """Changes between two evaluations, prompt by prompt."""
 
-    Args:
-        changes: {name: change of its mean over the prompts of both}.
-        solved_by: value deciding if a prompt is solved, `greedy` or avg@k; "" if neither is
-            known.
-        gained: indices of prompts that are solved after and were not before.
-        lost: indices of prompts that were solved before and are not after.
-    """
-
-    changes: dict[str, Change]
+    changes: dict[str, Change]  # {name: change of its mean over the prompts of both}
+    # value deciding if a prompt is solved, `greedy` or avg@k; "" if neither is known
     solved_by: str
-    gained: list[int]
-    lost: list[int]
+    gained: list[int]  # indices of prompts that are solved after and were not before
+    lost: list[int]  # indices of prompts that were solved before and are not after
 
     @property
     def p_value(self) -> float:
@@ -250,14 +242,11 @@ class Comparison:
 
 
 def compare_evaluations(before: PromptValues, after: PromptValues) -> Comparison | None:
-    """Compare two evaluations prompt by prompt; None if they have no prompt in common.
-
-    A prompt is solved if its greedy completion is correct, or without one, if at least half of its
-    samples are.
-
-    Means have bootstrap intervals, because no distribution can be assumed for a graded reward;
-    binary outcomes have an exact test. Numbers may be NaN; prompts are matched by `index`.
-    """
+    """Compare two evaluations prompt by prompt; None if they have no prompt in common."""
+    # A prompt is solved if its greedy completion is correct, or without one, if at least half of
+    # its samples are. Means have bootstrap intervals, because no distribution can be assumed for a
+    # graded reward; binary outcomes have an exact test. Numbers may be NaN; prompts are matched by
+    # `index`.
     places = {number: row for row, number in enumerate(before.get("index", ()))}
     rows = [(places[n], row) for row, n in enumerate(after.get("index", ())) if n in places]
     if not rows:

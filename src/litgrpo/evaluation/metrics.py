@@ -146,14 +146,13 @@ NGRAM_SIZES = (1, 2)
 def measure_text(rollout: Rollout) -> list[Numbers]:
     """Return fraction that terminated, length, distinct-1 and distinct-2 of each prompt's samples.
 
-    These do not use the reward, so they show what a policy that exploits it gives up. distinct-n is
-    the number of different n-grams of tokens over the number of all, in the samples of one prompt
-    together, averaged over prompts: it falls if texts loop, and if the samples of a prompt become
-    the same.
-
     Source: distinct-n: Li et al. 2016, arXiv:1510.03055; per input: Kirk et al. 2024,
     arXiv:2310.06452.
     """
+    # These do not use the reward, so they show what a policy that exploits it gives up. distinct-n
+    # is the number of different n-grams of tokens over the number of all, in the samples of one
+    # prompt together, averaged over prompts: it falls if texts loop, and if the samples of a prompt
+    # become the same.
     size, texts = rollout.group_size, rollout.token_lists()
     terminated = (~rollout.truncated).double().view(-1, size).mean(1).tolist()
     lengths = rollout.lengths.double().view(-1, size).mean(1).tolist()
@@ -175,10 +174,6 @@ def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
     """Return different n-grams / all n-grams, for n = 1 and 2; NaN if there are none.
 
     N-grams do not cross from one text to the next.
-
-    Example:
-        >>> distinct_ngrams([[7, 7, 7], [7, 8]])
-        [0.4, 0.6666666666666666]
     """
     shares = []
     for n in NGRAM_SIZES:
@@ -207,14 +202,12 @@ def sum_logprobs(rollout: Rollout, initial_logprobs: Tensor) -> list[Numbers]:
 
 
 def initial_distance(rows: Sequence[Numbers]) -> dict[str, float]:
-    """Return {initial_perplexity, initial_kl}: perplexity under the initial policy, KL from it.
-
-    Perplexity is exp of the mean negative log-probability of a sampled token under the initial
-    policy; the KL is the mean over sampled tokens of log p_now - log p_initial (k1, nats).
-    Both are at the temperature of the evaluation. A perplexity above that of the initial policy's
-    own samples means text that the initial policy would hardly generate; below it, text that became
-    repetitive or generic. The rows are those of `sum_logprobs`.
-    """
+    """Return {initial_perplexity, initial_kl}: perplexity under the initial policy, KL from it."""
+    # Perplexity is exp of the mean negative log-probability of a sampled token under the initial
+    # policy; the KL is the mean over sampled tokens of log p_now - log p_initial (k1, nats). Both
+    # are at the temperature of the evaluation. A perplexity above that of the initial policy's own
+    # samples means text that the initial policy would hardly generate; below it, text that became
+    # repetitive or generic.
     surprise, distance, tokens = map(fsum, zip(*rows, strict=True))
     nats = ratio(surprise, tokens)
     perplexity = inf if nats > LARGEST_EXPONENT else math.exp(nats)
@@ -275,7 +268,6 @@ class DialogueScores(CorpusMetrics):
         self.confidence = confidence
 
     def count(self, reply: str, columns: Mapping[str, Any]) -> list[float]:
-        """Compute the counts of `reply_counts`."""
         if self.answers not in columns:
             raise ValueError(
                 f"model.evaluation.corpus_metrics.answers is {self.answers!r}; expected the column "

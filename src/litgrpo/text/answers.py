@@ -144,12 +144,7 @@ def _is_answer(one: object) -> bool:
 
 
 def find_tagged(text: str, tag: str) -> list[str]:
-    """Return the text between each `<tag>` and the next `</tag>`; skip unclosed tags.
-
-    Example:
-        >>> find_tagged("<answer>7</answer> or <answer>8</answer> or <answer>9", "answer")
-        ['7', '8']
-    """
+    """Return the text between each `<tag>` and the next `</tag>`; skip unclosed tags."""
     parts = (part.partition(f"</{tag}>") for part in text.split(f"<{tag}>")[1:])
     return [inside for inside, close, _ in parts if close]
 
@@ -160,12 +155,7 @@ def find_hashed(text: str) -> list[str]:
 
 
 def find_boxed(text: str) -> list[str]:
-    r"""Return the argument of every `\boxed{...}`, with balanced braces; skip an unclosed box.
-
-    Example:
-        >>> find_boxed(r"so \boxed{\frac{3}{4}}")
-        ['\\frac{3}{4}']
-    """
+    r"""Return the argument of every `\boxed{...}`, with balanced braces; skip an unclosed box."""
     found, start, depth = [], 0, 0
     for brace in BOX_OR_BRACE.finditer(text):
         if depth:
@@ -337,12 +327,7 @@ def _is_noun(word: str, nouns: Container[str]) -> bool:
 
 
 def find_nouns(prompt: object) -> frozenset[str]:
-    """Return the words of a prompt that may follow a number like a unit.
-
-    Example:
-        >>> sorted(find_nouns("How many clips or more?"))
-        ['clips', 'how']
-    """
+    """Return the words of a prompt that may follow a number like a unit."""
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         prompt = " ".join(str(message.get("content")) for message in prompt)
     words = {word.casefold() for word in NOUN.findall(normalize(str(prompt)[:MAX_PROMPT]))}
@@ -399,15 +384,9 @@ def _sign(before: str) -> int | None:
 
 
 def same_text(left: str, right: str) -> bool:
-    """Compare two answers, ignoring case, surrounding markup and a final full stop.
-
-    The Unicode spelling (see `normalize`) and the number of spaces do not matter, nor do spaces
-    beside a sign: `(3, 4)` is `(3,4)`.
-
-    Example:
-        >>> same_text("**Yes.**", "yes")
-        True
-    """
+    """Compare two answers, ignoring case, surrounding markup and a final full stop."""
+    # The Unicode spelling (see `normalize`) and the number of spaces do not matter, nor do spaces
+    # beside a sign: `(3, 4)` is `(3,4)`.
     return _bare(left) == _bare(right)
 
 

@@ -35,22 +35,12 @@ def render_messages(
     tokenizer: Any,
     messages: Any,
     *,
+    # function that templates call for the time; by default they read the clock
     strftime_now: Callable[[str], str] | None = None,
     **options: Any,
 ) -> str:
-    """Return messages as text, in the chat format of a tokenizer.
-
-    The limit of time holds in the main thread, where prompts are rendered before training.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: the conversation.
-        strftime_now: function that templates call for the time; by default they read the clock.
-        options: of `apply_chat_template`.
-
-    Raises:
-        TemplateError: the template raised an error, or did not finish within the limits.
-    """
+    """Return messages as text, in the chat format of a tokenizer."""
+    # The limit of time holds in the main thread, where prompts are rendered before training.
     template = str(tokenizer.chat_template)
     try:
         with ExitStack() as limits:

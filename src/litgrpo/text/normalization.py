@@ -58,12 +58,7 @@ def normalize(text: str) -> str:
 
 
 def fold(text: str) -> str:
-    """Return a text in the one spelling, without the difference of upper and lower case.
-
-    Example:
-        >>> fold("Stra\u00dfe") == fold("STRASSE")
-        True
-    """
+    """Return a text in the one spelling, without the difference of upper and lower case."""
     return normalize(normalize(text).casefold())
 
 

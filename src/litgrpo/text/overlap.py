@@ -20,12 +20,7 @@ PUNCTUATION = set(string.punctuation)
 
 
 def ngrams(tokens: Sequence[Token], n: int) -> list[tuple[Token, ...]]:
-    """All runs of n tokens, in order; none where there are fewer tokens.
-
-    Example:
-        >>> ngrams("a b c".split(), 2)
-        [('a', 'b'), ('b', 'c')]
-    """
+    """All runs of n tokens, in order; none where there are fewer tokens."""
     if n < 1:
         raise ValueError(f"n is {n}; it must be at least 1.")
     return list(zip(*(tokens[start:] for start in range(n)), strict=False))
@@ -39,10 +34,6 @@ def distinct_share(grams: Sequence[object], of_none: float) -> float:
 def distinct_n(texts: Sequence[str], n: int) -> float:
     """Share of different word n-grams among those of all texts; 0 where there is no n-gram.
 
-    Example:
-        >>> distinct_n(["a b a b"], 2)
-        0.6666666666666666
-
     Source: Li et al. 2016, arXiv:1510.03055.
     """
     return distinct_share([gram for text in texts for gram in ngrams(text.split(), n)], of_none=0.0)
@@ -50,10 +41,6 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 def token_f1(prediction: str, reference: str) -> float:
     """Harmonic mean of precision and recall over whitespace tokens; 0 for an empty text.
-
-    Example:
-        >>> token_f1("a b", "a c")
-        0.5
 
     Source: SQuAD, arXiv:1606.05250, section 6.1, without its normalization.
     """
@@ -76,13 +63,7 @@ def without_articles(text: str) -> str:
 
 
 def rouge_f(prediction: str, references: Sequence[str], kind: str = "rougeL") -> float:
-    """ROUGE F-measure against the reference that it is highest for, from 0 to 1.
-
-    Args:
-        prediction: a text.
-        references: at least one text.
-        kind: rouge1, rouge2 or rougeL, as the package rouge-score names them.
-    """
+    """ROUGE F-measure against the reference that it is highest for, from 0 to 1."""
     scores = _rouge(kind).score_multi(list(map(normalize, references)), normalize(prediction))
     return float(scores[kind].fmeasure)
 
@@ -97,12 +78,7 @@ def _rouge(kind: str) -> Any:
 def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
     """Counts from which BLEU is computed; sums over texts give the BLEU of a corpus.
 
-    Args:
-        prediction: a text.
-        references: at least one text.
-
-    Returns:
-        Length, reference length, and for n = 1 to 4 first the matched and then all n-grams.
+    Length, reference length, and for n = 1 to 4 first the matched and then all n-grams.
     """
     references = list(map(normalize, references))
     score = _sentence_bleu().sentence_score(normalize(prediction), references)
@@ -112,9 +88,7 @@ def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
 def bleu(counts: Sequence[float], *, effective_order: bool) -> float:
     """BLEU from 0 to 100, as the package sacrebleu computes it from its counts.
 
-    Args:
-        counts: of one text or summed over a corpus; see `bleu_counts`.
-        effective_order: leave out n-grams that are longer than the text: for single texts.
+    `effective_order` leaves out n-grams that are longer than the text: for single texts.
     """
     lengths, grams = [int(n) for n in counts[:2]], [int(n) for n in counts[2:]]
     score = _sentence_bleu().compute_bleu(

@@ -66,11 +66,7 @@ _known: set[str] = set()
 
 
 def remember_secret(value: str) -> None:
-    """Mask a value in every later text of this process.
-
-    Args:
-        value: key, token or password; short words are not masked.
-    """
+    """Mask a value in every later text of this process; short words are not masked."""
     mixed = len(value) >= SHORTEST and value.isalnum() and not value.isalpha()
     if (mixed or len(value) >= WINDOW) and value != MASK:
         _known.add(value)
@@ -80,9 +76,6 @@ def fill_variables(value: Any) -> Any:
     """Replace each `${NAME}` in a text, or in the values of a list or mapping, by the variable.
 
     The variables' values are masked in every later text of this process.
-
-    Raises:
-        ValueError: the environment has no variable of this name.
     """
     if isinstance(value, Mapping):
         return {key: fill_variables(inner) for key, inner in value.items()}
@@ -100,12 +93,7 @@ def _read_variable(match: re.Match[str]) -> str:
 
 
 def mask_settings(settings: Any) -> Any:
-    """Return settings in which keys and passwords are masked, and remember their values.
-
-    Example:
-        >>> mask_settings({"extra_body": {"api_key": "abcdefgh", "seed": 7}, "pad_token": "<pad>"})
-        {'extra_body': {'api_key': '<masked>', 'seed': 7}, 'pad_token': '<pad>'}
-    """
+    """Return settings in which keys and passwords are masked, and remember their values."""
     return _mask_value(settings, name="", free_form=False)
 
 
@@ -161,14 +149,11 @@ def _mask_in_text(value: str) -> str:
 def is_secret_name(name: str, free_form: bool = False) -> bool:
     """Return True if an option of this name holds a key or a password.
 
-    Args:
-        name: of the option or field.
-        free_form: it is a field of a request to a service.
-
     Example:
         >>> is_secret_name("X-Api-Key", free_form=True), is_secret_name("api_key_env")
         (True, False)
     """
+    # `free_form` says that it is a field of a request to a service.
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     return not NOT_SECRET.search(words) and bool(
         (ANY_SECRET if free_form else SECRET).search(words)
@@ -176,12 +161,7 @@ def is_secret_name(name: str, free_form: bool = False) -> bool:
 
 
 def find_masked(settings: Any, path: str = "") -> list[str]:
-    """Return the dotted names of values that were masked.
-
-    Example:
-        >>> find_masked({"a": {"api_key": "<masked>", "seed": 7}})
-        ['a.api_key']
-    """
+    """Return the dotted names of values that were masked."""
     if isinstance(settings, Mapping):
         parts = [(f"{path}.{name}" if path else str(name), each) for name, each in settings.items()]
     elif isinstance(settings, list | tuple):
@@ -192,12 +172,7 @@ def find_masked(settings: Any, path: str = "") -> list[str]:
 
 
 def mask_text(text: str) -> str:
-    """Return a text without the secrets that were remembered, and without texts like keys.
-
-    Example:
-        >>> mask_text("401: you sent Bearer sk-0123456789abcdef")
-        '401: you sent Bearer <masked>'
-    """
+    """Return a text without the secrets that were remembered, and without texts like keys."""
     text = mask_known(text)
     for pattern, replacement in IN_TEXT:
         text = pattern.sub(replacement, text)

@@ -11,10 +11,8 @@ from typing import Any, NoReturn
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, without the extensions of Python's parser.
 
-    Raises:
-        ValueError: it is not JSON (`json.JSONDecodeError`, which has the place), contains NaN or
-            Infinity, or repeats a key, of which parsers take different values.
-        RecursionError: its lists and objects are nested some thousand levels deep.
+    NaN, Infinity and a repeated key, of which parsers take different values, raise ValueError;
+    lists and objects that are nested some thousand levels deep raise RecursionError.
 
     Example:
         >>> parse_json('{"a": [1, null]}')

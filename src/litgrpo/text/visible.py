@@ -13,19 +13,14 @@ JOINERS = "\u200c\u200d"  # without these some scripts and emoji fall apart
 
 
 def visible(text: object, max_chars: int | None = None) -> str:
-    r"""Make every character of a text visible, and shorten it.
-
-    Control characters (also those that command a terminal), marks that reverse the direction of
-    writing, and halves of characters stand as their numbers.
-
-    Args:
-        text: anything; other objects are converted to text.
-        max_chars: characters to keep; None: all.
+    r"""Make every character of a text visible, and shorten it to `max_chars`, if given.
 
     Example:
         >>> visible("a\u202eb\x1b[2J"), visible("abcdef", 3)
         ('a[U+202E]b[U+001B][2J', 'abc ... [3 more characters]')
     """
+    # Control characters (also those that command a terminal), marks that reverse the direction of
+    # writing, and halves of characters stand as their numbers.
     whole = str(text)
     more = 0 if max_chars is None else len(whole) - max_chars
     shown = "".join(map(_seen, whole[:max_chars].replace("\r\n", "\n")))

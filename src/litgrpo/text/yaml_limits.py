@@ -27,22 +27,9 @@ class TooLarge(yaml.YAMLError):
 
 
 def check_limits(text: str) -> None:
-    """Check the nesting and the number of values of a YAML text, without composing it.
-
-    Aliases are counted as often as they are used: nine lines of nine aliases each are a billion
-    values.
-
-    Raises:
-        TooLarge: the text is beyond the limits.
-        yaml.YAMLError: it is not valid YAML.
-
-    Example:
-        >>> check_limits("a: [1, 2]")
-        >>> check_limits("[" * 10_000)
-        Traceback (most recent call last):
-        ...
-        litgrpo.text.yaml_limits.TooLarge: line 1: more than 64 nested lists or mappings
-    """
+    """Check the nesting and the number of values of a YAML text, without composing it."""
+    # Aliases are counted as often as they are used: nine lines of nine aliases each are a billion
+    # values.
     sizes: dict[str, int] = {}  # nodes below each anchor
     open_nodes: list[tuple[str | None, int]] = []  # (anchor, nodes before it)
     total = 0
@@ -74,19 +61,7 @@ class Misread(yaml.YAMLError):
 
 
 def check_values(text: str) -> None:
-    r"""Check that the values of a YAML text are what they look like.
-
-    Raises:
-        Misread: one is not; the message names its key and the value as it is written.
-        yaml.YAMLError: the text is not valid YAML.
-
-    Example:
-        >>> check_values("a: [10, 0.5, 0x10, '010', true]")
-        >>> check_values("model: {group_size: 010}")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        litgrpo.text.yaml_limits.Misread: line 1: model.group_size is written 010, which YAML ...
-    """
+    """Check that the values of a YAML text are what they look like; the error names the key."""
     for key, node in find_scalars(yaml.compose(text)):
         place = f"line {node.start_mark.line + 1}: {key or 'the value'}"
         reading = misreading(node)
@@ -141,12 +116,5 @@ WRITTEN_BREAK = re.compile(
 
 
 def has_written_break(text: str) -> bool:
-    r"""Return True if a text has a backslash and an n where a line break must be meant.
-
-    Example:
-        >>> has_written_break(r"Q: {{ prompt }}\nA:"), has_written_break(r"not \neq")
-        (True, False)
-        >>> has_written_break(r'{{ prompt }}{{ "\n" }}'), has_written_break("a line\n")
-        (False, False)
-    """
+    """Return True if a text has a backslash and an n where a line break must be meant."""
     return WRITTEN_BREAK.search(JINJA.sub("", text)) is not None

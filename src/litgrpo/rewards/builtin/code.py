@@ -114,7 +114,7 @@ def unit_tests(
 
 
 def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
-    r"""Return the Python code of a completion: its last fenced Python block, else all of it."""
+    """Return the Python code of a completion: its last fenced Python block, else all of it."""
     blocks = [code for name, code in FENCE.findall(text) if name.lower() in PYTHON]
     if blocks:
         return str(blocks[-1])
@@ -268,7 +268,7 @@ def _find_code_names(texts: Sequence[str], declared: Sequence[str]) -> list[str]
 
 
 def find_undefined(script: str) -> set[str]:
-    r"""Return the names that a script uses and neither defines nor imports.
+    """Return the names that a script uses and neither defines nor imports.
 
     Python's own names are defined, and so is a module of the standard library in `math.sqrt`.
     """

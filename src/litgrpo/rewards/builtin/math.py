@@ -334,7 +334,7 @@ def _spellings(reference: Reference) -> set[str]:
 
 
 def parse_reference(reference: Reference, nouns: Nouns = frozenset()) -> Fraction | str:
-    r"""Parse a reference answer into an exact number, or its text if it is not a number.
+    """Parse a reference answer into an exact number, or its text if it is not a number.
 
     A worked solution whose marked answer is empty (`#### `) gives "", no answer.
     """
