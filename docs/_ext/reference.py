@@ -61,8 +61,9 @@ def pages() -> Iterator[tuple[str, list[str]]]:
     for module in MODULES:
         package = import_module(module)
         names = [name for name in package.__all__ if name not in PUBLIC]
-        text = [*(inspect.getdoc(package) or "").splitlines(), ""]
-        yield f"reference/{module}", [f"# `{module}`", "", *text, *autodoc(module, sorted(names))]
+        about = (inspect.getdoc(package) or "").splitlines()
+        lines = [f"# `{module}`", "", *about, "", *autodoc(module, sorted(names))]
+        yield f"reference/{module}", lines
 
 
 def with_classes_below(classes: list[tuple[str, type]]) -> Iterator[tuple[str, type]]:
