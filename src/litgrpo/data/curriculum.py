@@ -65,7 +65,7 @@ class Curriculum:
         return success <= self.hard_threshold
 
     def prob(self, success: float | None) -> float:
-        """Return the probability that a prompt of this success is used when it is its turn."""
+        """Return the probability that a prompt is used when it is its turn; None: no group yet."""
         if success is not None and self.is_easy(success):
             return self.easy_prob
         return self.hard_prob if success is not None and self.is_hard(success) else 1.0

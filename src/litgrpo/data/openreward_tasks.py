@@ -50,6 +50,11 @@ class OpenRewardTasks(GeneratedSource):
         return f"OpenRewardTasks({self.environment}, {self.split})"
 
     def rows(self) -> list[dict[str, Any]]:
+        """Ask the server for the tasks and their prompts.
+
+        Raises:
+            ValueError: the server does not answer, or has no such environment or split.
+        """
         api = import_package("openreward.api.environments.client", "openreward")
         with api.EnvironmentsAPI(self.url, os.environ.get(KEY_VARIABLE, "")) as client:
             try:

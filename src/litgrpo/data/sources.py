@@ -185,7 +185,11 @@ class ReasoningGym(GeneratedSource):
         return f"ReasoningGym(seed {self.seed})"
 
     def rows(self) -> list[dict[str, Any]]:
-        # Tasks are spread evenly, each in its own order.
+        """Generate the rows: tasks spread evenly, each in its own order.
+
+        Raises:
+            ValueError: the package is not installed, or has no such task or setting.
+        """
         library = import_reasoning_gym()
         known = sorted(library.factory.DATASETS)
         for name in self.tasks:

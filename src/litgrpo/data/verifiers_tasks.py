@@ -41,6 +41,12 @@ class VerifiersTasks(GeneratedSource):
         return f"VerifiersTasks({self.taskset['id']})"
 
     def rows(self) -> list[dict[str, Any]]:
+        """Load the tasks.
+
+        Raises:
+            ValueError: there is no such taskset, a setting is wrong, or it has no end and `select`
+                has no `limit`.
+        """
         vf = import_package("verifiers.v1", "verifiers")
         try:
             kind = vf.taskset_config_type(self.taskset["id"])

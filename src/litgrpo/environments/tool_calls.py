@@ -140,7 +140,7 @@ class TagFormat(CallFormat):
         return f"<{self.call_tag}>{call}</{self.call_tag}>"
 
     def format_results(self, results: Sequence[ToolResult]) -> str:
-        # In line with the call, as one text.
+        """Return the observation: the results in tags, as one text."""
         return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in results)
 
     def _short(self, tools: Mapping[str, Tool]) -> str:

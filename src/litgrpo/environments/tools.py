@@ -104,6 +104,12 @@ class Tools(ToolCaller):
         self._clear()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
+        """Begin an episode; see `Environment.reset`.
+
+        Raises:
+            ValueError: `reset` of the class needs a column that the data do not have, or the row's
+                `environment` names an unknown class.
+        """
         self.close()
         name = row.get(COLUMN) if self._is_several else ""
         known = ", ".join(self._kinds)

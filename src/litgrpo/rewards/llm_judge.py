@@ -207,7 +207,11 @@ class LLMJudge(Judge):
         return self.__dict__ | {"asking": asking}
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
-        """Check that there are a key and a file for the replies."""
+        """See that there are a key and a file for the replies.
+
+        Raises:
+            ValueError: the variable is empty, the file cannot be used, or a key was masked.
+        """
         self._key()
         require(
             not find_masked(self.body),

@@ -70,6 +70,11 @@ class OpenReward(ToolCaller):
         self._clear()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
+        """Begin an episode; see `Environment.reset`.
+
+        Raises:
+            ValueError: the row is not of `OpenRewardTasks`.
+        """
         self.close()
         require(
             TASK_DATA in row,

@@ -54,6 +54,11 @@ class SkyRL(ExternalEnvironment):
             require(is_callable, f"factory is {self.factory!r}; it must be a class or a function.")
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
+        """Construct the environment for a row; see `Environment.reset`.
+
+        Raises:
+            ValueError: a column is missing, or the environment could not be constructed.
+        """
         self.close()
         extras = dict(row) | self.extras
         for entry, column in self.extras_from_columns.items():
