@@ -533,6 +533,9 @@ def test_named_training_sets_are_tasks(tmp_path):
     assert found == {"a": "easy", "b": "easy", "c": "easy", "d": "hard", "e": "own"}
     assert batch.set_name == ""  # of several sets
     assert task_names(SimpleNamespace(datamodule=data)) == ["easy", "hard", "own"]
+    several = [{"prompt": "a", "task": ["x", "y"]}, {"prompt": "b", "task": 3}, {"prompt": "c"}]
+    data = ready("fit", tmp_path, train=several, batch_size=3)
+    assert task_names(SimpleNamespace(datamodule=data)) == ["3", "['x', 'y']"]
 
 
 def test_task_weights_are_shares_of_the_batches(tmp_path):

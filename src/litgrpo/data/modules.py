@@ -705,8 +705,7 @@ def task_names(trainer: Trainer) -> list[str]:
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     train = data.sets.get("train") if isinstance(data, SourceData) else None
-    values = train.tasks if isinstance(train, PromptSet) else []
-    names = sorted({str(value) for value in values if value is not None})
+    names = sorted(train.tasks) if isinstance(train, PromptSet) else []
     return names if len(names) <= MAX_TASKS else []
 
 

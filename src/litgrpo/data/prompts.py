@@ -57,8 +57,8 @@ class PromptSet(Dataset[PromptBatch]):
         self.prompt_format, self.tokenizer = prompt_format, tokenizer
         self.limit, self.pad_to_multiple_of = limit, pad_to_multiple_of
         lengths, texts, data = array("q"), array("q"), array("q")
-        names, tasks, num_systems = dict[str, None](), dict[Any, None](), 0
-        tokens, found = TokenFingerprint(), TokenCounts(tokenizer)
+        names, tasks, num_systems = dict[str, None](), dict[str, None](), 0
+        tokens, counts = TokenFingerprint(), TokenCounts(tokenizer)
         kept, stride = dict[int, Prompt](), -(-len(rows) // MAX_KEPT)
         self.max_tokens = self.max_reference_tokens = 0
         for start in range(0, len(rows), CHUNK):
@@ -69,11 +69,12 @@ class PromptSet(Dataset[PromptBatch]):
                 lengths.append(prompt.length)
                 texts.append(hash((prompt.text, values.get(EPISODE_NUMBER))))
                 data.append(digest(identity(prompt.row)))
-                found.add(prompt_format.texts_of_data(prompt.row), prompt.ids)
+                counts.add(prompt_format.texts_of_data(prompt.row), prompt.ids)
                 names |= dict.fromkeys(values)
                 if prompt.length > limit.tokens:
                     continue
-                tasks[values.get(TASK)] = None
+                if values.get(TASK) is not None:
+                    tasks[str(values[TASK])] = None
                 reference = prompt.reference or []
                 tokens.add(prompt.ids, reference)
                 self.max_tokens = max(self.max_tokens, len(prompt.ids))
@@ -82,7 +83,7 @@ class PromptSet(Dataset[PromptBatch]):
                     kept[number] = prompt
         report_systems(role, num_systems, len(rows))
         report_duplicates(role, rows, texts, data)
-        found.report(role, split=prompt_format.split_special_tokens)
+        counts.report(role, split=prompt_format.split_special_tokens)
         fitting = limit.select(lengths, rows, role)
         self.rows = rows.select(fitting)
         self.column_names, self.tasks = [*names], [*tasks]
@@ -101,8 +102,8 @@ class PromptSet(Dataset[PromptBatch]):
     @property
     def index(self) -> list[int]:
         """Position of each prompt in its source."""
-        found: list[int] = self.rows.numbers.tolist()
-        return found
+        index: list[int] = self.rows.numbers.tolist()
+        return index
 
     @property
     def num_indices(self) -> int:
@@ -135,14 +136,14 @@ class PromptSet(Dataset[PromptBatch]):
         # Tokenizing a text of many megabytes takes minutes and gigabytes, to find it too long.
         most = self.limit.max_chars(tokenizer)
         fitting = [n for n, text in enumerate(texts) if len(text) <= most]
-        found = prompt_format.encode(
+        encoded = prompt_format.encode(
             [texts[n] for n in fitting], tokenizer, [rows[n] for n in fitting]
         )
-        ids = dict(zip(fitting, found, strict=True))
+        ids = dict(zip(fitting, encoded, strict=True))
         for n in fitting:
             require(bool(ids[n]), f"{rows[n].place}: the prompt has no tokens")
-        given = prompt_format.encode_for_reference(rows, tokenizer)
-        reference: Sequence[list[int] | None] = given or [None] * len(rows)
+        hinted = prompt_format.encode_for_reference(rows, tokenizer)
+        reference: Sequence[list[int] | None] = hinted or [None] * len(rows)
         lengths = [
             max(
                 len(ids[n]) if n in ids else len(text) * (self.limit.tokens + 1) // most,

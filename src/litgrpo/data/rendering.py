@@ -287,9 +287,10 @@ class PromptFormat:
     ) -> list[list[int]]:
         doubled = [ids[:2] == [tokenizer.bos_token_id] * 2 for ids in rows]
         if any(doubled):
+            # Without numbers: a warning is shown once, and prompts are encoded in many calls.
             rank_zero_warn(
-                f"{sum(doubled)} of {len(rows)} prompts write the begin token "
-                f"({tokenizer.bos_token!r}) that the tokenizer adds as well: it is kept once"
+                f"there are prompts that write the begin token ({tokenizer.bos_token!r}), which "
+                "the tokenizer adds as well: it is kept once"
             )
         return [ids[1:] if twice else ids for ids, twice in zip(rows, doubled, strict=True)]
 
