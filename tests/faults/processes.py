@@ -35,7 +35,7 @@ KILLED: dict[str, tuple[str, dict[str, Any]]] = {
 def of_two(strategy: Any) -> dict[str, Any]:
     """The small recipe on two processes."""
     trainer = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
-    return merge_runs(RECIPE, {"trainer": trainer, "data": {"init_args": {"num_workers": 0}}})
+    return merge_runs(RECIPE, {"trainer": trainer})
 
 
 def f21(bench: Bench) -> Found:

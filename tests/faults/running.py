@@ -55,7 +55,6 @@ SUPERVISED: dict[str, Any] = {
             "train": "python:litgrpo.data.examples.problems.demonstrations?size=200",
             "val": {"path": "python:litgrpo.data.examples.problems.held_out", "limit": 16},
             "batch_size": 64,
-            "num_workers": 0,
         }
     },
     "trainer": {"val_check_interval": 3},

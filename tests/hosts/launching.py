@@ -28,7 +28,6 @@ VARIABLES = {"GLOO_SOCKET_IFNAME": LINK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "
 LIMIT_S = 1200.0
 FOUR_ITERATIONS = {
     "model": {"init_args": {"max_iterations": 4}},
-    "data": {"init_args": {"num_workers": 0}},
 }
 # An ignored signal: a test waits for the marker, then acts while training continues.
 MARK = {"signum": int(signal.SIGURG)}
