@@ -24,7 +24,6 @@ from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.main import COMMANDS, runs_as_list
 from litgrpo.cli.options import find_option
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
-from litgrpo.cli.recipes import CommandLine
 from tests.support.pages import ROOT, blocks, name_of, pages
 
 SOURCE = ROOT / "src" / "litgrpo"
@@ -155,8 +154,7 @@ def recipe_reader(name: str) -> RecipeCLI:
 
 def parse_recipe(name: str, words: list[str]) -> Any:
     reader = recipe_reader(name)
-    reader.given = CommandLine.read(words)
-    return reader.parser.parse_args(reader.words())
+    return reader.parser.parse_object(reader.read(words))
 
 
 @pytest.mark.parametrize("page", of_pages())

@@ -6,15 +6,15 @@ import yaml
 
 from litgrpo.cli.parser import RecipeCLI
 from litgrpo.cli.recipes import (
-    CommandLine,
     built_in_recipes,
     find_repeated_keys,
+    plain_form,
     read_recipe,
     recipe_file,
     without_init_args,
     write_out_rewards,
-    written_out,
 )
+from litgrpo.cli.settings import CommandLine
 from litgrpo.rewards.reward import name_rewards
 from tests.support.command_line import ROOT
 from tests.support.raises import raises_for
@@ -158,7 +158,7 @@ def test_a_section_of_both_dialects_is_merged_with_others_in_any_order(cli, mixe
 
 def test_an_option_that_is_given_in_both_dialects_at_once_is_refused(cli):
     with raises_for("group_size", "twice"):
-        written_out({"model": {"group_size": 3, "init_args": {"group_size": 4}}})
+        plain_form({"model": {"group_size": 3, "init_args": {"group_size": 4}}})
 
 
 SPELLINGS = {
@@ -204,10 +204,10 @@ RUBRIC = {"class_path": "litgrpo.rewards.Rubric", "criteria": {}}
 def test_rewards_have_the_short_forms_of_python_in_recipes_and_on_the_command_line(short, names):
     if "Rubric" not in str(short):  # which Python gets as an object
         assert list(name_rewards(short)) == names
-    in_recipe = written_out({"model": {"rewards": short}})["model"]["init_args"]["rewards"]
-    (typed,) = CommandLine.read(["--model.rewards", json.dumps(short)]).options
+    in_recipe = plain_form({"model": {"rewards": short}})["model"]["rewards"]
+    typed = CommandLine.read(["--model.rewards", json.dumps(short)]).settings
     assert list(in_recipe) == names
-    assert json.loads(typed[1]) == in_recipe
+    assert typed["model"]["rewards"] == in_recipe
     assert all(isinstance(reward, dict) and reward["function"] for reward in in_recipe.values())
 
 
@@ -316,11 +316,11 @@ def test_an_override_without_class_path_keeps_the_class_of_the_recipe(cli):
 
 @pytest.mark.parametrize("given", ["AdamW", {"class_path": "AdamW", "lr": 1.0}])
 def test_the_short_name_of_an_optimizer_is_the_one_of_torch(given):
-    optimizer = written_out({"model": {"optimizer": given}})["model"]["init_args"]["optimizer"]
+    optimizer = plain_form({"model": {"optimizer": given}})["model"]["optimizer"]
     named = optimizer["class_path"] if isinstance(optimizer, dict) else optimizer
     assert named == "torch.optim.AdamW"
-    words = CommandLine.read(["--model.optimizer", "AdamW"]).words()
-    assert words[-1] == "--model.optimizer=torch.optim.AdamW"
+    settings = CommandLine.read(["--model.optimizer", "AdamW"]).settings
+    assert settings["model"]["optimizer"] == "torch.optim.AdamW"
 
 
 def test_options_override_recipes_wherever_they_are_typed(cli):
@@ -352,25 +352,88 @@ def test_equal_keys_in_different_places_are_not_a_repetition():
 
 
 def source_of(tmp_path, value, *words: str):
-    """The training source in the words for the parser."""
+    """The training source of a recipe and options."""
     (tmp_path / "r.yaml").write_text(f"data: {{class_path: PromptData, train: {value}}}\n")
-    words = CommandLine.read(["-c", str(tmp_path / "r.yaml"), *words]).words()
-    (recipe,) = [word for word in words if word.startswith("--config=")]
-    return json.loads(recipe.removeprefix("--config="))["data"]["init_args"]["train"]
+    given = CommandLine.read(["-c", str(tmp_path / "r.yaml"), *words])
+    return given.settings["data"]["train"]
 
 
 def test_a_path_takes_more_options_if_the_command_line_gives_some(tmp_path):
     limit = ("--data.train.limit", "3")
-    assert source_of(tmp_path, "a b.jsonl", *limit) == {"path": "a b.jsonl"}
+    assert source_of(tmp_path, "a b.jsonl", *limit) == {"path": "a b.jsonl", "limit": 3}
     assert source_of(tmp_path, "a b.jsonl") == "a b.jsonl"
-    assert source_of(tmp_path, "[a, b]", *limit) == ["a", "b"]
-    assert source_of(tmp_path, "{path: x}", *limit) == {"path": "x"}
+    assert source_of(tmp_path, "{path: x}", *limit) == {"path": "x", "limit": 3}
+    assert source_of(tmp_path, "a", *limit, "--data.train", "b") == {"path": "b", "limit": 3}
+    assert source_of(tmp_path, "{path: a, limit: 9}", "--data.train", "b") == "b"
 
 
 def test_a_path_on_the_command_line_takes_more_options():
     words = ["--data.train", "x.jsonl", "--data.val=y.jsonl", "--data.train.limit", "3"]
-    found = CommandLine.read([*words, "--data.val.limit", "1"]).words()[2:]
-    assert found[:2] == ['--data.train={"path": "x.jsonl"}', '--data.val={"path": "y.jsonl"}']
+    data = CommandLine.read([*words, "--data.val.limit", "1"]).settings["data"]
+    assert data["train"] == {"path": "x.jsonl", "limit": 3}
+    assert data["val"] == {"path": "y.jsonl", "limit": 1}
+
+
+def test_a_path_takes_more_options_from_a_later_recipe(cli):
+    Path("limit.yaml").write_text("data: {train: {limit: 7}}\n")
+    data = RecipeCLI(["-c", "grpo.yaml", "-c", "limit.yaml"]).recipe["data"]["init_args"]
+    assert (data["train"]["path"], data["train"]["limit"]) == ("nowhere.jsonl", 7)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged"),
+    [
+        # An object: its options are merged, unless it is of another class.
+        ("model: {engine: {class_path: LocalEngine, max_rows: 4}}",
+         "model: {engine: {compaction_frac: 0.1}}",
+         {"class_path": "LocalEngine", "max_rows": 4, "compaction_frac": 0.1}),
+        ("model: {engine: {class_path: LocalEngine, max_rows: 4}}",
+         "model: {engine: {class_path: litgrpo.LocalEngine}}",
+         {"class_path": "litgrpo.LocalEngine", "max_rows": 4}),
+        ("model: {engine: {class_path: LocalEngine, max_rows: 4}}",
+         "model: {engine: LocalEngine}",
+         {"class_path": "LocalEngine", "max_rows": 4}),
+        ("model: {engine: {class_path: LocalEngine, max_rows: 4}}",
+         "model: {engine: StaticEngine}",
+         {"class_path": "StaticEngine"}),
+        ("model: {engine: {class_path: LocalEngine, max_rows: 4}}",
+         "model: {engine: {class_path: StaticEngine, sync_every_tokens: 2}}",
+         {"class_path": "StaticEngine", "sync_every_tokens": 2}),
+        # Any other mapping is replaced.
+        ("model: {rewards: {a: b.a}}", "model: {rewards: {c: b.c}}", {"c": {"function": "b.c"}}),
+        ("data: {columns: {prompt: a, answer: b}}", "data: {columns: {prompt: c}}",
+         {"prompt": "c"}),
+        ("data: {train: {math: a, chat: b}}", "data: {train: {path: c}}", {"path": "c"}),
+        ("data: {train: {path: a, limit: 3}}", "data: {train: {path: b}}",
+         {"path": "b", "limit": 3}),
+        ("model: {sampling: {stop: [a]}}", "model: {sampling: {stop+: [b]}}", {"stop": ["a", "b"]}),
+        ("model: {lora: {rank: 4}}", "model: {lora: null}", None),
+    ],
+)  # fmt: skip
+def test_recipes_are_merged_option_by_option(cli, first, second, merged):
+    for name, text in (("first", first), ("second", second)):
+        Path(f"{name}.yaml").write_text(text)
+    settings = CommandLine.read(["-c", "first.yaml", "-c", "second.yaml"]).settings
+    (section, node), *_ = yaml.safe_load(first).items()
+    (key,) = node
+    assert settings[section][key] == merged
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--model.lora.rank 2 --model.lora null", "lora", None),
+        ("--model.lora null --model.lora.rank 2", "lora", {"rank": 2}),
+        ("--model.lora.rank 2 --model.lora {alpha:&3}", "lora", {"rank": 2, "alpha": 3}),
+        ("--model.sampling.stop+ a --model.sampling.stop+ [b,c]", "sampling",
+         {"stop": ["a", "b", "c"]}),
+        ("--model.rewards.e a.b --model.rewards.e.kwargs.x 3", "rewards",
+         {"e": {"function": "a.b", "kwargs": {"x": 3}}}),
+    ],
+)  # fmt: skip
+def test_options_are_set_at_their_path(words, key, value):
+    typed = [word.replace("&", " ") for word in words.split()]
+    assert CommandLine.read(typed).settings["model"][key] == value
 
 
 def test_a_limit_reaches_a_recipe_whose_source_is_a_path(cli):
@@ -408,20 +471,18 @@ def test_options_of_the_environment_go_into_the_recipe(tmp_path):
     recipe.write_text(PLAYS % "{max_calls: 3, call_cost: 0.5, format: {class_path: Tags}}")
     keys = ["--model.environment.init_args.max_calls=4", "--model.environment.error_text", "?"]
     keys += ["--model.environment.init_args.format.call=calc", "--model.group_size", "2"]
-    given = CommandLine.read(["-c", str(recipe), *keys])
-    assert given.options == [("model.group_size", "2")]
-    chosen = {"class_path": "Tags", "init_args": {"call": "calc"}}
+    model = CommandLine.read(["-c", str(recipe), *keys]).settings["model"]
+    chosen = {"class_path": "Tags", "call": "calc"}
     settings = {"max_calls": 4, "call_cost": 0.5, "format": chosen, "error_text": "?"}
-    environment = given.recipes[0]["model"]["init_args"]["environment"]
-    assert environment == {"class_path": TOOLS, "init_args": settings}
+    assert model["environment"] == {"class_path": TOOLS} | settings
+    assert model["group_size"] == 2
 
 
 def test_options_of_an_environment_that_the_command_line_names_go_with_it():
-    words = [f"--model.environment={TOOLS}", "--model.environment.functions=[a.b]", "--x", "1"]
-    other, (key, value) = CommandLine.read(words).options
-    assert (other, key) == (("x", "1"), "model.environment")
-    assert json.loads(value) == {"class_path": TOOLS, "init_args": {"functions": ["a.b"]}}
-    assert CommandLine.read(words[:1]).options == [("model.environment", TOOLS)]
+    words = [f"--model.environment={TOOLS}", "--model.environment.functions=[a.b]"]
+    model = CommandLine.read(words).settings["model"]
+    assert model["environment"] == {"class_path": TOOLS, "functions": ["a.b"]}
+    assert CommandLine.read(words[:1]).settings["model"]["environment"] == TOOLS
 
 
 def test_keys_of_an_environment_that_nothing_names_are_refused(cli):

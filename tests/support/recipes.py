@@ -13,7 +13,6 @@ from jsonargparse import Namespace
 
 from litgrpo.cli.main import main
 from litgrpo.cli.parser import RecipeCLI
-from litgrpo.cli.recipes import CommandLine
 from litgrpo.models.export import export as write
 from tests.rewards.classifiers import write_classifier
 from tests.support.models import tiny_policy
@@ -182,8 +181,8 @@ def recipe_reader() -> RecipeCLI:
 def parse(*recipes: Path) -> Namespace:
     """The settings of several configs, as `litgrpo fit` reads them."""
     reader = recipe_reader()
-    reader.given = CommandLine.read([word for path in recipes for word in ("-c", str(path))])
-    return reader.parser.parse_args(reader.words())
+    words = [word for path in recipes for word in ("-c", str(path))]
+    return reader.parser.parse_object(reader.read(words))
 
 
 def read(name: str) -> dict:

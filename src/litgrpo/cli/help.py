@@ -17,7 +17,8 @@ from lightning.pytorch import Trainer
 from litgrpo.argument_types import UNSET, classes_in, find_class, subclasses
 from litgrpo.cli.options import Option, find_option, options_of, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS, configure_jsonargparse, import_named_classes
-from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, built_in_recipes
+from litgrpo.cli.recipes import DEFAULT_CLASSES, built_in_recipes
+from litgrpo.cli.settings import CommandLine
 
 WIDTH, COLUMN = 100, 34  # without a terminal; of the descriptions
 END_OF_SENTENCE = re.compile(r"\. (?=[A-Z`])")
@@ -144,8 +145,8 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
     """
     configure_jsonargparse()
     import_named_classes()
-    settings = read_settings(words)
-    option = find_option(key, roots_of(settings))
+    given = read_settings(words)
+    option = find_option(key, given.hints)
     classes = classes_in(option.hint)
     lines = [
         f"--{option.key} ({type_name(option.hint)}{default_text(option.default)})",
@@ -155,7 +156,7 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         owner: type | None = find_class(name, classes or [object])
     else:
         concrete = [each for each in classes if not inspect.isabstract(each)]
-        selected = find_configured_class(key, settings, classes)
+        selected = find_configured_class(key, given.settings, classes)
         owner = selected or default_class(option) or next(iter(concrete), None)
     if owner is not None:
         page = ArgumentParser(
@@ -196,13 +197,13 @@ def default_text(default: Any) -> str:
     return f", default: {'null' if default is None else default}"
 
 
-def read_settings(words: Sequence[str]) -> dict[str, Any]:
+def read_settings(words: Sequence[str]) -> CommandLine:
     """Return the settings of a command line without its question."""
     asked = [word for word in words if not QUESTION.fullmatch(word)]
     named = words[words.index(next(w for w in words if QUESTION.fullmatch(w))) + 1 :][:1]
     if named and not named[0].startswith("-"):
         asked.remove(named[0])
-    return CommandLine.read(asked).settings
+    return CommandLine.read(asked, {"trainer": Trainer, **CALLBACKS})
 
 
 def find_configured_class(
@@ -211,20 +212,9 @@ def find_configured_class(
     """Return the class that the recipes name for an option; None if they name none."""
     node: Any = settings
     for part in key.split("."):
-        inside = node.get("init_args", node) if isinstance(node, Mapping) else {}
-        node = inside.get(part) if isinstance(inside, Mapping) else None
+        node = node.get(part) if isinstance(node, Mapping) else None
     path = node.get("class_path") if isinstance(node, Mapping) else node
     return find_class(path, bases) if isinstance(path, str) and bases else None
-
-
-def roots_of(settings: Mapping[str, Any]) -> Mapping[str, type]:
-    """Return {first part of an option: class}, with model and data as the recipes name them."""
-    roots: dict[str, type] = {"trainer": Trainer, **CALLBACKS}
-    for key in DEFAULT_CLASSES:
-        node = settings[key]
-        path = node["class_path"] if isinstance(node, dict) else node
-        roots[key] = find_class(str(path), [object])
-    return roots
 
 
 def width() -> int:

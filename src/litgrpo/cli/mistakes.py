@@ -1,7 +1,7 @@
 """The option at which a parse failed, in one line with the nearest valid option.
 
 jsonargparse names a wrong option inside a tree of every type that it tried. Instead of reading that
-text, the settings are checked again from the top, one option at a time, as soon as a parse failed.
+text, the merged settings are checked from the top, one option at a time, as soon as a parse failed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import difflib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from types import FunctionType
 from typing import Any, get_args, get_origin
 
@@ -32,15 +31,13 @@ from litgrpo.callbacks.trainer_options import describe_rejected_callback
 from litgrpo.cli.options import (
     Option,
     find_option,
-    is_list_of_texts,
-    is_text,
     options_of,
     takes_any_option,
+    takes_text,
     type_name,
 )
-from litgrpo.cli.recipes import OBJECT_KEYS, describe, read_value, without_init_args
+from litgrpo.cli.recipes import OBJECT_KEYS, with_init_args
 from litgrpo.foreign_names import OTHER_NAMES
-from litgrpo.text.yaml_limits import check_limits
 
 # {option of another command: that command}
 OTHER_COMMANDS = {
@@ -107,16 +104,14 @@ def mistake_in(option: Option, value: Any, top: Mapping[str, Option]) -> str:
 
     Args:
         option: the option.
-        value: as a recipe or the command line gives it.
+        value: plain, as in the merged settings.
         top: {name: option} of the command, for suggestions.
     """
-    written = value
-    value, problem = read_text(option, value)
     classes = classes_in(option.hint)
     # Where null is not an option of an object, it takes back what a recipe sets.
     is_taken_back = value is None and (classes or callable_hint(option.hint))
-    if problem or is_taken_back or option.hint in (Any, object, UNSET):
-        return problem
+    if is_taken_back or option.hint in (Any, object, UNSET):
+        return ""
     values = values_of_mapping(option.hint)
     if isinstance(value, Mapping) and classes and (values is UNSET or "class_path" in value):
         return mistake_in_object(option, value, classes, top)
@@ -128,33 +123,9 @@ def mistake_in(option: Option, value: Any, top: Mapping[str, Option]) -> str:
         return next(filter(None, inner), "") or mistake_in_value(option, value)
     if isinstance(value, Mapping) and "class_path" in value:
         return mistake_in_object(option, value, [], top)
-    takes_text = any(each is str or value in get_args(each) for each in members(option.hint))
-    if isinstance(value, str) and classes and not takes_text:
+    if isinstance(value, str) and classes and not takes_text(option.hint, value):
         return unknown_class(option, value, classes) or mistake_in_value(option, value)
-    is_scalar = isinstance(written, str) and not isinstance(value, str | Mapping | list)
-    return mistake_in_value(option, value, written if is_scalar else as_written(value))
-
-
-def read_text(option: Option, value: Any) -> tuple[Any, str]:
-    """Return what a text means to the parser, and what is wrong with its YAML.
-
-    Lists and mappings are read, and null, true, false and numbers where no text is expected.
-    """
-    takes_text = is_text(option.hint) or is_list_of_texts(option.hint)
-    if takes_text or not isinstance(value, str):
-        return value, ""
-    if value == "":  # YAML reads null
-        return value, ""
-    if value[:1] not in ("{", "["):
-        scalar = read_value(value)
-        # A text that the type allows, such as `none` of several names, stays one.
-        is_word = any(each is str or value in get_args(each) for each in members(option.hint))
-        return (value if is_word or isinstance(scalar, str | list | dict) else scalar), ""
-    try:
-        check_limits(value)
-        return without_init_args(yaml.safe_load(value)), ""
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        return value, f"{option.key} is not valid YAML: {describe(error)}"
+    return mistake_in_value(option, value)
 
 
 def mistake_in_object(
@@ -170,23 +141,21 @@ def mistake_in_object(
     if not is_named and (inspect.isabstract(owner) or callable_hint(option.hint)):
         known = ", ".join(sorted(each.__name__ for each in subclasses(owner)))
         return (
-            f"{option.key} has options but no class: give --{option.key} CLASS before them "
+            f"{option.key} has options but no class: give --{option.key} CLASS "
             f"(in a recipe: class_path), with CLASS one of {known}"
         )
     known_options = options_of(owner, option.key)
     for name, each in value.items():
-        plain_name = str(name).removesuffix("+")  # `key+` appends to a list
-        if plain_name in known_options:
-            found = mistake_in(known_options[plain_name], each, top)
-        elif plain_name in OBJECT_KEYS or takes_any_option(owner):
+        if name in known_options:
+            found = mistake_in(known_options[name], each, top)
+        elif name in OBJECT_KEYS or takes_any_option(owner):
             continue
         else:
-            found = unknown_option_of(option.key, plain_name, owner, top)
+            found = unknown_option_of(option.key, str(name), owner, top)
         if found:
             return found
     required = {name: each.key for name, each in known_options.items() if each.default is UNSET}
-    given = {name: read_text(known_options[name], value.get(name))[0] for name in required}
-    missing = [key for name, key in required.items() if given[name] in (None, "null")]
+    missing = [key for name, key in required.items() if value.get(name) is None]
     # A factory, such as of an optimizer, gets its required arguments later.
     if missing and "dict_kwargs" not in value and not callable_hint(option.hint):
         hint = "; give a recipe, such as -c quickstart" if option.key == "model" else ""
@@ -212,14 +181,8 @@ def callable_hint(hint: Any) -> bool:
     return any("Callable" in str(each) for each in members(hint))
 
 
-def mistake_in_value(option: Option, value: Any, written: str = "") -> str:
-    """Return what is expected of a value that the parser rejects; "" if it is accepted.
-
-    Args:
-        option: the option.
-        value: of it.
-        written: the value as the user wrote it; default: as YAML writes it.
-    """
+def mistake_in_value(option: Option, value: Any) -> str:
+    """Return what is expected of a value that the parser rejects; "" if it is accepted."""
     if option.key == "trainer.callbacks" and (rejected := describe_rejected_callback(value)):
         return rejected
     if is_accepted(option.hint, value):
@@ -232,7 +195,7 @@ def mistake_in_value(option: Option, value: Any, written: str = "") -> str:
         except ValueError as error:
             return f"{option.key}: {error}"
     near = suggest_value(option, value)
-    return f"{option.key} is {written or as_written(value)}, expected {type_name(option.hint)}" + (
+    return f"{option.key} is {as_written(value)}, expected {type_name(option.hint)}" + (
         f": did you mean {near}?" if near else ""
     )
 
@@ -249,7 +212,7 @@ def is_accepted(hint: Any, value: Any) -> bool:
     except ValueError:  # a type that only a class argument may have
         return True
     try:
-        parser.parse_object({"value": deepcopy(value)})  # which changes mappings
+        parser.parse_object({"value": with_init_args(value)})
     except (ArgumentError, TypeError, ValueError):
         return False
     return True

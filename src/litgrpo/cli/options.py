@@ -1,7 +1,7 @@
 """Options that a class or function takes: read from its signature, hints and docstring.
 
-Two readers share this: the help of one option (`--model.lora.help`), and the search for the option
-that a parse failed at (`mistakes.py`).
+Shared by the help of one option (`--model.lora.help`), the reading of the command line
+(`settings.py`), and the search for the option that a parse failed at (`mistakes.py`).
 """
 
 from __future__ import annotations
@@ -99,15 +99,14 @@ def is_text(hint: Any) -> bool:
     return str in kinds and kinds <= {str, type(None)}
 
 
-def is_text_or_list(hint: Any) -> bool:
-    """Return True for a type whose values are a text or a list of texts, or null.
+def takes_text(hint: Any, text: Any) -> bool:
+    """Return True if a type takes a text as it is: it takes any, or lists this one.
 
     Example:
-        >>> is_text_or_list(list[str] | str | None), is_text_or_list(list[str])
+        >>> takes_text(str | int, "4"), takes_text(typing.Literal["a"], "4")
         (True, False)
     """
-    kinds = set(members(hint))
-    return is_text(hint) or (str in kinds and kinds <= {str, list[str], Sequence[str], type(None)})
+    return any(kind is str or text in typing.get_args(kind) for kind in members(hint))
 
 
 def is_list_of_texts(hint: Any) -> bool:
@@ -121,12 +120,12 @@ def is_list_of_texts(hint: Any) -> bool:
     return bool(kinds) and kinds <= {list[str], Sequence[str]}
 
 
-def find_option(key: str, roots: Mapping[str, type]) -> Option:
+def find_option(key: str, roots: Mapping[str, Any]) -> Option:
     """Return the option of a dotted name.
 
     Args:
         key: dotted name, with or without `init_args`.
-        roots: {first part of a name: class}.
+        roots: {first part of a name: type}.
 
     Raises:
         ValueError: there is no such option; the message has the nearest.

@@ -1,18 +1,15 @@
-"""Recipes and command lines, as plain settings that every command reads alike.
+"""Recipes, as plain settings that every command reads alike.
 
 A recipe is a YAML file of the user's, or a built-in one by its name. It may leave out `class_path`
-(GRPO and PromptData are meant) and `init_args`. All of that is written out once, in the parsed
-values, before jsonargparse sees them.
+(GRPO and PromptData are meant) and `init_args`. All of that is brought to one form, `plain_form`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
-from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +29,6 @@ FOLDER = Path(__file__).parents[1] / "configs"
 CLONE_FOLDER = "configs/"  # the same recipes in a clone
 DEFAULT_CLASSES = {"model": "litgrpo.GRPO", "data": "litgrpo.PromptData"}
 RECIPE_FLAGS = ("-c", "--config")
-SOURCES = ("train", "val", "test", "predict")  # options of data that are paths or mappings
-ENVIRONMENT = "model.environment"
-REWARDS = ["model", "rewards"]
 # Options whose texts have lines. Others may be patterns, which may hold a backslash and an n.
 TEXTS_WITH_LINES = (
     "stop",
@@ -176,7 +170,10 @@ def check_word(key: str, value: str | None) -> None:
     """
     if value is None:
         return
-    is_nested = isinstance(read_value(value), list | dict) and value[:1] in ("[", "{")
+    is_nested = False
+    if value[:1] in ("[", "{"):
+        with suppress(yaml.YAMLError, ValueError, TypeError):  # a text, or reported when it is read
+            is_nested = isinstance(load_value(value), list | dict)
     if not is_nested:
         check_line_breaks(key, value)
         return
@@ -216,80 +213,6 @@ def find_repeated_keys(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode
             yield from find_repeated_keys(inner)
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """Recipes and overrides of one command.
-
-    Args:
-        names: recipes, as typed.
-        recipes: their settings, in the order of the command line.
-        options: (option, value) of everything else; None: a switch without a value.
-
-    Example:
-        >>> given = CommandLine.read(["-c", "quickstart", "--model.group_size=4", "--debug"])
-        >>> given.names, given.options
-        (['quickstart'], [('model.group_size', '4'), ('debug', None)])
-        >>> given.words()[1:]
-        ['--model.group_size=4', '--debug']
-    """
-
-    names: list[str]
-    recipes: list[dict[str, Any]]
-    options: list[tuple[str, str | None]]
-
-    @classmethod
-    def read(cls, words: Sequence[str]) -> CommandLine:
-        """Read the words behind the command.
-
-        Raises:
-            ValueError: a recipe cannot be read, or a word belongs to no option.
-        """
-        names, options = split_words(words)
-        for key, value in options:
-            check_word(key, value)
-        recipes = [written_out(read_recipe(name)) for name in names]
-        share_classes(recipes)
-        options = classes_first([written_out_option(key, value) for key, value in options])
-        keys = [key for key, _ in options]
-        for source in SOURCES:
-            # `--data.train.limit 64` works on a recipe that says `train: problems.jsonl`.
-            if any(key.startswith(f"data.{source}.") for key in keys):
-                for recipe in recipes:
-                    settings = recipe.get("data", {}).get("init_args") or {}
-                    if isinstance(settings.get(source), str):
-                        settings[source] = {"path": settings[source]}
-                options = [
-                    (key, as_source(value) if key.endswith(f"data.{source}") else value)
-                    for key, value in options
-                ]
-        return cls(names, recipes, with_environment(recipes, options))
-
-    def words(self, write: Callable[[str, str | None], str] | None = None) -> list[str]:
-        """Return the words for the parser, with recipes as JSON in place of files.
-
-        Args:
-            write: returns an option and its value as one word; default: `option_word`.
-        """
-        classes = [
-            f"--{key}={find_class_name(key, self.options) or path}"
-            for key, path in DEFAULT_CLASSES.items()
-            if not any("class_path" in (recipe.get(key) or {}) for recipe in self.recipes)
-        ]
-        recipes = [f"--config={json.dumps(recipe)}" for recipe in self.recipes]
-        write = write or option_word
-        return [*classes, *recipes, *(write(key, value) for key, value in self.options)]
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """All settings as one tree of plain values, `init_args` left out."""
-        tree: dict[str, Any] = {key: {"class_path": path} for key, path in DEFAULT_CLASSES.items()}
-        for recipe in self.recipes:
-            merge(tree, without_init_args(recipe))
-        for key, value in self.options:
-            set_at(tree, key.split("."), value)
-        return tree
-
-
 def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Return the recipes of a command line, and (option, value) of everything else."""
     names: list[str] = []
@@ -313,37 +236,24 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | 
     return names, options
 
 
-def option_word(key: str, value: str | None) -> str:
-    """Return an option as one word of a command line."""
-    if key == "model.optimizer" and value in TORCH_OPTIMIZERS:
-        value = f"torch.optim.{value}"
-    return f"--{key}" if value is None else f"--{key}={value}"
-
-
-def written_out(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe in the parser's form: `init_args` beside `class_path` and nowhere else.
+def plain_form(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe in one form: options beside `class_path`, rewards by name, torch's paths.
 
     Example:
-        >>> written_out({"model": {"group_size": 4, "lora": {"init_args": {"rank": 2}}}})
-        {'model': {'init_args': {'group_size': 4, 'lora': {'rank': 2}}}}
-        >>> written_out({"data": {"class_path": "PairData", "train": "a.jsonl"}})
-        {'data': {'class_path': 'PairData', 'init_args': {'train': 'a.jsonl'}}}
+        >>> plain_form({"model": {"init_args": {"group_size": 4, "lora": {"init_args": {}}}}})
+        {'model': {'group_size': 4, 'lora': {}}}
+        >>> plain_form({"data": "PairData"})
+        {'data': {'class_path': 'PairData'}}
     """
-    result = {key: with_init_args(value) for key, value in recipe.items()}
+    result = {key: without_init_args(value) for key, value in recipe.items()}
     for key in DEFAULT_CLASSES:
-        node = result.get(key)
-        if isinstance(node, str):
-            result[key] = {"class_path": node}
-        elif isinstance(node, dict) and "class_path" not in node:
-            options = {name: each for name, each in node.items() if name not in OBJECT_KEYS}
-            others = {name: each for name, each in node.items() if name in OBJECT_KEYS}
-            result[key] = {"init_args": options} | others
+        if isinstance(result.get(key), str):
+            result[key] = {"class_path": result[key]}
     model = result.get("model")
-    settings = model.get("init_args") if isinstance(model, dict) else None
-    if isinstance(settings, dict) and "optimizer" in settings:
-        settings["optimizer"] = with_torch_path(settings["optimizer"])
-    if isinstance(settings, dict) and "rewards" in settings:
-        settings["rewards"] = write_out_rewards(settings["rewards"])
+    if isinstance(model, dict) and "optimizer" in model:
+        model["optimizer"] = with_torch_path(model["optimizer"])
+    if isinstance(model, dict) and "rewards" in model:
+        model["rewards"] = write_out_rewards(model["rewards"])
     return result
 
 
@@ -395,231 +305,50 @@ def with_torch_path(optimizer: Any) -> Any:
     return f"torch.optim.{optimizer}" if optimizer in TORCH_OPTIMIZERS else optimizer
 
 
-def with_init_args(node: Any) -> Any:
-    """Return a node whose objects have their options below `init_args`, and no other mapping.
+def without_init_args(node: Any) -> Any:
+    """Return a node whose objects have their options beside `class_path`.
 
     Raises:
         ValueError: an option is given both beside `init_args` and below it.
+    """
+    if isinstance(node, list):
+        return [without_init_args(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    below = node.get("init_args")
+    require(isinstance(below, dict | None), f"init_args is {below!r:.60}, expected {{name: value}}")
+    beside = {key: each for key, each in node.items() if key != "init_args"}
+    twice = [str(key) for key in beside if key in (below or {})]
+    require(not twice, f"{', '.join(twice)}: given twice, beside init_args and below it")
+    return {key: without_init_args(each) for key, each in (beside | (below or {})).items()}
+
+
+def with_init_args(node: Any) -> Any:
+    """Return a node in the parser's form: options of an object that names its class below it.
+
+    Example:
+        >>> with_init_args({"class_path": "GRPO", "group_size": 4, "lora": {"rank": 2}})
+        {'class_path': 'GRPO', 'init_args': {'group_size': 4, 'lora': {'rank': 2}}}
     """
     if isinstance(node, list):
         return [with_init_args(each) for each in node]
     if not isinstance(node, dict):
         return node
     inner = {key: with_init_args(value) for key, value in node.items()}
-    given = inner.get("init_args")
-    require(isinstance(given, dict | None), f"init_args is {given!r:.60}, expected {{name: value}}")
-    below = inner.pop("init_args", None) or {}
-    beside = {key: value for key, value in inner.items() if key not in OBJECT_KEYS}
-    twice = [str(key) for key in beside if key in below]
-    require(not twice, f"{', '.join(twice)}: given twice, beside init_args and below it")
     if "class_path" not in inner:
-        return inner | below
-    options = below | beside
+        return inner
+    options = {key: value for key, value in inner.items() if key not in OBJECT_KEYS}
     rest = {key: value for key, value in inner.items() if key in OBJECT_KEYS}
-    return rest | {"init_args": options} if options or "init_args" in node else rest
+    return rest | ({"init_args": options} if options else {})
 
 
-def share_classes(nodes: Sequence[Any]) -> None:
-    """Name the class of an object in every recipe that has options of it, not only in a later one.
-
-    Args:
-        nodes: values of one option in the order of the recipes, as `written_out` returns them.
-
-    Example:
-        >>> recipes = [{"lr": 0.1}, {"class_path": "AdamW", "init_args": {"eps": 1e-6}}]
-        >>> share_classes(recipes)
-        >>> recipes[0]
-        {'class_path': 'AdamW', 'init_args': {'lr': 0.1}}
-    """
-    objects = list(takewhile(lambda node: isinstance(node, dict), nodes))
-    unnamed = list(takewhile(lambda node: "class_path" not in node, objects))
-    for node in unnamed if len(unnamed) < len(objects) else []:
-        options = node.get("init_args", dict(node))
-        node.clear()
-        node |= {"class_path": objects[len(unnamed)]["class_path"], "init_args": options}
-    below = [node.get("init_args", {} if "class_path" in node else node) or {} for node in objects]
-    for key in dict.fromkeys(key for options in below for key in options):
-        share_classes([options[key] for options in below if key in options])
-
-
-def without_init_args(node: Any) -> Any:
-    """Return a node whose objects have their options beside `class_path`."""
-    if isinstance(node, list):
-        return [without_init_args(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    options = {key: without_init_args(each) for key, each in node.items() if key != "init_args"}
-    inner = node.get("init_args")
-    return options | without_init_args(inner) if isinstance(inner, dict) else options
-
-
-def merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Put a mapping over a tree, key by key; `rewards` and lists are replaced whole."""
-    for key, value in other.items():
-        known = tree.get(key)
-        if isinstance(known, dict) and isinstance(value, dict) and key != "rewards":
-            merge(known, value)
-        else:
-            tree[key] = value
-
-
-def set_at(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set the value of a dotted option; a class that was given by name becomes an object."""
-    *above, last = path
-    for part in above:
-        given = tree.get(part)
-        if isinstance(given, str):
-            content = read_value(given)
-            tree[part] = content if isinstance(content, dict) else {"class_path": given}
-        elif not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    if last in DEFAULT_CLASSES and isinstance(tree.get(last), dict) and str(value)[:1] != "{":
-        tree[last]["class_path"] = value
-    else:
-        tree[last] = value
-
-
-def find_class_name(key: str, options: Sequence[tuple[str, str | None]]) -> str | None:
-    """Return the class that the options name for the model or the data; None if they do not."""
-    names = (value for name, value in options if name in (key, f"{key}.class_path"))
-    return next((name for name in names if name and name[0] not in "{["), None)
-
-
-def written_out_option(key: str, value: str | None) -> tuple[str, str | None]:
-    """Return an option without `init_args` in its name, with rewards in their full form.
-
-    Example:
-        >>> written_out_option("model.init_args.group_size", "4")
-        ('model.group_size', '4')
-        >>> written_out_option("model.rewards.exact", "my_rewards.exact")
-        ('model.rewards.exact.function', 'my_rewards.exact')
-    """
-    parts = [part for part in key.split(".") if part != "init_args"]
-    key = ".".join(parts)
-    if value is None or (content := read_value(value)) is None:
-        return key, value
-    has_objects = "class_path" in value or "init_args" in value
-    if has_objects and isinstance(content, dict | list):
-        content = with_init_args(content)
-        value = json.dumps(content, default=str)
-    is_broken = isinstance(content, str) and value[:1] in ("[", "{")  # the parser reports it
-    if parts[:2] != REWARDS or is_broken:
-        return key, value
-    require(
-        len(parts) < len(REWARDS) + 3 or parts[3] not in ("kwargs", "schedule"),
-        f"{key}: give it as a whole: --{'.'.join(parts[:4])} '{{{parts[-1]}: {value}}}'",
-    )
-    if len(parts) == len(REWARDS):
-        return key, json.dumps(write_out_rewards(content))
-    if len(parts) == len(REWARDS) + 1 and isinstance(reward_options(content), dict):
-        if isinstance(content, str):
-            return f"{key}.function", value
-        return key, json.dumps(reward_options(content))
-    return key, value
-
-
-def classes_first(options: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
-    """Return the options with each name of a class before the options of that class.
-
-    Example:
-        >>> classes_first([("model.engine.max_rows", "4"), ("model.engine", "LocalEngine")])
-        [('model.engine', 'LocalEngine'), ('model.engine.max_rows', '4')]
-    """
-    ordered: list[tuple[str, str | None]] = []
-    for key, value in options:
-        name = key.removesuffix(".class_path")
-        is_class = value is not None and isinstance(read_value(value), str)
-        below = [n for n, (other, _) in enumerate(ordered) if other.startswith(f"{name}.")]
-        ordered.insert(below[0] if is_class and below else len(ordered), (key, value))
-    return ordered
-
-
-def as_source(value: str | None) -> str | None:
-    """Return a path as a data source with more options, in JSON; anything else as it is."""
-    if value is None or value[:1] in ("[", "{") or value == "null":
-        return value
-    return json.dumps({"path": value})
-
-
-def with_environment(
-    recipes: Sequence[dict[str, Any]], options: Sequence[tuple[str, str | None]]
-) -> list[tuple[str, str | None]]:
-    """Move `--model.environment.KEY VALUE` into the recipe or option that names the environment.
-
-    Any object may be an environment, so the parser knows no options of it.
+def load_value(word: str) -> Any:
+    """Return a word of the command line as YAML reads it.
 
     Raises:
-        ValueError: nothing names the environment that the options belong to.
+        yaml.YAMLError, ValueError, TypeError: it is not valid YAML.
     """
-    others, given = list[tuple[str, str | None]](), dict[str, Any]()
-    for key, value in options:
-        if key == ENVIRONMENT or key.startswith(f"{ENVIRONMENT}."):
-            option = key.removeprefix(ENVIRONMENT).removeprefix(".") or "class_path"
-            given[option] = plain_value(value)
-        else:
-            others.append((key, value))
-    if not given.keys() - {"class_path"}:
-        return list(options)
-    named = given.pop("class_path", None)
-    if named is not None:
-        text = json.dumps(with_options(named, given))
-        return [*others, (ENVIRONMENT, text)]
-    nodes = [
-        recipe["model"]["init_args"]
-        for recipe in recipes
-        if (recipe.get("model") or {}).get("init_args")
-    ]
-    nodes = [node for node in nodes if node.get("environment")]
-    require(
-        bool(nodes),
-        f"{ENVIRONMENT}.{', '.join(given)} belongs to an environment, but no recipe names one: add "
-        f"--{ENVIRONMENT} CLASS_PATH.",
-    )
-    for node in nodes:
-        node["environment"] = with_options(node["environment"], given)
-    return others
+    from jsonargparse import get_loader
 
-
-def with_options(node: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {class_path, init_args} of an object with more options.
-
-    Raises:
-        ValueError: an option is below a value that has none.
-    """
-    tree = without_init_args(node) if isinstance(node, dict) else {"class_path": node}
-    for key, value in options.items():
-        *above, last = key.split(".")
-        inner = tree
-        for part in above:
-            inner = inner.setdefault(part, {})
-            require(
-                isinstance(inner, dict),
-                f"{ENVIRONMENT}.{key}: {part} is {inner!r}, which has no options.",
-            )
-        inner[last] = value
-    return with_init_args(tree)
-
-
-def read_value(word: str) -> Any:
-    """Return a word of the command line as YAML reads it; text that is not YAML stays a text."""
-    try:
-        check_limits(word)
-        if is_misread(word):
-            return word
-        return yaml.safe_load(word)
-    except (yaml.YAMLError, ValueError, TypeError):
-        return word
-
-
-def plain_value(word: str | None) -> Any:
-    """Return a word of the command line as YAML reads it; text that is not YAML stays a text.
-
-    Example:
-        >>> plain_value("0.5"), plain_value("?"), plain_value("a: b"), plain_value("[x, 1]")
-        (0.5, '?', 'a: b', ['x', 1])
-    """
-    if word is None:
-        return None
-    value = read_value(word)
-    return value if word[:1] in ("[", "{") or not isinstance(value, dict | list) else word
+    check_limits(word)
+    return word if is_misread(word) else get_loader("yaml")(word)
