@@ -9,10 +9,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.argument_types import UNSET, classes_in, members
-from litgrpo.audit.command import audit
 from litgrpo.cli.main import COMMANDS
 from litgrpo.cli.mistakes import (
-    OTHER_COMMANDS,
     find_mistake,
     is_accepted,
     last_line,
@@ -30,8 +28,6 @@ from litgrpo.cli.parser import (
 )
 from litgrpo.cli.settings import CommandLine, read_option
 from litgrpo.foreign_names import OTHER_NAMES
-from litgrpo.plan.command import plan
-from litgrpo.runs.compare import compare
 
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
 TOP = {name: Option(name, kind, UNSET, "") for name, kind in ROOTS.items()}
@@ -134,7 +130,6 @@ def test_an_unknown_kl_estimator_names_the_known_ones(cli):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("fit", "-c", "grpo.yaml", "--chip", "v5e"), "plan --help"),
         (("fit", "-c", "grpo.yaml", "--output_dir", "x"), "'run_dir'"),
         (("fit", "-c", "grpo.yaml", "--learning_rate", "1"), "'model.optimizer.lr'"),
         (("fit", "-c", "grpo.yaml", "--model.learning_rate", "1"), "'model.optimizer.lr'"),
@@ -151,15 +146,8 @@ def test_an_unknown_kl_estimator_names_the_known_ones(cli):
         (("export", "--run_dir", "x"), "checkpoint, folder, dtype, force, adapter"),
     ],
 )
-def test_an_option_of_another_command_or_trainer_gets_the_right_one(cli, words, said):
+def test_an_option_of_another_trainer_gets_the_right_one(cli, words, said):
     assert said in error_of(cli, *words)
-
-
-def test_options_of_other_commands_exist():
-    functions = {"plan": plan, "audit": audit, "compare": compare}
-    for key, command in OTHER_COMMANDS.items():
-        assert command in COMMANDS
-        assert key in options_of(functions[command])
 
 
 @pytest.mark.parametrize("target", sorted({*OTHER_NAMES.values()}))

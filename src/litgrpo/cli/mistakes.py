@@ -39,14 +39,6 @@ from litgrpo.cli.options import (
 from litgrpo.cli.recipes import OBJECT_KEYS, with_init_args
 from litgrpo.foreign_names import OTHER_NAMES
 
-# {option of another command: that command}
-OTHER_COMMANDS = {
-    **dict.fromkeys(("chip", "chips", "model_config"), "plan"),
-    **dict.fromkeys(
-        ("problems", "limit", "success_reward", "success_threshold", "answer_format"), "audit"
-    ),
-    **dict.fromkeys(("algorithms", "tokens", "seeds", "jobs", "fit_options"), "compare"),
-}
 RECIPE_OPTIONS = (
     "model",
     "data",
@@ -290,8 +282,6 @@ def unknown_option(key: str, top: Mapping[str, Option]) -> str:
         return f"{unknown}: {PENALTY}"
     if is_recipe and (other := other_name(key, top) or find_name(last, top)):
         return f"{unknown}: use {other!r}"
-    if key in OTHER_COMMANDS:
-        return f"{unknown}: it belongs to {OTHER_COMMANDS[key]!r} ({OTHER_COMMANDS[key]} --help)"
     if not is_recipe and first in RECIPE_OPTIONS:
         if "fit_options" in known:
             return f"{unknown}: 'fit' takes it; pass it as --fit_options='[\"--{key}\", \"VALUE\"]'"
