@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from litgrpo.data import files, prompts
+from litgrpo.data import files, prompts, sources
 from litgrpo.data.files import LineFile, parse_text_line
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.data.sources import Source, read_rows
@@ -37,7 +37,7 @@ def on_disk(monkeypatch, tmp_path):
     def switch():
         monkeypatch.setattr(files, "IN_MEMORY_BYTES", 0)
         monkeypatch.setattr(prompts, "MAX_KEPT", 2)
-        monkeypatch.setattr(prompts, "CHUNK", 7)
+        monkeypatch.setattr(sources, "CHUNK", 7)
 
     return switch
 
@@ -105,7 +105,7 @@ def test_a_batch_reads_its_own_rows_only(file, on_disk, monkeypatch):
     read, get = [], LineFile.__getitem__
     monkeypatch.setattr(LineFile, "__getitem__", lambda self, n: (read.append(n), get(self, n))[1])
     batch = next(iter(loader))
-    assert sorted(read) == sorted(set(batch.index.tolist()) - loader.dataset.kept.keys())
+    assert sorted(read) == sorted(set(batch.index.tolist()) - loader.dataset.in_memory.keys())
 
 
 def test_a_resumed_run_goes_on_with_the_next_batch_and_changed_data_are_refused(file, on_disk):

@@ -51,7 +51,6 @@ TrainOnTurns = Literal["all", "last"]
 TextSpan = tuple[str, bool]  # a text, and whether the loss includes it
 IdSpan = tuple[list[int], bool]  # token ids, and whether the loss includes them
 COMPARED_CHARS = 20  # at the end of a text
-CHUNK = 1000  # rows that are tokenized together
 
 
 @dataclass(frozen=True)
@@ -280,8 +279,7 @@ def tokenize_pairs(
     lengths, texts, data = array("q"), array("q"), array("q")
     pairs: list[list[int]] = []
     targets: list[list[tuple[int, int]]] = []
-    for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
+    for chunk in rows.chunks():
         num_systems += pair_format.count_systems(chunk)
         spans = pair_format.spans(chunk, tokenizer)
         too_long = [sum(len(text) for text, _ in row) > most for row in spans]

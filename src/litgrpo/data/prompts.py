@@ -21,7 +21,6 @@ from litgrpo.types import REFERENCE_PROMPT, TASK, PromptBatch, pad_left
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 1000  # rows that are tokenized together
 MAX_KEPT = 16_384  # prompts that stay in memory; more are tokenized again with their batch
 
 
@@ -56,21 +55,22 @@ class PromptSet(Dataset[PromptBatch]):
     ) -> None:
         self.prompt_format, self.tokenizer = prompt_format, tokenizer
         self.limit, self.pad_to_multiple_of = limit, pad_to_multiple_of
+        # Tokenizing a text of many megabytes takes minutes and gigabytes, to find it too long.
+        self.max_chars = limit.max_chars(tokenizer)
         lengths, texts, data = array("q"), array("q"), array("q")
-        names, tasks, num_systems = dict[str, None](), dict[str, None](), 0
+        columns, tasks, num_systems = dict[str, None](), dict[str, None](), 0
         tokens, counts = TokenFingerprint(), TokenCounts(tokenizer)
-        kept, stride = dict[int, Prompt](), -(-len(rows) // MAX_KEPT)
+        in_memory, stride = dict[int, Prompt](), -(-len(rows) // MAX_KEPT)
         self.max_tokens = self.max_reference_tokens = 0
-        for start in range(0, len(rows), CHUNK):
-            chunk = rows[start : start + CHUNK]
+        for chunk in rows.chunks():
             num_systems += prompt_format.count_systems(chunk)
-            for number, prompt in enumerate(self.encode(chunk), start):
-                values = prompt.row.values
+            for prompt in self.encode(chunk):
+                number, values = len(lengths), prompt.row.values
                 lengths.append(prompt.length)
                 texts.append(hash((prompt.text, values.get(EPISODE_NUMBER))))
                 data.append(digest(identity(prompt.row)))
                 counts.add(prompt_format.texts_of_data(prompt.row), prompt.ids)
-                names |= dict.fromkeys(values)
+                columns |= dict.fromkeys(values)
                 if prompt.length > limit.tokens:
                     continue
                 if values.get(TASK) is not None:
@@ -80,16 +80,16 @@ class PromptSet(Dataset[PromptBatch]):
                 self.max_tokens = max(self.max_tokens, len(prompt.ids))
                 self.max_reference_tokens = max(self.max_reference_tokens, len(reference))
                 if number % stride == 0:
-                    kept[number] = prompt
+                    in_memory[number] = prompt
         report_systems(role, num_systems, len(rows))
         report_duplicates(role, rows, texts, data)
         counts.report(role, split=prompt_format.split_special_tokens)
         fitting = limit.select(lengths, rows, role)
         self.rows = rows.select(fitting)
-        self.column_names, self.tasks = [*names], [*tasks]
+        self.column_names, self.tasks = [*columns], [*tasks]
         self.data_fingerprint, self.token_fingerprint = fingerprint(data), str(tokens)
-        places = {number: place for place, number in enumerate(fitting)}
-        self.kept = {places[number]: prompt for number, prompt in kept.items()}
+        new_numbers = {old: new for new, old in enumerate(fitting)}
+        self.in_memory = {new_numbers[old]: prompt for old, prompt in in_memory.items()}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -113,17 +113,17 @@ class PromptSet(Dataset[PromptBatch]):
     @property
     def ids(self) -> list[list[int]]:
         """Token ids of the prompts in memory."""
-        return [prompt.ids for prompt in self.kept.values()]
+        return [prompt.ids for prompt in self.in_memory.values()]
 
     @property
     def texts(self) -> list[str]:
         """The prompts in memory."""
-        return [prompt.text for prompt in self.kept.values()]
+        return [prompt.text for prompt in self.in_memory.values()]
 
     @property
     def columns(self) -> dict[str, list[Any]]:
         """{name: one value for each of the prompts in memory}."""
-        return self._columns([*self.kept.values()])
+        return self._columns([*self.in_memory.values()])
 
     def index_of(self, row: int) -> int:
         """Return the position in its source of the prompt of a row."""
@@ -133,9 +133,7 @@ class PromptSet(Dataset[PromptBatch]):
         """Render and tokenize rows."""
         prompt_format, tokenizer = self.prompt_format, self.tokenizer
         texts = prompt_format.texts(rows, tokenizer)
-        # Tokenizing a text of many megabytes takes minutes and gigabytes, to find it too long.
-        most = self.limit.max_chars(tokenizer)
-        fitting = [n for n, text in enumerate(texts) if len(text) <= most]
+        fitting = [n for n, text in enumerate(texts) if len(text) <= self.max_chars]
         encoded = prompt_format.encode(
             [texts[n] for n in fitting], tokenizer, [rows[n] for n in fitting]
         )
@@ -146,7 +144,7 @@ class PromptSet(Dataset[PromptBatch]):
         reference: Sequence[list[int] | None] = hinted or [None] * len(rows)
         lengths = [
             max(
-                len(ids[n]) if n in ids else len(text) * (self.limit.tokens + 1) // most,
+                len(ids[n]) if n in ids else len(text) * (self.limit.tokens + 1) // self.max_chars,
                 len(reference[n] or ()),
             )
             for n, text in enumerate(texts)
@@ -162,9 +160,10 @@ class PromptSet(Dataset[PromptBatch]):
         # `loader.mix_sources`). Its index differs, so its completions use other random numbers.
         repetitions = torch.tensor([row // len(self) for row in rows])
         rows = [row % len(self) for row in rows]
-        missing = [row for row in dict.fromkeys(rows) if row not in self.kept]
-        read = dict(zip(missing, self.encode([self.rows[row] for row in missing]), strict=True))
-        prompts = [read[row] if row in read else self.kept[row] for row in rows]
+        missing = [row for row in dict.fromkeys(rows) if row not in self.in_memory]
+        read_again = self.encode([self.rows[row] for row in missing]) if missing else []
+        read = dict(zip(missing, read_again, strict=True))
+        prompts = [read[row] if row in read else self.in_memory[row] for row in rows]
         ids = [prompt.ids for prompt in prompts]
         length = compute_padded_length(ids, self.pad_to_multiple_of)
         prompt_ids, prompt_mask = pad_left(ids, self.tokenizer.pad_token_id, length)

@@ -307,9 +307,9 @@ class EmptyColumns:
             if list_answers(value):
                 self.used.add((name, task))
             else:
-                self.empty.setdefault((name, task, value is None), [0, row.place, row.index])[
-                    0
-                ] += 1
+                first = [0, row.place, row.index]
+                counted = self.empty.setdefault((name, task, value is None), first)
+                counted[0] += 1
 
     def warn(self, total: int) -> None:
         """Warn once for each column of which some rows are empty."""

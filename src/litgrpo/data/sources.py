@@ -37,6 +37,7 @@ from litgrpo.workers.sandbox.wire import dumps
 
 PYTHON = "python:"
 GIVEN = "the given list"
+CHUNK = 1000  # rows that are rendered and tokenized together
 EPISODE_NUMBER = "episode_number"  # column that distinguishes rows with the same prompt
 # Files that `save_to_disk` of a Dataset and of a DatasetDict writes.
 SAVED = ("state.json", "dataset_dict.json")
@@ -298,6 +299,10 @@ class Rows(Sequence[SourceRow]):
 
     def __iter__(self) -> Iterator[SourceRow]:
         return (self._read(int(index)) for index in self.numbers)
+
+    def chunks(self) -> Iterator[list[SourceRow]]:
+        """Read the rows in their order, several at a time, for what is faster together."""
+        return (self[start : start + CHUNK] for start in range(0, len(self), CHUNK))
 
     def _read(self, index: int) -> SourceRow:
         place = int(self.places[index])
