@@ -55,9 +55,9 @@ def test_the_share_of_the_update_is_that_of_the_logged_times(tmp_path):
         f"{n},,{learn},{step}" for n, (learn, step) in enumerate([(9, 9), *[(1, 4)] * 3, (8, 8)])
     ]
     file.write_text("\n".join(rows) + "\n")
-    assert read_update_frac(file) == 0.25
+    assert read_update_frac(tmp_path) == 0.25
     file.write_text("step,sft/loss\n1,2.0\n")
-    assert read_update_frac(file) == 0.0
+    assert read_update_frac(tmp_path) == 0.0
 
 
 @pytest.mark.parametrize(

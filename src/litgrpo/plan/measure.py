@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 import litgrpo
 from litgrpo.arguments import require
 from litgrpo.plan.sizes import load_data
+from litgrpo.runs.run import Run
 from litgrpo.temporary import TemporaryFolder
 from litgrpo.training.run_setup import DEFAULT_EPOCHS, given_epochs
 
@@ -156,7 +156,7 @@ def measure_recipe(config: dict[str, Any]) -> MeasuredTimes:
         return MeasuredTimes(
             whole,
             **part_times(json.loads(durations.read_text(encoding="utf-8"))),
-            update_frac=read_update_frac(folder / "run" / "metrics.csv"),
+            update_frac=read_update_frac(folder / "run"),
             peak_bytes=usage.ru_maxrss * 1024,
         )
 
@@ -202,11 +202,8 @@ def part_times(durations: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def read_update_frac(file: Path) -> float:
+def read_update_frac(folder: Path) -> float:
     """Return the fraction of an iteration spent in the update; 0 if it is not logged (SFT)."""
-    with file.open(encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("time/learn_s")][MEASURED]
-    update, step = (
-        sum(float(row[name]) for row in rows) for name in ("time/learn_s", "time/step_s")
-    )
-    return update / step if rows else 0.0
+    run = Run(folder)
+    update, step = (run[name].iloc[MEASURED] for name in ("time/learn_s", "time/step_s"))
+    return float(update.sum() / step.sum()) if len(update) else 0.0
