@@ -59,7 +59,7 @@ def one_seed():
 def rewards_run_in_this_process(monkeypatch):
     """Replace the default reward runner by one without worker processes.
 
-    Each fit would start workers that import torch. With them, three files of tests/training took
+    Each fit would start workers that import torch. With them, three files of tests took
     more than four times as long. Tests that pass a runner are not affected, nor are programs that a
     test starts, such as the run of tests/golden: these use worker processes.
     """

@@ -31,8 +31,8 @@ from litgrpo import (
 )
 from litgrpo.argument_types import UnknownArgument, WrongType, argument_hints, matches
 from litgrpo.cli.options import options_of
+from litgrpo.learning.optim import DefaultAdamW
 from litgrpo.rewards.reward import name_rewards
-from litgrpo.training.optim import DefaultAdamW
 
 MODEL, REWARDS = "builtin:tiny-gemma2", ["litgrpo.rewards.correctness"]
 # Arguments of which the constructor takes more than it declares, with its own errors.

@@ -192,7 +192,7 @@ def test_stale_names_are_found(tmp_path, monkeypatch, capsys):
 
 def test_options_in_messages_can_be_typed_as_they_are_written():
     import litgrpo.rollout.engines.static
-    import litgrpo.rollout.engines.vllm  # noqa: F401 (classes that a recipe imports by their path)
+    import litgrpo.rollout.servers.vllm  # noqa: F401 (classes that a recipe imports by their path)
 
     wrong = []
     for file in SOURCE.rglob("[!_]*.py"):

@@ -23,7 +23,7 @@ from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import TextTemplate
 from litgrpo.data.sources import SourceRow
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.load import load_policy
 from tests.support.recipes import CONFIGS, FEW, parse, read, samples_of, small
 
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))

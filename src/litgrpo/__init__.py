@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from litgrpo.environments.tools import Tools
     from litgrpo.evaluation.evaluator import Evaluation
     from litgrpo.evaluation.metrics import DialogueScores
+    from litgrpo.learning.controllers import Controllers, EntropyTarget, KLTarget, ReferenceSync
+    from litgrpo.learning.optim import WarmupCosine, WarmupLinear
+    from litgrpo.learning.steppers import PlainStepper
+    from litgrpo.learning.update_config import UpdateConfig
     from litgrpo.models.adapters import LoRA
-    from litgrpo.models.export import export
-    from litgrpo.models.loading import Precision
-    from litgrpo.models.scratch import Scratch
+    from litgrpo.models.loading.export import export
+    from litgrpo.models.loading.load import Precision
+    from litgrpo.models.loading.scratch import Scratch
+    from litgrpo.modules.grpo import GRPO
+    from litgrpo.modules.sft import SFT
     from litgrpo.rewards.llm_judge import LLMJudge
     from litgrpo.rewards.reward import Reward
     from litgrpo.rewards.reward_model import RewardModel
     from litgrpo.rewards.rubric import Criterion, Rubric
     from litgrpo.rollout.engines.local import LocalEngine
     from litgrpo.rollout.engines.static import StaticEngine
-    from litgrpo.rollout.engines.vllm import ColocatedEngine, ServerEngine
     from litgrpo.rollout.episodes import EpisodeSettings
     from litgrpo.rollout.sampling import Sampling
+    from litgrpo.rollout.servers.vllm import ColocatedEngine, ServerEngine
     from litgrpo.runs.summary import Summary
-    from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget, ReferenceSync
-    from litgrpo.training.grpo import GRPO
-    from litgrpo.training.optim import WarmupCosine, WarmupLinear
-    from litgrpo.training.sft import SFT
-    from litgrpo.training.steppers import PlainStepper
-    from litgrpo.training.update_config import UpdateConfig
     from litgrpo.types import PromptBatch
 
 __version__ = "0.1.0"
@@ -51,26 +51,26 @@ _PUBLIC_BY_MODULE = {
     "environments.tools": ("Tools",),
     "evaluation.evaluator": ("Evaluation",),
     "evaluation.metrics": ("DialogueScores",),
+    "learning.controllers": ("Controllers", "EntropyTarget", "KLTarget", "ReferenceSync"),
+    "learning.optim": ("WarmupCosine", "WarmupLinear"),
+    "learning.steppers": ("PlainStepper",),
+    "learning.update_config": ("UpdateConfig",),
     "models.adapters": ("LoRA",),
-    "models.export": ("export",),
-    "models.loading": ("Precision",),
-    "models.scratch": ("Scratch",),
+    "models.loading.export": ("export",),
+    "models.loading.load": ("Precision",),
+    "models.loading.scratch": ("Scratch",),
+    "modules.grpo": ("GRPO",),
+    "modules.sft": ("SFT",),
     "rewards.llm_judge": ("LLMJudge",),
     "rewards.reward": ("Reward",),
     "rewards.reward_model": ("RewardModel",),
     "rewards.rubric": ("Criterion", "Rubric"),
     "rollout.engines.local": ("LocalEngine",),
     "rollout.engines.static": ("StaticEngine",),
-    "rollout.engines.vllm": ("ColocatedEngine", "ServerEngine"),
     "rollout.episodes": ("EpisodeSettings",),
     "rollout.sampling": ("Sampling",),
+    "rollout.servers.vllm": ("ColocatedEngine", "ServerEngine"),
     "runs.summary": ("Summary",),
-    "training.controllers": ("Controllers", "EntropyTarget", "KLTarget", "ReferenceSync"),
-    "training.grpo": ("GRPO",),
-    "training.optim": ("WarmupCosine", "WarmupLinear"),
-    "training.sft": ("SFT",),
-    "training.steppers": ("PlainStepper",),
-    "training.update_config": ("UpdateConfig",),
     "types": ("PromptBatch",),
 }
 PUBLIC = {

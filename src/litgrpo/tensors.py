@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 Head = Callable[[Tensor], Tensor]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 # Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
-# More on devices with more memory, see `litgrpo.training.update_config.DeviceSizes`.
+# More on devices with more memory, see `litgrpo.learning.update_config.DeviceSizes`.
 FEW_LOGITS = 2**26
 
 

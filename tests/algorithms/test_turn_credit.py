@@ -21,13 +21,13 @@ from litgrpo.rewards.reward import Reward, environment
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable
+from tests.learning.parts import gradient_of, learner_of, rollouter_of
 from tests.support.algorithms import PUBLISHED
 from tests.support.comms import in_turns
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
 from tests.support.turns import episode, rollout, table
-from tests.training.parts import gradient_of, learner_of, rollouter_of
 
 ALL = [GiGPO(), MTGRPO(), GTPO(), ReBN(), SimpleTIR()]
 HALF = math.sqrt(0.5)

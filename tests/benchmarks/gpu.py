@@ -35,7 +35,7 @@ from unittest.mock import patch
 import torch
 from lightning import Callback
 
-from litgrpo.training.learner import Learner
+from litgrpo.learning.learner import Learner
 from tests.benchmarks.step import Measures, last_line, medians, steps_of_litgrpo
 from tests.benchmarks.workload import SIZES, Work
 
@@ -137,7 +137,7 @@ def sum_calls(calls: Mapping[str, int]) -> dict[str, float]:
 def turn_of_litgrpo(args: argparse.Namespace) -> Measures:
     """Measure steps in this process, and count the launches of one more."""
     from litgrpo.rollout.engines.local import LocalEngine
-    from litgrpo.rollout.engines.vllm import ColocatedEngine
+    from litgrpo.rollout.servers.vllm import ColocatedEngine
 
     size = SIZES[args.sizes[0]]
     work = Work(size, args.group, args.max_new, args.stop_prob, args.bf16, args.threads)

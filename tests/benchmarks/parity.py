@@ -29,7 +29,7 @@ import yaml
 from lightning.pytorch import Callback
 from scipy.special import stdtrit
 
-from litgrpo.models.export import export
+from litgrpo.models.loading.export import export
 
 ROOT = Path(__file__).parents[2]
 HANDED = 3  # iterations whose completions TRL learns, too

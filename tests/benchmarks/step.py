@@ -61,8 +61,8 @@ def steps_of_litgrpo(
     from lightning import Callback, Trainer, seed_everything
 
     from litgrpo.algorithms.losses import Objective
+    from litgrpo.modules.grpo import GRPO
     from litgrpo.rewards.reward import Reward
-    from litgrpo.training.grpo import GRPO
 
     torch.set_num_threads(work.threads)
     seed_everything(work.seed, verbose=False)

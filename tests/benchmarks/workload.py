@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.loading import build_policy
+from litgrpo.models.loading.load import build_policy
 from litgrpo.types import PromptBatch
 from tests.benchmarks import random_model
 

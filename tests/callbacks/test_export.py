@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.callbacks.export import Export
-from litgrpo.callbacks.run_folder import resolve_checkpoint
-from litgrpo.models.loading import LoRA, build_policy
+from litgrpo.models.loading.load import LoRA, build_policy
+from litgrpo.run_folder import resolve_checkpoint
 from tests.support.fitting import fit
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.raises import raises_for

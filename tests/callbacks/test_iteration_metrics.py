@@ -19,9 +19,9 @@ from litgrpo.callbacks.iteration_metrics import (
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.metrics import average_over_ranks
 from litgrpo.rewards.runner import Runner
-from litgrpo.training.iteration_metrics import average_over_ranks
-from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import RewardTable, StepReport, mean_and_extremes
 from tests.support.raises import raises_for
 from tests.support.training import always_half, batches, letters, module, train

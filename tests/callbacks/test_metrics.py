@@ -13,28 +13,28 @@ from litgrpo.callbacks.metrics import METRICS, TRL, VERL, definition, find_entry
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.learning.controllers import Controllers, EntropyTarget
+from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.sft import SFT
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Reward
-from litgrpo.training.controllers import Controllers, EntropyTarget
-from litgrpo.training.grpo import GRPO
-from litgrpo.training.sft import SFT
 
 MODEL = "builtin:tiny-gemma2"
 # Logged by other tests: a step with a NaN, a corpus of dialogues.
-# Of runs with an environment; see tests/training/test_episode_setup.py.
+# Of runs with an environment; see tests/modules/test_episode_setup.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
 OF_EPISODES |= {"policy/observation_nll"}
-OF_EPISODES |= {"env/segments"}  # of agents; see tests/training/test_agents.py
+OF_EPISODES |= {"env/segments"}  # of agents; see tests/modules/test_agents.py
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
-OF_EPISODES |= {"reward/greedy_mean"}  # of ReMax; see tests/training/test_grpo.py
+OF_EPISODES |= {"reward/greedy_mean"}  # of ReMax; see tests/modules/test_grpo.py
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
-ELSEWHERE |= {"data/on_policy", "policy/data_nll"}  # see tests/training/test_data_completions.py
+ELSEWHERE |= {"data/on_policy", "policy/data_nll"}  # see tests/modules/test_data_completions.py
 # Of off-policy runs; see tests/rollout/test_async_rollout.py.
 ELSEWHERE |= {"async/staleness_mean", "async/staleness_max"}
 # No completion of these runs ends; see tests/callbacks/test_iteration_metrics.py.
 ELSEWHERE |= {f"completion/terminated_len_{name}" for name in ("mean", "min", "max")}
-# Of runs with several tasks or a curriculum; see tests/training/test_tasks.py.
+# Of runs with several tasks or a curriculum; see tests/modules/test_tasks.py.
 ELSEWHERE |= {name for name in METRICS if name.startswith(("task/", "curriculum/"))}
 
 pytestmark = pytest.mark.filterwarnings(

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from litgrpo.callbacks.run_folder import (
+from litgrpo.checkpointing import io as checkpoint_io
+from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
+from litgrpo.checkpointing.files import DamagedCheckpoint, read_file
+from litgrpo.checkpointing.resume import RngState
+from litgrpo.run_folder import (
     LAST,
     RunFolder,
     find_newest_checkpoint,
     resolve_checkpoint,
     sort_checkpoints,
 )
-from litgrpo.checkpointing import io as checkpoint_io
-from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
-from litgrpo.checkpointing.files import DamagedCheckpoint, read_file
-from litgrpo.checkpointing.resume import RngState
 from tests.support.fitting import fit
 from tests.support.raises import raises_for
 from tests.support.standin import StandIn

@@ -14,8 +14,8 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import RngState
 from litgrpo.data.modules import PromptData
-from litgrpo.models.loading import LoRA, Precision, build_policy
-from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget
+from litgrpo.learning.controllers import Controllers, EntropyTarget, KLTarget
+from litgrpo.models.loading.load import LoRA, Precision, build_policy
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.training import module, train
 

@@ -10,17 +10,17 @@ from lightning import Trainer
 from litgrpo.algorithms.advantages import Normalized, ReMax
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.algorithms.turn_credit import GiGPO
-from litgrpo.callbacks.run_folder import lock_run_folder
 from litgrpo.checkpointing.files import digest, read_file, write_file
 from litgrpo.checkpointing.rollouts import pack_rollout, rollout_file, unpack_rollout
 from litgrpo.data.modules import PromptData
+from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.grpo import GRPO
-from litgrpo.training.update_config import UpdateConfig
+from litgrpo.run_folder import lock_run_folder
 from tests.support.echo import Echo
 from tests.support.models import tiny_policy
 from tests.support.raises import raises_for

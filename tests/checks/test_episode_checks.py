@@ -21,13 +21,13 @@ from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.template_probes import PROBES, verify_template
 from litgrpo.rollout.turn_format import TemplateFormat
+from tests.learning.parts import learner_of, rollouter_of
 from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
 from tests.support.chat_templates import QWEN, chat_format
 from tests.support.models import ARCHITECTURES, prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.workers import starts
-from tests.training.parts import learner_of, rollouter_of
 
 PROMPTS = prompt_batch("a", "hello there", "what is it?")
 OBJECTIVE = Objective(gamma=0.9, kl_coef=0.1, entropy_coef=0.01)

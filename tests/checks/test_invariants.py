@@ -11,27 +11,27 @@ from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import MicroBatchTokenMean, Objective, TokenMean
-from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
+from litgrpo.checks.callback import InvariantChecks
 from litgrpo.checks.invariants import Conditions, Invariant
 from litgrpo.data.modules import PromptData
+from litgrpo.learning.learner import Learner
+from litgrpo.learning.micro_batches import BatchLimits
+from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models import causal
 from litgrpo.models import policy as policies
-from litgrpo.models import shared_prefix as attention
 from litgrpo.models import t5 as seq2seq
-from litgrpo.models.fused_decode import FusedDecoder
-from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.decode import shared_prefix as attention
+from litgrpo.models.decode.fused import FusedDecoder
+from litgrpo.models.loading.load import LoRA, Precision, build_policy
 from litgrpo.models.packing import Packing
 from litgrpo.models.reference import BaseModelReference, FrozenReference, Reference
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines import local as local_engine
 from litgrpo.rollout.engines.local import CompletionBuffer
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.grpo import GRPO
-from litgrpo.training.learner import Learner
-from litgrpo.training.micro_batches import BatchLimits
-from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import PUBLISHED
 from tests.support.invariants import KL, TEXTS, fit, letters, module
 from tests.support.models import (

@@ -15,10 +15,10 @@ from litgrpo.checks.target_checks import ROW_LEN, ROWS, plain_logprobs, select_s
 from litgrpo.data.pairs import PairBatch
 from litgrpo.models import causal, generic
 from litgrpo.models import t5 as seq2seq
-from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.loading.load import LoRA, Precision, build_policy
 from litgrpo.models.packing import Packing, pack_left
-from litgrpo.training import sft as training
-from litgrpo.training.sft import SFT
+from litgrpo.modules import sft as training
+from litgrpo.modules.sft import SFT
 from tests.models.test_generic import random_policy
 from tests.support.models import byte_tokenizer, tiny_model, tiny_policy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.callbacks.run_folder import lock_run_folder
+from litgrpo.run_folder import lock_run_folder
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
@@ -132,7 +132,7 @@ def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):
 
 
 def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):
-    monkeypatch.setattr("litgrpo.models.export.export", refuses)
+    monkeypatch.setattr("litgrpo.models.loading.export.export", refuses)
     code, _, _ = cli(*FIT)
     folder = "runs/recipe/final_model"
     assert code.startswith(f"error: {folder} is not complete: [Errno 28] No space left on device")

@@ -16,9 +16,9 @@ from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.parser import RecipeCLI
 from litgrpo.data.sources import read_rows
 from litgrpo.environments.episode import check_result
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.load import load_policy
+from litgrpo.modules.episode_setup import check_environment
 from litgrpo.rewards.llm_judge import LLMJudge
-from litgrpo.training.episode_setup import check_environment
 from tests.support.command_line import QUICK, ROOT
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.raises import raises_for

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from litgrpo.cli.main import main
-from litgrpo.models.export import export
+from litgrpo.models.loading.export import export
 from tests.rewards.classifiers import write_classifier
 from tests.support.models import tiny_policy
 from tests.support.recipes import CHAT

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from litgrpo.models.adapters import LoRA
-from litgrpo.models.export import export
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.load import load_policy
 from litgrpo.rewards.runner import Runner
-from litgrpo.rollout.engines.vllm import RESERVED_FRAC, ColocatedEngine
-from litgrpo.rollout.engines.weight_transfer import NcclTransfer
+from litgrpo.rollout.servers.vllm import RESERVED_FRAC, ColocatedEngine
+from litgrpo.rollout.servers.weight_transfer import NcclTransfer
 from tests.cuda_device.run import on_cuda
 from tests.support.models import tiny_policy
 from tests.support.training import batches, module, train

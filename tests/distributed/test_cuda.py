@@ -77,7 +77,7 @@ def test_an_error_while_recording_is_raised_and_the_next_recording_works():
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_token_takes_few_launches_and_sixteen_tokens_one_wait(kind, checkpointing):
-    from litgrpo.models.loading import Precision, build_policy
+    from litgrpo.models.loading.load import Precision, build_policy
     from tests.cuda_device.device import count_work
     from tests.support.models import byte_tokenizer, tiny_model
 

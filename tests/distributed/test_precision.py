@@ -36,9 +36,9 @@ def test_no_operator_relies_on_dtypes_that_autocast_matches_on_a_cpu_only():
         "models/kernels/packed_attention.py": {"index_copy"},
         "models/packing.py": {"index_copy"},
         "models/policy.py": {"index_copy"},  # of float32
-        "models/static.py": {"index_copy"},
+        "models/decode/static.py": {"index_copy"},
         "algorithms/losses.py": {"nanquantile"},  # of float32
-        "models/fused_decode.py": {"view_as_complex"},  # of float32 or wider
+        "models/decode/fused.py": {"view_as_complex"},  # of float32 or wider
     }
     source = Path(litgrpo.__file__).parent
     packages = "models", "algorithms", "rollout", "training"  # compute under autocast

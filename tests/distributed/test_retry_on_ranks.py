@@ -14,9 +14,9 @@ from litgrpo.distributed.memory import (
     is_out_of_memory,
     repeat_on_all_ranks,
 )
-from litgrpo.models.sharded_weights import gather_weights
-from litgrpo.training.grpo import GRPO
-from litgrpo.training.update_config import UpdateConfig
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.models.loading.sharded_weights import gather_weights
+from litgrpo.modules.grpo import GRPO
 from tests.distributed.fsdp.training import grpo, save_models
 from tests.support.gloo import run_by
 from tests.support.processes import TEXTS, trainer

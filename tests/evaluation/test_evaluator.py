@@ -11,10 +11,10 @@ from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
+from tests.learning.parts import letters, rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
-from tests.training.parts import letters, rollouter_of
 
 BATCH = prompt_batch("a", "hello there", "xyz")
 

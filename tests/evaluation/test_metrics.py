@@ -31,11 +31,11 @@ from litgrpo.evaluation.metrics import (
     sum_rewards,
     text_quality,
 )
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.episodes import Episode
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.overlap import token_f1, without_articles
-from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.raises import raises_for

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from litgrpo.models.loading import resolve_pretrained
+from litgrpo.models.loading.load import resolve_pretrained
 from tests.faults.processes import SECOND, TORCHRUN, of_two
 from tests.faults.running import ITERATIONS, RECIPE, Run, calls, differences, merge_runs
 from tests.vllm.serving import free_port
 
-ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.vllm.ServerEngine"
+ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.servers.vllm.ServerEngine"
 MODEL = "builtin:tiny-gemma2"
 
 

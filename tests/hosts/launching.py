@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from litgrpo.models.loading import resolve_pretrained
+from litgrpo.models.loading.load import resolve_pretrained
 from tests.faults.launching import ENVIRONMENT, ROOT
 from tests.faults.running import RECIPE, Run, merge_runs
 from tests.faults.servers import ENGINE, MODEL

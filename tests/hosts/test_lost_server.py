@@ -8,8 +8,8 @@ from socket import create_server
 import httpx2
 import pytest
 
-from litgrpo import http_client
-from litgrpo.http_client import LimitedClient, describe_error, make_direct_transport
+from litgrpo import http
+from litgrpo.http import LimitedClient, describe_error, make_direct_transport
 from tests.hosts.network import connect_hosts
 
 PORT = 5000
@@ -17,8 +17,8 @@ PORT = 5000
 
 @pytest.mark.parametrize("returns", [True, False], ids=["and returns", "for good"])
 def test_a_request_ends_if_its_host_vanishes(returns, monkeypatch):
-    monkeypatch.setattr(http_client, "PROBE_S", 1)
-    monkeypatch.setattr(http_client, "MAX_PROBES", 1)
+    monkeypatch.setattr(http, "PROBE_S", 1)
+    monkeypatch.setattr(http, "MAX_PROBES", 1)
     with connect_hosts(2) as network:
         here, there = network.hosts
         server = there.run(lambda: create_server((there.address, PORT)))

@@ -28,14 +28,14 @@ from transformers.models.auto.modeling_auto import (
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checks.invariants import CheckResult, Conditions, Invariant, measure_invariants
+from litgrpo.learning.steppers import PlainStepper
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.generic import GenericPolicy
-from litgrpo.models.loading import Precision, load_policy, load_reference
+from litgrpo.models.loading.load import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import find_model_class, select_text_config
-from litgrpo.training.steppers import PlainStepper
+from tests.learning.parts import build_training_batch, learner_of, rollouter_of
 from tests.support.models import byte_tokenizer, prompt_batch
-from tests.training.parts import build_training_batch, learner_of, rollouter_of
 
 WIDE = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "dim_model", "emb_dim")
 INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim")

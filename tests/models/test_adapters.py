@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from litgrpo.models.export import export, export_adapter
-from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy, load_reference
+from litgrpo.models.loading.export import export, export_adapter
+from litgrpo.models.loading.load import LoRA, Precision, build_policy, load_policy, load_reference
 from litgrpo.models.reference import AdapterReference
 from litgrpo.models.weights import find_model_class
 from tests.models.table import small_config

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from litgrpo.models import adapters as quantized
-from litgrpo.models.export import export, export_adapter
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.loading import LoRA, Precision, load_policy, load_reference
+from litgrpo.models.loading.export import export, export_adapter
+from litgrpo.models.loading.load import LoRA, Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from tests.support.adapters import perturb
 from tests.support.invariants import KL, fit, module

@@ -2,7 +2,7 @@ import pytest
 from transformers import AutoConfig
 
 from litgrpo.models.architectures import ARCHITECTURES, has_known_layers, list_rope_types
-from litgrpo.models.fused_decode import is_supported
+from litgrpo.models.decode.fused import is_supported
 from tests.support.models import tiny_model
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.loading.load import LoRA, Precision, build_policy
 from litgrpo.models.reference import FrozenReference
 from tests.support.causal import TEXTS, dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy

@@ -5,15 +5,15 @@ import torch
 
 from litgrpo.models import generic
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.export import export
 from litgrpo.models.generic import GenericPolicy, build_causal_policy, probe
-from litgrpo.models.loading import LoRA, build_policy, load_policy
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.load import LoRA, build_policy, load_policy
 from litgrpo.models.weights import choose_attention, find_model_class
 from litgrpo.rollout.engines.static import StaticEngine
+from tests.learning.parts import rollouter_of
 from tests.models.table import small_config, try_type
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.raises import raises_for
-from tests.training.parts import rollouter_of
 
 PATHS = {
     "opt": "shared prompts in decoding",

@@ -13,7 +13,7 @@ from litgrpo.models.limits import (
     find_context_length,
     find_rope_switch,
 )
-from litgrpo.models.loading import build_policy
+from litgrpo.models.loading.load import build_policy
 from litgrpo.rollout.rollouter import Rollouter
 from tests.support.limits import random_model
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from litgrpo.models.loading import build_policy
+from litgrpo.models.loading.load import build_policy
 from litgrpo.types import TokenRows
 from tests.oracle import reference
 from tests.support.models import byte_tokenizer

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.kernels import packed_attention as flash
 from litgrpo.models.kernels.packed_attention import attend_packed
-from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.loading.load import LoRA, Precision, build_policy
 from litgrpo.models.packing import (
     Packing,
     bucket_by_parent,

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
+from litgrpo.learning.controllers import Controllers, ReferenceSync
 from litgrpo.models.architectures import DECODER_ONLY
-from litgrpo.models.export import export
+from litgrpo.models.loading.export import export
 from litgrpo.models.reference import FrozenReference, round_linears
-from litgrpo.training.controllers import Controllers, ReferenceSync
 from tests.support.models import tiny_model, tiny_policy
 from tests.support.packing import model_of_type, rows
 from tests.support.training import batches, module, train

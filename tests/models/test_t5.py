@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from litgrpo.models.export import export
-from litgrpo.models.loading import LoRA, build_policy, load_policy
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.load import LoRA, build_policy, load_policy
+from litgrpo.models.loading.scratch import Scratch
 from litgrpo.models.reference import BaseModelReference
-from litgrpo.models.scratch import Scratch
 from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from litgrpo.models.loading import load_policy, load_reference
+from litgrpo.models.loading.load import load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import (
     check_vocabulary,

@@ -27,7 +27,7 @@ import yaml
 from tests.mutants.changes import ROOT, SOURCE, Mutant, automatic, files
 
 PACKAGES = [
-    *("algorithms", "training", "rollout", "rewards", "evaluation", "models", "data"),
+    *("algorithms", "learning", "modules", "rollout", "rewards", "evaluation", "models", "data"),
     *("checkpointing", "tensors", "types"),
 ]
 LISTED = yaml.safe_load(Path(__file__).with_name("picked.yaml").read_text(encoding="utf-8"))

@@ -68,7 +68,7 @@ def test_on_one_device_the_quickstart_fits_and_gemma_does_not(cli):
     ("words", "text"),
     [
         ((), "Optimizer AdamW, lr 0.0003; "),
-        (("--model.optimizer", "litgrpo.training.optim.DefaultAdamW"), "AdamW, lr 0.0003; "),
+        (("--model.optimizer", "litgrpo.learning.optim.DefaultAdamW"), "AdamW, lr 0.0003; "),
         (("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"), "SGD, lr 0.5; "),
     ],
 )

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig
 
-from litgrpo.models.loading import LoRA, add_adapters
+from litgrpo.models.loading.load import LoRA, add_adapters
 from litgrpo.plan.memory import (
     IterationSizes,
     MemoryItem,

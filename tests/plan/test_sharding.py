@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from litgrpo.distributed.fsdp.units import divide
-from litgrpo.models.sharded_weights import ENTRIES, find_fsdp_units
+from litgrpo.models.loading.sharded_weights import ENTRIES, find_fsdp_units
 from litgrpo.plan.memory import MetaModel, optimizer_bytes, step_optimizer
 from litgrpo.plan.sharding import DDPSharding, FSDPSharding, SingleDevice, XLASharding
 from tests.support.gloo import run_by

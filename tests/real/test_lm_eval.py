@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.models.export import export
-from litgrpo.models.gguf import find_package_file
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.gguf import find_package_file
+from litgrpo.models.loading.load import load_policy
 from tests.support.smollm2 import MODEL, NEEDED
 
 LACKING = [name for name in (*NEEDED, "lm_eval") if find_spec(name) is None]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from litgrpo.cli.main import main
-from litgrpo.models.gguf import find_package_file
-from litgrpo.models.loading import resolve_pretrained
+from litgrpo.models.loading.gguf import find_package_file
+from litgrpo.models.loading.load import resolve_pretrained
 from tests.support.smollm2 import MODEL, NEEDED
 
 RECIPE = Path(__file__).parents[2] / "configs" / "smollm2_cheerful.yaml"

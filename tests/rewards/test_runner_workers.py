@@ -236,7 +236,7 @@ def test_a_runner_can_be_copied_and_starts_its_own_workers(runner) -> None:
 def test_a_recipe_sets_its_runner() -> None:
     import jsonargparse
 
-    from litgrpo.training.grpo import GRPO
+    from litgrpo.modules.grpo import GRPO
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(GRPO, "model")

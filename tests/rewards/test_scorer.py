@@ -21,9 +21,9 @@ from litgrpo.rewards import (
 )
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.reward import name_rewards
+from tests.learning.parts import rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
-from tests.training.parts import rollouter_of
 
 PROMPTS = ["p", "p", "q", "q"]
 TEXTS = ["a", "bb", "ccc", "dddd"]

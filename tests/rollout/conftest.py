@@ -15,5 +15,5 @@ def server(folder):
 @pytest.fixture
 def quick(monkeypatch):
     """Short pauses between attempts."""
-    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.PAUSE_S", 0.02)
-    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.UNAVAILABLE_S", 0.2)
+    monkeypatch.setattr("litgrpo.rollout.servers.pool.PAUSE_S", 0.02)
+    monkeypatch.setattr("litgrpo.rollout.servers.pool.UNAVAILABLE_S", 0.2)

@@ -11,21 +11,21 @@ from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.algorithms.turn_credit import GiGPO
 from litgrpo.checkpointing.files import digest
 from litgrpo.data.modules import PromptData
-from litgrpo.models.export import export
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.models.loading.export import export
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.groups import join_rollouts, pack_rollout, select_groups
-from litgrpo.training.grpo import GRPO
-from litgrpo.training.update_config import UpdateConfig
+from litgrpo.rollout.servers.vllm import ServerEngine
 from litgrpo.types import Rollout
+from tests.learning.parts import rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo
 from tests.support.training import GROUP, LENGTH, batches, letters, module, train
 from tests.support.vllm_stand_in import StandIn
-from tests.training.parts import rollouter_of
 
 CORRECTED = Objective(importance_correction=ImportanceCorrection())
 ROWS = [{"prompt": text} for text in ("a", "hello there", "what is it?", "7", "xy")]

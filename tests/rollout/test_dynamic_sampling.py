@@ -20,12 +20,12 @@ from litgrpo.rollout.dynamic_sampling import (
     with_rewards,
 )
 from litgrpo.types import PromptBatch, RewardTable, Rollout
+from tests.learning.parts import rollouter_of
 from tests.support.algorithms import PUBLISHED
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.training import GROUP, loader, module, train
 from tests.support.turns import rollout as turns_rollout
 from tests.support.turns import table as turns_table
-from tests.training.parts import rollouter_of
 
 TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
 

@@ -14,10 +14,10 @@ from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey, episode_seed
 from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Purpose, draw_uniforms
+from tests.learning.parts import learner_of, rewards_of, rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
-from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import torch
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from tests.learning.parts import GROUP, LENGTH, rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
-from tests.training.parts import GROUP, LENGTH, rollouter_of
 
 TEXTS = ("a", "hello there")
 

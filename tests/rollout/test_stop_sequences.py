@@ -15,9 +15,9 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
+from tests.learning.parts import rollouter_of
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_policy
 from tests.support.reference_engine import ReferenceEngine
-from tests.training.parts import rollouter_of
 
 TEXTS = ("a", "what is 3+4?", "hello", "xy")
 LONG = 24

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from litgrpo.agents.episodes import AgentEpisodes
 from litgrpo.data.rendering import Chat
 from litgrpo.environments.agent import Agent
-from litgrpo.models.loading import build_policy
-from litgrpo.rollout.agents.agent_episodes import AgentEpisodes
+from litgrpo.models.loading.load import build_policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings, RolloutKey

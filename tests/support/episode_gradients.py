@@ -7,9 +7,9 @@ import torch
 
 from litgrpo.algorithms.losses import MicroBatchTokenMean
 from litgrpo.checks.invariants import gradient
+from litgrpo.learning.controllers import FixedCoefficients
+from litgrpo.learning.micro_batches import BatchLimits
 from litgrpo.models.packing import pack_left
-from litgrpo.training.controllers import FixedCoefficients
-from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.types import RolloutLogprobs, pad_left
 
 

@@ -5,8 +5,8 @@ from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.reference import FrozenReference
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
-from litgrpo.training.grpo import GRPO
 from tests.support.models import prompt_batch, tiny_policy
 
 TEXTS = ("a", "hello there", "xyz")

@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from litgrpo.models.loading import build_policy
+from litgrpo.models.loading.load import build_policy
 from litgrpo.models.policy import Policy
 from litgrpo.types import PromptBatch, pad_left
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from lightning import Trainer
 
+from litgrpo.modules.grpo import GRPO
 from litgrpo.tensors import full_tensor
-from litgrpo.training.grpo import GRPO
 from tests.support.algorithms import DISTILLING, PUBLISHED
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]

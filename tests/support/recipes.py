@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 
 from litgrpo.cli.main import main
 from litgrpo.cli.parser import RecipeCLI
-from litgrpo.models.export import export as write
+from litgrpo.models.loading.export import export as write
 from tests.rewards.classifiers import write_classifier
 from tests.support.models import tiny_policy
 

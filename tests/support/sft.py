@@ -1,6 +1,6 @@
 """Shared by tests of training.sft."""
 
-from litgrpo.models.scratch import Scratch
+from litgrpo.models.loading.scratch import Scratch
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8}
 

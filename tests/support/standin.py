@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluated
-from litgrpo.training.iteration_metrics import average_over_ranks
+from litgrpo.metrics import average_over_ranks
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.support.models import tiny_policy
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from litgrpo.models.loading import build_policy
+from litgrpo.models.loading.load import build_policy
 from tests.support.models import byte_tokenizer
 
 SIZES = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0)

@@ -6,8 +6,8 @@ from functools import partial
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
-from litgrpo.training.grpo import GRPO
 from tests.support.models import prompt_batch, tiny_policy
 
 GROUP, LENGTH = 4, 6

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 from litgrpo.models.adapters import LoRA
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.load import load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling

@@ -9,10 +9,10 @@ import json
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.load import load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.engines.vllm import ColocatedEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.servers.vllm import ColocatedEngine
 from litgrpo.types import PromptBatch
 
 TEXTS, GROUP, LENGTH, TEMPERATURE = ("12+5=", "What is 7+88?"), 4, 24, 0.7

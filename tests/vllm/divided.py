@@ -3,10 +3,10 @@
 import torch
 
 from litgrpo.data.modules import PromptData
-from litgrpo.models.loading import ASSETS
-from litgrpo.models.sharded_weights import gather_weights
+from litgrpo.models.loading.load import ASSETS
+from litgrpo.models.loading.sharded_weights import gather_weights
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import ServerEngine
+from litgrpo.rollout.servers.vllm import ServerEngine
 from tests.distributed.fsdp import training
 
 KIND, LENGTH = "tiny-gemma2", 40

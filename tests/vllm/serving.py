@@ -23,7 +23,7 @@ CPU = {
 }
 FLAGS = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 64 --enable-scale-out"
 UNIFORMS = "--logprobs-mode raw_logprobs --logits-processors"
-UNIFORMS += " litgrpo.rollout.engines.vllm_uniforms:Uniforms"
+UNIFORMS += " litgrpo.rollout.servers.vllm_uniforms:Uniforms"
 PROCESSED = "--logprobs-mode processed_logprobs"
 
 

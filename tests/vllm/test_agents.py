@@ -9,15 +9,15 @@ from litgrpo.data.examples import calculator
 from litgrpo.data.modules import PromptData
 from litgrpo.environments.agent import Agent
 from litgrpo.environments.tools import Tools
-from litgrpo.models.loading import load_policy, resolve_pretrained
+from litgrpo.models.loading.load import load_policy, resolve_pretrained
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.servers.vllm import ServerEngine
 from litgrpo.rollout.turn_format import InlineFormat
-from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch, pad_left
 from tests.support.agent_rollouts import KEY, agent_episodes
 from tests.support.training import train

@@ -14,19 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from litgrpo.models.adapters import LoRA
-from litgrpo.models.export import export
-from litgrpo.models.loading import load_policy, resolve_pretrained
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.load import load_policy, resolve_pretrained
 from litgrpo.models.reference import FrozenReference
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import ServerEngine
-from litgrpo.rollout.engines.vllm_client import ServerFailure
-from litgrpo.rollout.engines.weight_transfer import AdapterTransfer, FolderSender
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.rollout.served_reference import ReferenceServers, ServedReference
+from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference
+from litgrpo.rollout.servers.vllm import ServerEngine
+from litgrpo.rollout.servers.vllm_client import ServerFailure
+from litgrpo.rollout.servers.weight_transfer import AdapterTransfer, FolderSender
 from litgrpo.rollout.turn_format import InlineFormat
-from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch, pad_left
 from tests.faults.running import Run, weights_of
 from tests.hosts.launching import LIMIT_S, Launch, recipe_of

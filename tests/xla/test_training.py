@@ -69,7 +69,7 @@ def test_lora_trains_in_lower_precision_and_clips_the_reduced_gradient():
 def test_a_teacher_pulls_the_policy_as_on_the_cpu(tmp_path: str):
     import torch_xla
 
-    from litgrpo.models.loading import load_policy
+    from litgrpo.models.loading.load import load_policy
 
     torch_xla.device()
     teacher = load_policy("builtin:tiny-gemma2")

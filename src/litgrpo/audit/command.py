@@ -16,12 +16,12 @@ from litgrpo.audit.code_tests import find_test_faults
 from litgrpo.audit.samples import audit_environment, audit_open, instantiate_data
 from litgrpo.audit.score import evenly
 from litgrpo.data.sources import read_rows
+from litgrpo.modules.episode_setup import check_own_reward
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.code import unit_tests
 from litgrpo.rewards.builtin.reasoning_gym import EVALUATED, reasoning_gym
 from litgrpo.text.answers import extract_reasoning, list_answers
 from litgrpo.text.visible import visible
-from litgrpo.training.episode_setup import check_own_reward
 
 FAILED = 1  # exit code
 

@@ -27,11 +27,11 @@ from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import EpisodeStart
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards import Scorer
 from litgrpo.rollout.episodes import RolloutKey, episode_seed
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.grpo import GRPO
 from litgrpo.types import Rollout
 
 MOST_ROWS, SAMPLES = 32, 4
@@ -73,7 +73,7 @@ def audit_open(recipe: Mapping[str, Any], scorer: Scorer, limit: int) -> AuditRe
         scorer: its rewards.
         limit: maximum number of prompts; 0 or more than 32: 32.
     """
-    from litgrpo.models.loading import load_policy, load_tokenizer
+    from litgrpo.models.loading.load import load_policy, load_tokenizer
 
     settings, data = recipe["model"]["init_args"], instantiate_data(recipe)
     name = named_policy(settings)

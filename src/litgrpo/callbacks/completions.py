@@ -13,12 +13,12 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks.files import write_if_possible
 from litgrpo.callbacks.formatting import finite_or_none, mark_truncated
 from litgrpo.callbacks.loggers import loggers_of
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.files import write_if_possible
+from litgrpo.protocol import TrainedModule
+from litgrpo.run_folder import run_folder, writes_files
 from litgrpo.text.tables import escape_cell
 from litgrpo.types import RewardTable, Rollout
 

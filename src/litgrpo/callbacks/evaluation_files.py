@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, distributed
 
 from litgrpo.callbacks.completions import Row, episode_row, format_episode, write_jsonl
-from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.formatting import finite_or_none, mark_truncated
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import NotSaved, run_folder, writes_files
+from litgrpo.files import write_text
+from litgrpo.protocol import TrainedModule
+from litgrpo.run_folder import NotSaved, run_folder, writes_files
 from litgrpo.text.visible import visible
 from litgrpo.types import RewardTable, Rollout
 

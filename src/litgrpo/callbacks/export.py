@@ -9,15 +9,15 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks.run_folder import (
+from litgrpo.distributed.fsdp.units import is_sharded
+from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.run_folder import (
     FINAL_ADAPTER,
     FINAL_MODEL,
     NotSaved,
     run_folder,
     writes_files,
 )
-from litgrpo.distributed.fsdp.units import is_sharded
-from litgrpo.distributed.messages import warn_once_on_failure
 
 
 class Export(Callback):
@@ -92,13 +92,13 @@ def writes_policy(trainer: Any, pl_module: Any) -> bool:
 
 
 def _write_policy(pl_module: Any, folder: Path) -> None:
-    from litgrpo.models.export import export  # slow: imports transformers
+    from litgrpo.models.loading.export import export  # slow: imports transformers
 
     export(pl_module.policy, folder)
 
 
 def _write_adapter(pl_module: Any, folder: Path) -> None:
-    from litgrpo.models.export import export_adapter  # slow: imports transformers
+    from litgrpo.models.loading.export import export_adapter  # slow: imports transformers
 
     if pl_module.policy.has_adapter:
         export_adapter(pl_module.policy, folder)

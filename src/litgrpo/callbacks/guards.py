@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from litgrpo.arguments import above, at_least
 from litgrpo.callbacks.completions import completion_rows, write_jsonl
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.messages import rank
+from litgrpo.protocol import TrainedModule
+from litgrpo.run_folder import run_folder, writes_files
 from litgrpo.types import StepReport
 
 MAX_SHAPES = 3  # that a warning names

@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from litgrpo.callbacks.protocol import RolloutModule
 from litgrpo.distributed.device import backend, to_host
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.lightning_compat import log_numbers
+from litgrpo.metrics import average_over_ranks
 from litgrpo.models.policy import Policy
+from litgrpo.protocol import RolloutModule
 from litgrpo.tensors import local
 from litgrpo.text.counts import plural
-from litgrpo.training.iteration_metrics import average_over_ranks
-from litgrpo.training.lightning_compat import log_numbers
 from litgrpo.types import RewardTable, Rollout, Stats, StepReport
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4

@@ -22,9 +22,9 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.files import write_text
 from litgrpo.callbacks.metrics import definition
 from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.files import write_text
 
 Kind = TypeVar("Kind", bound=Logger)
 # The option that names a run, for loggers that invent a name if none is given.

@@ -28,13 +28,13 @@ from litgrpo.callbacks.formatting import (
     terminal_columns,
     without_zero_counts,
 )
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.text.counts import plural
-from litgrpo.training.lightning_compat import (
+from litgrpo.lightning_compat import (
     find_pending_metrics,
     find_trainer,
     remove_stock_progress_bar,
 )
+from litgrpo.protocol import TrainedModule
+from litgrpo.text.counts import plural
 
 # {name on the bar: metric}, the most important first; metrics that are not logged are left out.
 NAMES = {

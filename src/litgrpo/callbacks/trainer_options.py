@@ -1,6 +1,6 @@
 """Reject Lightning's trainer options and callbacks that do not work, with what to set instead.
 
-docs/reference/lightning.md has them and those that work; `tests/training/test_lightning_options.py`
+docs/reference/lightning.md has them and those that work; `tests/modules/test_lightning_options.py`
 tests every row.
 """
 
@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from litgrpo.arguments import did_you_mean, require
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.training.lightning_compat import is_compiled
+from litgrpo.lightning_compat import is_compiled
 
 AVERAGES = (
     "averaged weights differ from the weights that generate rollouts; let `model.lr_scheduler` "

@@ -17,8 +17,18 @@ from torch import Tensor
 
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.formatting import strip_stage
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import (
+from litgrpo.callbacks.trainer_options import check_strategy
+from litgrpo.checkpointing.files import NEEDED_TO_RESUME, loader_states, remove_checkpoint
+from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
+from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
+from litgrpo.checkpointing.signals import Stopped, StopRequest
+from litgrpo.data.loader import BatchLoader
+from litgrpo.data.modules import SourceData
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
+from litgrpo.lightning_compat import validate_now, validation_is_due
+from litgrpo.models.loading.load import check_weights
+from litgrpo.protocol import TrainedModule
+from litgrpo.run_folder import (
     BEST,
     LAST,
     NotSaved,
@@ -29,16 +39,6 @@ from litgrpo.callbacks.run_folder import (
     sort_checkpoints,
     writes_files,
 )
-from litgrpo.callbacks.trainer_options import check_strategy
-from litgrpo.checkpointing.files import NEEDED_TO_RESUME, loader_states, remove_checkpoint
-from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
-from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
-from litgrpo.checkpointing.signals import Stopped, StopRequest
-from litgrpo.data.loader import BatchLoader
-from litgrpo.data.modules import SourceData
-from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.models.loading import check_weights
-from litgrpo.training.lightning_compat import validate_now, validation_is_due
 
 # Parts of a checkpoint that only a resumed run needs.
 ONLY_TO_RESUME = ("optimizer_states", "lr_schedulers", "loops", "random_state", "loggers")

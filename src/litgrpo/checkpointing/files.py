@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import type_with_article
-from litgrpo.callbacks.run_folder import versions
 from litgrpo.distributed.device import backend, to_host
+from litgrpo.run_folder import versions
 
 MANIFEST, OWN_DIGEST = "manifest", "sha256"
 # A run cannot resume without these parts, which are of these kinds.

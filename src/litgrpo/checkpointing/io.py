@@ -14,7 +14,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.callbacks.run_folder import LAST, sort_checkpoints
 from litgrpo.checkpointing.files import (
     DamagedCheckpoint,
     copy_to_host,
@@ -23,6 +22,7 @@ from litgrpo.checkpointing.files import (
 )
 from litgrpo.checkpointing.shards import allocate_whole, read_checkpoint, write_folder
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
+from litgrpo.run_folder import LAST, sort_checkpoints
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.loggers import MetricsCSV, loggers_of
-from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.distributed.random_state import random_state, set_random_state
-from litgrpo.training.lightning_compat import find_pending_metrics
+from litgrpo.lightning_compat import find_pending_metrics
+from litgrpo.run_folder import run_folder, writes_files
 
 RANDOM_STATE, OPTIMIZER_CLASSES, LOGGERS = "random_state", "optimizers", "loggers"  # in the file
 PARAMS = "params"

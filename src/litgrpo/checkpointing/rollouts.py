@@ -20,11 +20,11 @@ from lightning.pytorch import Callback, Trainer
 from transformers import PreTrainedTokenizerBase
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.run_folder import LOCK, ROLLOUTS, run_folder
 from litgrpo.checkpointing.files import copy_to_host, read_file, write_file
 from litgrpo.distributed.messages import warn_once_on_failure
-from litgrpo.rollout.engines.served import MAX_LOGPROB
 from litgrpo.rollout.groups import pack_rollout, unpack_rollout
+from litgrpo.rollout.servers.served import MAX_LOGPROB
+from litgrpo.run_folder import LOCK, ROLLOUTS, run_folder
 from litgrpo.types import Rollout
 
 NAME = re.compile(r"iteration-(\d{6,})-rank-(\d+)\.pt")

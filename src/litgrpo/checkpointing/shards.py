@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from litgrpo.callbacks.run_folder import REST
 from litgrpo.checkpointing.files import (
     MANIFEST,
     DamagedCheckpoint,
@@ -35,6 +34,7 @@ from litgrpo.checkpointing.files import (
     report_damage,
     write_synced,
 )
+from litgrpo.run_folder import REST
 
 FILES = "files"  # entry of the manifest
 # What the pickled index of a folder may be made of, {module: names}.

@@ -13,12 +13,12 @@ from torch import nn
 
 from litgrpo.checks.episode_checks import small_episodes
 from litgrpo.distributed.precision import matmul_precision
+from litgrpo.learning.learner import Learner
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
-from litgrpo.training.learner import Learner
 from litgrpo.types import REFERENCE_PROMPT, PromptBatch, RewardTable, Rollout, TrainingBatch
 
 # A few short rows, independent of the size of the run.

@@ -38,13 +38,13 @@ from litgrpo.checks.episode_checks import (
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.collectives import Comm
 from litgrpo.distributed.memory import Attempt
+from litgrpo.learning.learner import Learner
+from litgrpo.learning.micro_batches import BatchLimits
 from litgrpo.models.adapters import perturb_adapters
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.template_probes import count_mismatches
 from litgrpo.rollout.turn_format import TemplateFormat
 from litgrpo.tensors import widen
-from litgrpo.training.learner import Learner
-from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TokenRows, TrainingBatch
 
 Result = TypeVar("Result")

@@ -53,7 +53,7 @@ def keep_quiet() -> None:
         for module in ("rank_zero", "seed"):
             logging.getLogger(f"lightning.{name}.utilities.{module}").addFilter(is_informative)
     # Imports Lightning, which --help and completion of options do not need.
-    from litgrpo.training.lightning_compat import ignore_harmless_warnings
+    from litgrpo.lightning_compat import ignore_harmless_warnings
 
     ignore_harmless_warnings()
     warnings.formatwarning = format_warning

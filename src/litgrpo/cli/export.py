@@ -10,14 +10,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import instantiate_module
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.run_folder import resolve_checkpoint
 from litgrpo.checkpointing.shards import read_checkpoint
 from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.recipes import recipe_file
-from litgrpo.models.export import export as write
-from litgrpo.models.export import export_adapter as write_adapter
-from litgrpo.models.loading import Dtype
-from litgrpo.training.hyper_parameters import load_trained_policy
+from litgrpo.models.loading.export import export as write
+from litgrpo.models.loading.export import export_adapter as write_adapter
+from litgrpo.models.loading.load import Dtype
+from litgrpo.modules.hyper_parameters import load_trained_policy
+from litgrpo.run_folder import resolve_checkpoint
 
 ADVICE = "give a .ckpt file, or a run folder with a checkpoint in it"
 

@@ -20,7 +20,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import import_by_path, require
-from litgrpo.callbacks.files import read_text, write_if_possible
 from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
@@ -28,18 +27,6 @@ from litgrpo.callbacks.loggers import (
     TensorBoard,
     guard,
     name_runs,
-)
-from litgrpo.callbacks.run_folder import (
-    REPORT,
-    RunFolder,
-    check_is_free,
-    check_links,
-    checkpoint_folder,
-    claim_folder,
-    earlier_files,
-    find_newest_checkpoint,
-    lock_run_folder,
-    resolve_checkpoint,
 )
 from litgrpo.callbacks.trainer_options import (
     check_accelerator,
@@ -57,9 +44,22 @@ from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.distributed.machine import check_machine
 from litgrpo.distributed.messages import forget_warnings
 from litgrpo.distributed.restarts import open_restart_store
+from litgrpo.files import read_text, write_if_possible
+from litgrpo.modules.sft import SFT
+from litgrpo.run_folder import (
+    REPORT,
+    RunFolder,
+    check_is_free,
+    check_links,
+    checkpoint_folder,
+    claim_folder,
+    earlier_files,
+    find_newest_checkpoint,
+    lock_run_folder,
+    resolve_checkpoint,
+)
 from litgrpo.text.secrets import mask_settings
 from litgrpo.text.yaml_limits import check_limits
-from litgrpo.training.sft import SFT
 
 # Summary prints the evaluation, with intervals; Predictions writes the completions.
 COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {

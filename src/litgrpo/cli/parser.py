@@ -110,13 +110,6 @@ def configure_jsonargparse() -> None:
 
 def import_named_classes() -> None:
     """Import the classes that recipes may name without their module, such as StaticEngine."""
-    import litgrpo.data.modules
-    import litgrpo.environments
-    import litgrpo.rollout.engines.static
-    import litgrpo.rollout.engines.vllm
-    import litgrpo.training.grpo
-    import litgrpo.training.optim
-    import litgrpo.training.sft  # noqa: F401
 
 
 class OneLineParser(ArgumentParser):

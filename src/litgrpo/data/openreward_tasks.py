@@ -11,7 +11,7 @@ from typing import Any
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, import_package, require, summarize_error
 from litgrpo.data.sources import GeneratedSource
-from litgrpo.http_client import call_within
+from litgrpo.http import call_within
 from litgrpo.types import TASK_DATA
 
 KEY_VARIABLE = "OPENREWARD_API_KEY"

@@ -14,8 +14,15 @@ from transformers import DynamicCache
 
 from litgrpo.distributed.device import threads
 from litgrpo.models.adapters import perturb_adapters
-from litgrpo.models.fused_decode import FusedDecoder, is_supported
-from litgrpo.models.grid_cache import GridCache
+from litgrpo.models.decode.fused import FusedDecoder, is_supported
+from litgrpo.models.decode.grid_cache import GridCache
+from litgrpo.models.decode.shared_prefix import (
+    SHARED_PREFIX,
+    RowOffloader,
+    SharedPrefixCache,
+    attend_shared_prefix,
+)
+from litgrpo.models.decode.static import STATIC, CausalStaticDecoder, attend_static
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
 from litgrpo.models.kernels.selective_recompute import (
@@ -30,13 +37,6 @@ from litgrpo.models.packing import (
     sharing_pays,
 )
 from litgrpo.models.policy import DecodeState, Policy, autocast_to
-from litgrpo.models.shared_prefix import (
-    SHARED_PREFIX,
-    RowOffloader,
-    SharedPrefixCache,
-    attend_shared_prefix,
-)
-from litgrpo.models.static import STATIC, CausalStaticDecoder, attend_static
 from litgrpo.models.transformers_compat import checkpoints_activations, use_attention
 from litgrpo.tensors import apply_softcap, positions, predicting, widen
 from litgrpo.types import TokenRows, to_device

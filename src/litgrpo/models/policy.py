@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.distributed.device import backend
-from litgrpo.models.grid_cache import GridCache
+from litgrpo.models.decode.grid_cache import GridCache
+from litgrpo.models.decode.shared_prefix import DecodeState, RowOffloader
+from litgrpo.models.decode.static import StaticDecoder
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.shared_prefix import DecodeState, RowOffloader
-from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
 from litgrpo.tensors import FEW_LOGITS, ComparedModel, head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows, move_to_positions, to_device
@@ -38,7 +38,7 @@ class Policy(nn.Module, ABC):
             restores them.
 
     Example:
-        >>> from litgrpo.models.loading import load_policy
+        >>> from litgrpo.models.loading.load import load_policy
         >>> policy = load_policy("builtin:tiny-gemma2")
         >>> prompt = policy.tokenizer(["12+7="], return_tensors="pt")
         >>> with policy.decoding(rows=2):

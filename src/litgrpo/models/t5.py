@@ -19,11 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from litgrpo.models.architectures import ENCODER_DECODER
-from litgrpo.models.kernels import linear as linears
-from litgrpo.models.packing import pack_left
-from litgrpo.models.policy import DecodeState, Policy, autocast_to
-from litgrpo.models.shared_prefix import PromptGrid
-from litgrpo.models.static import (
+from litgrpo.models.decode.shared_prefix import PromptGrid
+from litgrpo.models.decode.static import (
     STATIC,
     StaticDecoder,
     StaticPrompts,
@@ -31,6 +28,9 @@ from litgrpo.models.static import (
     StaticState,
     attend_static,
 )
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.packing import pack_left
+from litgrpo.models.policy import DecodeState, Policy, autocast_to
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import padding_mask
 from litgrpo.types import TokenRows

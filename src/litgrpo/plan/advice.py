@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from litgrpo.models.loading import LoRA
+from litgrpo.models.loading.load import LoRA
 from litgrpo.plan.sizes import RecipeSizes
 
 DEVICE_COUNTS = (1, 4, 8, 16, 32, 64)

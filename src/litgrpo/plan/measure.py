@@ -17,10 +17,10 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 import litgrpo
 from litgrpo.arguments import require
+from litgrpo.modules.run_setup import DEFAULT_EPOCHS, given_epochs
 from litgrpo.plan.sizes import load_data
 from litgrpo.runs.run import Run
 from litgrpo.temporary import TemporaryFolder
-from litgrpo.training.run_setup import DEFAULT_EPOCHS, given_epochs
 
 # The first iteration warms up, three are measured, the last ends the run.
 ITERATIONS, MEASURED = 5, slice(1, 4)

@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import AdamW, Optimizer
 
 from litgrpo.callbacks.progress import format_duration
+from litgrpo.learning.optim import DefaultAdamW
 from litgrpo.plan.advice import DEVICE_COUNTS, suggest_changes
 from litgrpo.plan.devices import GB, devices_of
 from litgrpo.plan.measure import ITERATIONS, MeasuredTimes, RunLength
@@ -17,7 +18,6 @@ from litgrpo.plan.plan import Plan
 from litgrpo.plan.sharding import FSDPSharding, XLASharding
 from litgrpo.text.counts import plural
 from litgrpo.text.tables import markdown_table
-from litgrpo.training.optim import DefaultAdamW
 
 SHARDING_CONFIGS = {"tpu": "configs/hardware/tpu_spmd.yaml", "cuda": "configs/hardware/fsdp2.yaml"}
 

@@ -21,10 +21,13 @@ from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.distributed.sharding import MIN_SHARD_SIZE, DividesWeights
+from litgrpo.learning.optim import DefaultAdamW
+from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.architectures import ARCHITECTURES
-from litgrpo.models.loading import ASSETS, LoRA, add_adapters, resolve_pretrained
+from litgrpo.models.loading.load import ASSETS, LoRA, add_adapters, resolve_pretrained
 from litgrpo.models.reference import round_linears
 from litgrpo.models.weights import choose_attention
+from litgrpo.modules.run_setup import GRPO_RATES, SFT_RATES, DefaultRates
 from litgrpo.plan.memory import (
     IterationSizes,
     MemoryItem,
@@ -40,10 +43,7 @@ from litgrpo.plan.sharding import (
     SingleDevice,
     XLASharding,
 )
-from litgrpo.rollout.served_reference import SERVER_SCHEMES
-from litgrpo.training.optim import DefaultAdamW
-from litgrpo.training.run_setup import GRPO_RATES, SFT_RATES, DefaultRates
-from litgrpo.training.update_config import UpdateConfig
+from litgrpo.rollout.servers.reference import SERVER_SCHEMES
 
 # Engines that do not generate with the trainer's own model.
 SAMPLING: dict[str, Literal["servers", "colocated"]] = {

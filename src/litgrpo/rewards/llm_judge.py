@@ -24,7 +24,7 @@ from pydantic import AliasPath, BaseModel, Field
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import above, at_least, require
-from litgrpo.http_client import (
+from litgrpo.http import (
     MIB,
     LimitedClient,
     MalformedReply,

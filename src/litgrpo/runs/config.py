@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from litgrpo.callbacks.files import read_text
 from litgrpo.evaluation.evaluator import format_success_rule
+from litgrpo.files import read_text
 from litgrpo.rewards.reward import find_success_rewards
 from litgrpo.text.program import program_name
 from litgrpo.text.secrets import mask_settings

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from litgrpo.callbacks.files import read_text
 from litgrpo.callbacks.metrics import TRL, VERL
+from litgrpo.files import read_text
 
 Row = dict[str, Any]
 TRAINER_STATE = "trainer_state.json"

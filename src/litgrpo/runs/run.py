@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.evaluation_files import FOLDER
-from litgrpo.callbacks.files import read_text
-from litgrpo.callbacks.run_folder import COMMAND, CONFIG
+from litgrpo.files import read_text
+from litgrpo.run_folder import COMMAND, CONFIG
 from litgrpo.runs.config import RunConfig, read_config
 from litgrpo.runs.other_trainers import TRAINER_STATE, find_trainer_state, read_trl, read_verl
 from litgrpo.text.secrets import mask_known

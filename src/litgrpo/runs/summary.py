@@ -20,7 +20,6 @@ from lightning.pytorch import Callback, Trainer
 from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.completions import format_episode
 from litgrpo.callbacks.evaluation_files import EvaluationFiles, checkpoint_name, evaluation_file
-from litgrpo.callbacks.files import write_if_possible
 from litgrpo.callbacks.formatting import (
     BOUNDS,
     format_report,
@@ -31,11 +30,13 @@ from litgrpo.callbacks.formatting import (
 )
 from litgrpo.callbacks.loggers import MetricsCSV, loggers_of
 from litgrpo.callbacks.progress import fit_to_terminal
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.evaluation.evaluator import RESERVED
 from litgrpo.evaluation.intervals import FEW_PROMPTS, FEW_PROMPTS_NOTE, Comparison
+from litgrpo.files import write_if_possible
+from litgrpo.lightning_compat import validate_now
+from litgrpo.protocol import TrainedModule
+from litgrpo.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.runs.pairing import (
     choose_prompts,
     format_difference,
@@ -48,7 +49,6 @@ from litgrpo.text.counts import plural
 from litgrpo.text.program import program_in_shell
 from litgrpo.text.tables import align_columns
 from litgrpo.text.visible import visible
-from litgrpo.training.lightning_compat import validate_now
 
 Report = dict[str, float]
 MAX_CANDIDATES = 64  # prompts of which samples are shown

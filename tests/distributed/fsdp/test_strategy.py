@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.models.loading import load_policy
+from litgrpo.models.loading.load import load_policy
 from tests.distributed.fsdp import training
 from tests.distributed.fsdp.training import VARIANTS
 from tests.support.gloo import run_by

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from litgrpo.distributed.fsdp.units import divide, gathered, is_gathered, is_sharded
-from litgrpo.models.sharded_weights import ENTRIES, find_fsdp_units
+from litgrpo.models.loading.sharded_weights import ENTRIES, find_fsdp_units
 from litgrpo.tensors import full_tensor
 from tests.support.gloo import run_by
 from tests.support.models import prompt_batch, tiny_policy

@@ -10,17 +10,17 @@ from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import OptimizerOptions, RngState
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.models.export import export
-from litgrpo.models.loading import LoRA, Precision
-from litgrpo.models.sharded_weights import gather_weights
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.load import LoRA, Precision
+from litgrpo.models.loading.sharded_weights import gather_weights
+from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.sft import SFT
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.episodes import EpisodeSettings
-from litgrpo.training.grpo import GRPO
-from litgrpo.training.sft import SFT
-from litgrpo.training.update_config import UpdateConfig
+from litgrpo.rollout.servers.vllm import ServerEngine
 from tests.support.algorithms import DISTILLING, PUBLISHED
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.playing import Echo

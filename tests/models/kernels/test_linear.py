@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from litgrpo.models.export import export
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels import packed_attention as flash
 from litgrpo.models.kernels.linear import LinearKernels
-from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy
+from litgrpo.models.loading.export import export
+from litgrpo.models.loading.load import LoRA, Precision, build_policy, load_policy
 from tests.support.models import byte_tokenizer, tiny_model, tiny_policy
 
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")

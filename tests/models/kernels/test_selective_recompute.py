@@ -13,7 +13,7 @@ from litgrpo.models.kernels.selective_recompute import (
     find_recomputed_modules,
     recompute_in_backward,
 )
-from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.loading.load import LoRA, Precision, build_policy
 from litgrpo.types import TokenRows
 from tests.support.fused_decode import model_of
 from tests.support.models import byte_tokenizer, tiny_model

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litgrpo.models.shared_prefix import RowOffloader
+from litgrpo.models.decode.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from litgrpo.distributed.device import Backend
-from litgrpo.models.loading import build_policy
+from litgrpo.models.loading.load import build_policy
 from litgrpo.rollout.engines import local, recorded
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine

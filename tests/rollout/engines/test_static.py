@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.distributed.device import Backend
 from litgrpo.models.architectures import DECODER_ONLY
-from litgrpo.models.loading import LoRA, build_policy
+from litgrpo.models.loading.load import LoRA, build_policy
 from litgrpo.rollout.engines import static as static_engine
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine

@@ -18,9 +18,9 @@ from litgrpo.callbacks.guards import NonFinite
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
-from litgrpo.training.grpo import GRPO
 from tests.runs.doctor.kinds import CUT, FAULTS, HEALTHY, ITERATIONS, Kind, Measurements, correct
 from tests.runs.doctor.tasks import DEV, UNSEEN, Truth, held_out, model_of, probe, rows
 

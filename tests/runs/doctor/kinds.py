@@ -11,12 +11,12 @@ import torch
 from lightning import Callback
 
 from litgrpo.algorithms.losses import Clipped, Objective
-from litgrpo.models.loading import LoRA
+from litgrpo.learning.optim import WarmupCosine
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.models.loading.load import LoRA
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.optim import WarmupCosine
-from litgrpo.training.update_config import UpdateConfig
 from tests.runs.doctor.tasks import Truth, strip_parentheses
 from tests.support.algorithms import PUBLISHED
 

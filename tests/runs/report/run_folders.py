@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from litgrpo.callbacks.run_folder import COMMAND, CONFIG, HEADER
+from litgrpo.run_folder import COMMAND, CONFIG, HEADER
 from litgrpo.runs.doctor.finding import Diagnosis, Finding
 
 NUM_PROMPTS = 20

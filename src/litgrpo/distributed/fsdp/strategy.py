@@ -18,7 +18,7 @@ from torch.distributed.tensor import empty as empty_shards
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.fsdp.units import divide, gathered
 from litgrpo.distributed.restarts import open_restart_store
-from litgrpo.training.lightning_compat import find_trainer, set_data_parallel_size
+from litgrpo.lightning_compat import find_trainer, set_data_parallel_size
 
 
 class FSDP2Strategy(ModelParallelStrategy):

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from litgrpo.arguments import import_package
-from litgrpo.http_client import MIB
+from litgrpo.http import MIB
 from litgrpo.text.visible import excerpt
 
 MAX_BYTES = 16 * MIB  # of a message

@@ -36,7 +36,7 @@ from litgrpo.environments.adapters.mcp_process import (
 )
 from litgrpo.environments.tool import EpisodeError, Tool
 from litgrpo.event_loops import event_loop, wait_for
-from litgrpo.http_client import LOOP, LimitedClient
+from litgrpo.http import LOOP, LimitedClient
 from litgrpo.text.secrets import fill_variables
 from litgrpo.text.visible import excerpt
 

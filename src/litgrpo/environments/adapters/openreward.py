@@ -16,7 +16,7 @@ from litgrpo.environments.adapters.external import construct, no_connection, sch
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import EpisodeError, Tool
 from litgrpo.environments.tool_caller import ToolCaller
-from litgrpo.http_client import call_within
+from litgrpo.http import call_within
 from litgrpo.types import TASK_DATA
 
 KEY_VARIABLE = "OPENREWARD_API_KEY"

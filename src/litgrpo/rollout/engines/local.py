@@ -21,8 +21,8 @@ from torch import Tensor
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least
 from litgrpo.distributed.device import backend
+from litgrpo.models.decode.shared_prefix import RowOffloader
 from litgrpo.models.policy import DecodeState
-from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
 from litgrpo.rollout.engines.recorded import RecordedDecoder
 from litgrpo.rollout.engines.static import DecodeBuffer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.distributed.device import Backend
-from litgrpo.models.grid_cache import GridCache
+from litgrpo.models.decode.grid_cache import GridCache
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import DecodeBuffer, TokenSampler
 

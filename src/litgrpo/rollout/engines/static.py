@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
+from litgrpo.models.decode.static import StaticState, index_copy
 from litgrpo.models.policy import Policy
-from litgrpo.models.static import StaticState, index_copy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
 from litgrpo.rollout.stop_sequences import StopStrings

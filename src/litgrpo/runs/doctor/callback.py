@@ -9,9 +9,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.loggers import MetricsCSV, loggers_of
-from litgrpo.callbacks.protocol import TrainedModule
-from litgrpo.callbacks.run_folder import run_folder
 from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
+from litgrpo.protocol import TrainedModule
+from litgrpo.run_folder import run_folder
 from litgrpo.runs.doctor.finding import SEVERITIES, Severity
 from litgrpo.runs.doctor.render import render_line, render_markdown
 from litgrpo.runs.run import Run

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.files import write_text
-from litgrpo.callbacks.run_folder import CONFIG, REPORT
+from litgrpo.files import write_text
+from litgrpo.run_folder import CONFIG, REPORT
 from litgrpo.runs.config import RunConfig
 from litgrpo.runs.report.page import render_page
 from litgrpo.runs.run import Run

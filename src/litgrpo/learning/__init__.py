@@ -1,0 +1,1 @@
+"""Training batches, gradients and optimizer steps; no LightningModule."""

@@ -1,0 +1,551 @@
+"""The learning step: training batches from rollouts and rewards, exact gradients, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from litgrpo.algorithms.advantages import check_centered
+from litgrpo.algorithms.losses import EntropyTotals, Objective
+from litgrpo.algorithms.turn_credit import Turns
+from litgrpo.distributed.collectives import Comm, SingleProcess
+from litgrpo.distributed.device import Clock, time_phase
+from litgrpo.distributed.fsdp.units import gathered
+from litgrpo.distributed.memory import (
+    Attempt,
+    NotEnoughMemory,
+    RowLimit,
+    is_out_of_memory,
+    repeat_on_all_ranks,
+    retry_with_fewer_rows,
+)
+from litgrpo.learning.controllers import FixedCoefficients
+from litgrpo.learning.micro_batches import (
+    BatchLimits,
+    MicroBatch,
+    MicroBatching,
+    RaggedBatches,
+    mini_batches,
+    rows_with_gradient,
+)
+from litgrpo.learning.steppers import Stepper
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.metrics import StepSums, completion_advantages
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import Reference
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.tensors import ComparedModel, full_tensor
+from litgrpo.types import (
+    LossOutput,
+    RewardTable,
+    Rollout,
+    RolloutLogprobs,
+    Stats,
+    StepReport,
+    TokenLogprobs,
+    TokenRows,
+    TrainingBatch,
+)
+
+Result = TypeVar("Result")
+MISMATCH = "policy/sampler_mismatch"
+STATE_DOES_NOT_FIT = (
+    "Out of memory in the optimizer step: weights, gradients and optimizer state do not fit, and "
+    "smaller micro-batches do not change that. Train adapters (model.lora.rank 16), choose an "
+    "optimizer with less state, or shard over several devices (configs/hardware/fsdp2.yaml). "
+    "`plan` estimates the memory of each."
+)
+
+
+def learning_row_limit() -> RowLimit:
+    """Return the limit on rows of a micro-batch, lowered after out-of-memory errors."""
+    remedy = "shorten completions, or set model.precision.gradient_checkpointing"
+    return RowLimit("model.update.micro_batch_size", remedy)
+
+
+@dataclass
+class Learner:
+    """Turns rewarded completions into optimizer steps.
+
+    The gradient of an optimizer step does not depend on how its rows are split into micro-batches,
+    on padding or on the number of ranks: every token has its weight in the loss before the split.
+
+    Args:
+        policy: is trained.
+        coefficients: hold the objective, and may replace it by one with other coefficients during
+            training.
+        config: how the optimizer uses one rollout.
+        sampling: how the completions were sampled.
+        group_size: completions per prompt, G.
+        max_completion_length: limit on the tokens of a completion.
+        reference: for the KL term; None without one.
+        exact_logprobs: True if the engine's log-probabilities are the policy's, up to rounding;
+            not used by the update, but by the start-up checks.
+        reuse_sampler_logprobs: use the sampler's log-probabilities as those before the update,
+            which is correct only if the engine is exact and computes in the same full precision.
+        comm: collectives of the ranks.
+        micro_batching: ragged micro-batches, or static ones for XLA devices.
+        clock: measures the phases.
+        row_limit: rows of a micro-batch after out-of-memory errors.
+    """
+
+    policy: Policy
+    coefficients: FixedCoefficients
+    config: UpdateConfig
+    sampling: Sampling
+    group_size: int
+    max_completion_length: int
+    reference: Reference | None = None
+    exact_logprobs: bool = True
+    reuse_sampler_logprobs: bool = True
+    comm: Comm = field(default_factory=SingleProcess)
+    micro_batching: MicroBatching = field(default_factory=RaggedBatches)
+    clock: Clock = field(default_factory=Clock)
+    row_limit: RowLimit = field(default_factory=learning_row_limit)
+
+    def __post_init__(self) -> None:
+        """Check that the reference can follow the policy if a controller moves it."""
+        if self.reference is not None and self.coefficients.moves_reference:
+            self.reference.check_can_mix(self.policy)
+
+    @property
+    def objective(self) -> Objective:
+        """Objective of this iteration."""
+        return self.coefficients.objective
+
+    # --- before the update ---
+
+    @time_phase("time/logprobs_s")
+    def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
+        """Compute the log-probabilities that the objective compares with.
+
+        With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
+        1). It is None as well if the old policy of the objective is the sampler. With several steps
+        and an exact engine it is the sampler's, without a forward pass. A stale or inexact sampler
+        is handled by `importance_correction`. Without a KL term `ref` is None. Advantages that need
+        the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
+        not the policy (`Objective.needs_policy_kl`).
+
+        Args:
+            rollout: N completions.
+        """
+
+        def compute(max_rows: int | None) -> RolloutLogprobs:
+            old, norms = self._before_update(rollout, max_rows)
+            if self.reference is None:
+                return RolloutLogprobs(old, score_norms=norms)
+            tokens, ref, hidden = rollout.reference_tokens, None, None
+            if self.objective.needs_reference_logprobs:
+                temperature = self.sampling.policy_temperature
+                found = self._compute_under(self.reference, tokens, temperature, max_rows)
+                ref = found.logprobs
+            if self.objective.divergence is not None:
+                hidden = self._compute_hidden(self.reference, tokens, max_rows)
+            return RolloutLogprobs(old, ref, hidden, norms)
+
+        return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
+
+    def _before_update(
+        self, rollout: Rollout, max_rows: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return [N, C] old log-probabilities and score norms; None for what is not needed."""
+        needs_norms = self.objective.advantages.needs_score_norms
+        needs_old = self._updates_from_old or self.objective.needs_policy_kl
+        reused = rollout.sampler_logprobs if self.reuse_sampler_logprobs else None
+        if not needs_norms and not (needs_old and reused is None):
+            return (reused if needs_old else None), None
+        limits = self._limits(max_rows, self.policy.computes_prompts_once)
+        compute = partial(self.logprobs, score_norms=True) if needs_norms else self.logprobs
+        found = self.micro_batching.compute_logprobs(rollout.tokens, compute, limits)
+        old = found.logprobs if reused is None else reused
+        return (old if needs_old else None), found.score_norms
+
+    @property
+    def _updates_from_old(self) -> bool:
+        """True if the ratio needs the log-probabilities before the update, see `old_policy`."""
+        return self.config.num_steps > 1 and self.objective.old_policy != "sampler"
+
+    def _kl_logprobs(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Tensor:
+        """Return the [N, C] log-probabilities that `kl_in_reward` compares with the reference."""
+        if not self.objective.needs_policy_kl:
+            return rollout.sampler_logprobs
+        assert logprobs.old is not None
+        return logprobs.old
+
+    def add_policy_logprobs(self, rollout: Rollout) -> Rollout:
+        """Return given completions with the policy's log-probabilities as those of the sampler.
+
+        Args:
+            rollout: N completions.
+        """
+
+        def compute(max_rows: int | None) -> TokenLogprobs:
+            limits = self._limits(max_rows, self.policy.computes_prompts_once)
+            return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits)
+
+        found = self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
+        return replace(rollout, sampler_logprobs=found.logprobs)
+
+    def logprobs_under(self, reference: Reference, tokens: TokenRows, temperature: float) -> Tensor:
+        """Return [N, C] log-probabilities under a frozen model, computed in micro-batches.
+
+        A rank that runs out of memory repeats it with fewer rows at once, without the other ranks,
+        unless their weights are needed for it.
+
+        Args:
+            reference: the frozen model.
+            tokens: N rows.
+            temperature: of the log-probabilities.
+        """
+        compute = partial(self._compute_under, reference, tokens, temperature)
+        if not self.micro_batching.computes_alone:
+            return compute(self.row_limit.max_rows).logprobs
+        in_use = self._largest_micro_batch(tokens)
+        return retry_with_fewer_rows(compute, self.row_limit, in_use).logprobs
+
+    def _compute_under(
+        self,
+        reference: Reference,
+        tokens: TokenRows,
+        temperature: float,
+        max_rows: int | None,
+    ) -> TokenLogprobs:
+        def compute(rows: TokenRows) -> TokenLogprobs:
+            with self.policy.autocast():
+                return reference.logprobs(rows, temperature=temperature)
+
+        if reference.computes_elsewhere:
+            return compute(tokens)
+        limits = self._limits(max_rows, reference.computes_prompts_once)
+        return self.micro_batching.compute_logprobs(tokens, compute, limits)
+
+    def _compute_hidden(
+        self, reference: Reference, tokens: TokenRows, max_rows: int | None
+    ) -> Tensor:
+        """Return [N, C, E] hidden states of a frozen model."""
+
+        def compute(rows: TokenRows) -> dict[str, Tensor]:
+            with self.policy.autocast():
+                return {"hidden": reference.hidden_states(rows)}
+
+        limits = self._limits(max_rows, reference.computes_prompts_once)
+        return self.micro_batching.compute_fields(tokens, compute, limits)["hidden"]
+
+    @time_phase("time/learn_s")
+    def build_batch(
+        self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
+    ) -> TrainingBatch:
+        """Build the training batch of an iteration: per-token advantages and loss weights.
+
+        Before, an entropy target sets the entropy coefficient of the objective from this rollout.
+
+        Args:
+            rollout: N completions.
+            rewards: [B, G] of these completions.
+            logprobs: of these completions, before the update and under the reference.
+        """
+        # `update_coefficients` would be too late: this bonus follows this rollout's own entropy.
+        self.coefficients.update_entropy_coef(rollout, self.comm)
+        mask = rollout.loss_mask
+        # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
+        # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
+        # TurnAdvantages.
+        correct = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
+        if self.objective.positive_nll is not None:
+            correct = self.objective.positive_nll.find_correct(rewards).to(mask.device)
+        policy_logprobs = self._kl_logprobs(rollout, logprobs)
+        rewards = self.objective.subtract_kl(rewards, policy_logprobs, logprobs.ref, mask)
+        turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
+        advantages = self.objective.token_advantages(
+            rewards, mask, self.comm, turns, logprobs.score_norms
+        )
+        by_completion = completion_advantages(advantages).view_as(rewards.total)
+        if self.objective.advantage_clip is None:
+            # An agent may end without a call: a row without tokens shows no advantage.
+            shown = mask.any(1).view_as(rewards.total).all(1).to(by_completion.device)
+            check_centered(by_completion[shown], self.objective.advantages, self.objective.gamma)
+        has_advantage = (advantages != 0).view(-1, self.group_size * advantages.shape[1]).any(1)
+        informative = has_advantage.repeat_interleave(self.group_size)
+        # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
+        # the step (token_mean). It is computed before the step is split, so the gradient does not
+        # depend on micro-batches.
+        loss_weights = torch.zeros_like(rollout.sampler_logprobs)
+        nll_weights = torch.zeros_like(loss_weights) if self.objective.adds_nll else None
+        observed = rollout.completion_mask & ~mask
+        for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
+            loss_weights[rows] = self.objective.loss_weights(
+                mask[rows],
+                rollout.truncated[rows],
+                self.max_completion_length,
+                self.comm,
+                informative=informative[rows],
+            )
+            if nll_weights is not None:
+                nll_weights[rows] = self.objective.nll_weights(
+                    mask[rows], observed[rows], correct[rows], self.comm
+                )
+        tokens = rollout.tokens
+        return TrainingBatch(
+            prompt_ids=tokens.prompt_ids,
+            prompt_mask=tokens.prompt_mask,
+            prompt_of=tokens.prompt_of,
+            completion_ids=tokens.completion_ids,
+            completion_mask=tokens.completion_mask,
+            candidate_ids=tokens.candidate_ids,
+            loss_mask=mask,
+            sampler_logprobs=rollout.sampler_logprobs,
+            advantages=advantages,
+            loss_weights=loss_weights,
+            old_logprobs=logprobs.old if self._updates_from_old else None,
+            ref_logprobs=logprobs.ref,
+            nll_weights=nll_weights,
+            ref_hidden=logprobs.ref_hidden,
+            segments=tokens.segments,
+        )
+
+    def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
+        """Return {name: [2] sum over tokens and count} of the KL that is taken off the rewards.
+
+        Empty without `kl_in_reward`. Arguments as of `build_batch`.
+        """
+        option, mask = self.objective.kl_in_reward, rollout.loss_mask
+        if option is None or logprobs.ref is None:
+            return {}
+        kl = option.token_kl(self._kl_logprobs(rollout, logprobs), logprobs.ref, mask)
+        return {"policy/kl_in_reward": torch.stack([kl.sum(), mask.sum()])}
+
+    # --- the update ---
+
+    @time_phase("time/learn_s")
+    def update(self, batch: TrainingBatch, stepper: Stepper) -> list[StepReport]:
+        """Take all optimizer steps of an iteration.
+
+        Args:
+            batch: N rows.
+            stepper: backward passes and optimizer steps.
+
+        Returns:
+            A report of each step, in order.
+        """
+        self.policy.train()
+        mini_batch_rows = mini_batches(len(batch), self.group_size, self.config.num_mini_batches)
+        reports: list[StepReport] = []
+        for _ in range(self.config.epochs_per_rollout):
+            for rows in mini_batch_rows:
+                mini_batch = self.micro_batching.select_mini_batch(batch, rows)
+                report = self.take_optimizer_step(mini_batch, stepper)
+                if report.skipped:  # its row numbers are those of the mini-batch
+                    numbers = {int(rows[row]): why for row, why in report.skipped.items()}
+                    report = replace(report, skipped=numbers)
+                if reports:  # later steps would show the update, not the sampler
+                    report.sums.pop(MISMATCH, None)
+                reports.append(report)
+        return reports
+
+    def take_optimizer_step(self, batch: TrainingBatch, stepper: Stepper) -> StepReport:
+        """Take one optimizer step with the exact gradient of these rows.
+
+        If a loss or gradient on any rank is not finite, the gradient is dropped on all ranks: the
+        weights stay as they are, and the schedule moves on.
+
+        Args:
+            batch: M rows of a mini-batch.
+            stepper: backward passes and optimizer steps.
+        """
+        # {name: [2] sum over rows or tokens, and the count to divide it by}, and the losses.
+        sums = self.retry_with_fewer_rows(
+            partial(self._accumulate_gradients, batch, stepper),
+            self._largest_micro_batch(batch.tokens),
+        )
+        lr = stepper.lr  # before the schedule moves
+        # Clipping runs inside of optimizer.step(), when gradients are reduced and unscaled:
+        # TrainerStepper.step -> Lightning -> GRPO.on_before_optimizer_step
+        # -> TrainerStepper.clip_before_step -> _clip_gradients, whose result `step` returns.
+        try:
+            stats = stepper.step(partial(self._clip_gradients, batch, sums))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Not repeatable: a part of the weights may have been updated.
+            raise NotEnoughMemory(STATE_DOES_NOT_FIT) from error
+        if stats is None:
+            return StepReport(lr, skipped=self._find_non_finite(batch))
+        return StepReport(lr, stats)
+
+    def _accumulate_gradients(
+        self, batch: TrainingBatch, stepper: Stepper, max_rows: int | None
+    ) -> StepSums:
+        stepper.zero_grad()
+        sums = self.micro_batching.sums()
+        limits = self._limits(max_rows, self.policy.computes_prompts_once)
+        with self._reference_head():
+            for output, micro in self.losses(batch, limits):
+                # Gradients are averaged over ranks, while the weights count the rows of all ranks.
+                stepper.backward(output.loss * self.comm.world_size, last=micro.is_last)
+                if not micro.is_filler:
+                    sums.add(output)
+        return sums
+
+    def _reference_head(self) -> AbstractContextManager[None]:
+        """Return the context in which divergences can be computed, backward passes included."""
+        if self.reference is None or self.objective.divergence is None:
+            return nullcontext()
+        return self.reference.head_in_memory()
+
+    def losses(
+        self, batch: TrainingBatch, limits: BatchLimits
+    ) -> Iterator[tuple[LossOutput, MicroBatch[TrainingBatch]]]:
+        """Yield the loss of each micro-batch; their sum is the loss of the optimizer step.
+
+        Args:
+            batch: M rows of a mini-batch.
+            limits: of a micro-batch.
+        """
+        batch, totals = self.prepare_step(batch)
+        # Without a KL or entropy term, rows with zero advantage have no gradient: skip their pass.
+        rows = None if self.objective.needs_all_rows else rows_with_gradient(batch)
+        for micro in self.micro_batching.split(batch, rows, limits):
+            new = self.logprobs(micro.rows.tokens, micro.rows.ref_hidden)
+            output = self.objective.loss(new, micro.rows, totals)
+            output.stats[MISMATCH] = _sampler_mismatch(new, micro.rows)
+            yield output, micro
+
+    def _clip_gradients(
+        self, batch: TrainingBatch, sums: StepSums, trained: list[Parameter]
+    ) -> Stats | None:
+        """Clip the gradient, or drop it on all ranks if a number on any rank is not finite.
+
+        Returns:
+            {name: [2] sum and count}, or None if the gradient was dropped.
+        """
+        max_norm = self.config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(trained, torch.inf if max_norm is None else max_norm)
+        stats, loss, norm = sums.read(full_tensor(norm))
+        inputs = batch.sampler_logprobs.isfinite() & batch.advantages.isfinite()
+        finite = inputs.all() & loss.isfinite() & norm.isfinite()
+        if self.comm.sum((~finite).float()) != 0:
+            # Optimizers skip parameters without a gradient: no optimizer state, no weight decay.
+            for parameter in trained:
+                parameter.grad = None
+            return None
+        one = torch.ones_like(loss)
+        # `loss` is this rank's share of the sum over ranks, and logged numbers are averaged.
+        loss_of_step = torch.stack([loss * self.comm.world_size, one])
+        return stats | {"policy/loss": loss_of_step, "optim/grad_norm": torch.stack([norm, one])}
+
+    def prepare_step(self, batch: TrainingBatch) -> tuple[TrainingBatch, EntropyTotals]:
+        """Compute what depends on all rows of an optimizer step, before it is split.
+
+        Returns:
+            The rows, with the tokens that the surrogate selects; totals of the step.
+        """
+        # A quantile, or a selection of tokens, needs all of them before the first backward pass.
+        before = None
+        if self.objective.needs_entropy or self.objective.selects_tokens:
+            before = self.micro_batching.compute_logprobs(batch.tokens, self.logprobs, self.limits)
+        entropy = None if before is None else before.entropy
+        totals = self.objective.entropy_totals(batch.loss_weights, entropy, self.comm)
+        batch = self.objective.select_tokens(batch, before, self.comm)
+        return batch, self.micro_batching.on_device(totals)
+
+    def logprobs(
+        self, tokens: TokenRows, ref_hidden: Tensor | None = None, *, score_norms: bool = False
+    ) -> TokenLogprobs:
+        """Compute log-probabilities and entropies under the policy, with gradient.
+
+        Args:
+            tokens: M rows.
+            ref_hidden: [M, C, E] hidden states of the reference, to compute divergences as well.
+            score_norms: compute `TokenLogprobs.score_norms` as well.
+        """
+        compared, divergence = None, self.objective.divergence
+        if ref_hidden is not None and divergence is not None:
+            assert self.reference is not None
+            compared = ComparedModel(ref_hidden, self.reference.head, divergence)
+        with self.policy.autocast():
+            return self.policy.logprobs(
+                tokens,
+                temperature=self.sampling.policy_temperature,
+                entropy_grad=self.objective.entropy_coef != 0,
+                compared=compared,
+                score_norms=score_norms,
+            )
+
+    def _find_non_finite(self, batch: TrainingBatch) -> dict[int, str]:
+        """Return {row: its first number that is not finite}.
+
+        Repeats a forward and a backward pass for each row, which only happens after a skipped step.
+        """
+        found: dict[int, str] = {}
+        batch, totals = self.prepare_step(batch)
+        # Ranks have unequal numbers of rows.
+        with gathered(self.policy), self._reference_head():
+            trained = [p for p in self.policy.parameters() if p.requires_grad]
+            for row in (batch.loss_weights != 0).any(1).nonzero():
+                micro = next(self.micro_batching.split(batch, row, self.limits)).rows
+                new = self.logprobs(micro.tokens, micro.ref_hidden)
+                loss = self.objective.loss(new, micro, totals).loss
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+                numbers = {
+                    "advantage": micro.advantages,
+                    "log-probability at sampling": micro.sampler_logprobs,
+                    "log-probability": new.logprobs,
+                    "loss": loss,
+                    "gradient": torch.stack([g.abs().max() for g in gradients if g is not None]),
+                }
+                bad = [name for name, values in numbers.items() if not values.isfinite().all()]
+                if bad:
+                    found[int(row)] = bad[0]
+        return found
+
+    # --- after the update ---
+
+    def update_coefficients(self, stats: Stats, iteration: int) -> None:
+        """Let adaptive coefficients and a moving reference follow this iteration.
+
+        Args:
+            stats: averages of this iteration.
+            iteration: number of finished iterations.
+        """
+        self.coefficients.update(stats, iteration, self.policy, self.reference)
+
+    # --- memory ---
+
+    @property
+    def limits(self) -> BatchLimits:
+        """Limits of a micro-batch of the policy."""
+        return self._limits(self.row_limit.max_rows, self.policy.computes_prompts_once)
+
+    def _limits(self, max_rows: int | None, shared: bool) -> BatchLimits:
+        given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
+        return BatchLimits(min(given, default=None), self.config.max_tokens, shared)
+
+    def retry_with_fewer_rows(
+        self, attempt: Attempt[Result], rows_in_use: Callable[[], int]
+    ) -> Result:
+        """Return the result of an attempt, in smaller micro-batches after out-of-memory errors.
+
+        Args:
+            attempt: as of `memory.repeat_on_all_ranks`.
+            rows_in_use: number of rows of the largest micro-batch of the failed attempt.
+        """
+        if self.comm.world_size > 1:
+            alone = self.micro_batching.computes_alone
+            attempt = repeat_on_all_ranks(attempt, self.row_limit, self.comm, repeatable=alone)
+        return retry_with_fewer_rows(attempt, self.row_limit, rows_in_use)
+
+    def _largest_micro_batch(self, tokens: TokenRows) -> Callable[[], int]:
+        return lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits)))
+
+
+def _sampler_mismatch(new: TokenLogprobs, batch: TrainingBatch) -> Tensor:
+    """Return [2] sum and count of |log p_policy - log p_sampler| (nats)."""
+    gap = (new.logprobs.detach() - batch.sampler_logprobs).abs()
+    return torch.stack([torch.where(batch.loss_mask, gap, 0.0).sum(), batch.loss_mask.sum()])

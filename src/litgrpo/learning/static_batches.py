@@ -1,0 +1,168 @@
+"""Micro-batches of one static shape, for XLA devices, which compile a program for each shape.
+
+The rollout stays in the host's memory. Every micro-batch has the same number of rows and all
+columns, and each row has its own copy of the prompt. Filler rows have zero loss weight. Statistics
+stay on the device until the optimizer step needs them, which costs a single wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from litgrpo.algorithms.losses import EntropyTotals
+from litgrpo.distributed.device import Backend, to_host
+from litgrpo.learning.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching, Rows
+from litgrpo.metrics import StepSums
+from litgrpo.types import LossOutput, Stats, TokenRows, TrainingBatch
+
+
+class StaticSums(StepSums):
+    """Sums of a step, kept on the device until all of them are read at once.
+
+    Args:
+        device: computes the micro-batches.
+    """
+
+    def __init__(self, device: Backend) -> None:
+        super().__init__()
+        self.device = device
+        self.names: list[str] = []
+        self.reports: list[Tensor] = []
+
+    def add(self, output: LossOutput) -> None:
+        """Keep sums, counts and loss of a micro-batch as one [K + 1, 2] tensor."""
+        self.names = list(output.stats)
+        loss = output.loss.detach().float()
+        self.reports.append(torch.stack([*output.stats.values(), torch.stack([loss, loss])]))
+        self.device.flush()
+
+    def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
+        """Copy all sums to the host, with a single wait for the device."""
+        self.device.flush()
+        *reports, norm = to_host([*self.reports, grad_norm])
+        for report in reports:
+            self.totals.add(dict(zip(self.names, report, strict=False)))
+        loss = torch.stack([report[-1, 0] for report in reports]).sum()
+        return self.totals.sums, loss, norm
+
+
+@dataclass(frozen=True)
+class StaticBatches(MicroBatching):
+    """Micro-batches of one shape.
+
+    Args:
+        device: the XLA device.
+
+    Example:
+        >>> from litgrpo.distributed.device import backend
+        >>> StaticBatches(backend(torch.device("cpu"))).device.num_chips
+        1
+    """
+
+    device: Backend
+
+    def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+        """Select rows with all of their columns."""
+        return select_whole_rows(batch, rows)
+
+    def rows_at_once(self, batch: TokenRows | TrainingBatch, limits: BatchLimits) -> int:
+        """Return the rows of every micro-batch, a multiple of the chips; padded tokens count."""
+        width = batch.prompt_ids.shape[1] + batch.completion_ids.shape[1]
+        rows = len(batch)
+        if limits.max_rows is not None:
+            rows = min(rows, limits.max_rows)
+        if limits.max_tokens is not None:
+            rows = min(rows, limits.max_tokens // width)
+        # The rows of a micro-batch are sharded over the chips: round up to a multiple of them.
+        return math.ceil(max(1, rows) / self.device.num_chips) * self.device.num_chips
+
+    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
+        """Split rows in order."""
+        return list(torch.arange(len(batch)).split(self.rows_at_once(batch, limits)))
+
+    def split(
+        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch[Rows]]:
+        """Yield micro-batches on the device, the last one filled to the same shape."""
+        chosen = torch.arange(len(batch)) if rows is None else rows
+        num_rows = self.rows_at_once(batch, limits)
+        buckets = chosen.split(num_rows)
+        for number, bucket in enumerate(buckets, start=1):
+            filled = self.fill(batch, bucket, num_rows)
+            yield MicroBatch(filled, is_last=number == len(buckets))
+
+    def fill(self, batch: Rows, rows: Tensor, num_rows: int) -> Rows:
+        """Build a micro-batch of the static shape on the device.
+
+        Args:
+            batch: M rows on the host.
+            rows: [m] row numbers, at most `num_rows` of them.
+            num_rows: rows of the micro-batch.
+        """
+        missing = num_rows - len(rows)
+        chosen = select_whole_rows(batch, torch.cat([rows, rows[:1].expand(missing)]))
+        filling = (torch.arange(num_rows) >= len(rows))[:, None]
+        values = chosen.row_fields()
+        # A filler row has no tokens and no loss weight, so its gradient is exactly 0.
+        unused = {"completion_mask", "loss_mask", "loss_weights", "nll_weights"}
+        for name in unused & values.keys():
+            values[name] = values[name].masked_fill(filling, 0)
+        values["prompt_ids"] = chosen.prompt_ids
+        values["prompt_mask"] = chosen.prompt_mask
+        values["prompt_of"] = chosen.prompt_of
+        self.device.note_shapes("micro-batch", **values)
+        return replace(
+            chosen, **{name: self.device.rows_to(value) for name, value in values.items()}
+        )
+
+    def compute_fields(
+        self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
+    ) -> dict[str, Tensor]:
+        """Compute micro-batches, and copy the results to the host with one wait."""
+        parts: list[Tensor] = []
+        names: list[str] = []
+        with torch.no_grad():
+            for micro in self.split(tokens, None, limits):
+                found = fields_of(micro.rows)
+                names = list(found)
+                parts += found.values()
+                self.device.flush()
+        parts = to_host(parts)
+        num_rows = len(tokens)  # without the filler rows at the end
+        columns = (torch.cat(parts[n :: len(names)])[:num_rows] for n in range(len(names)))
+        return dict(zip(names, columns, strict=True))
+
+    def sums(self) -> StepSums:
+        """Return sums that are read at the end of a step."""
+        return StaticSums(self.device)
+
+    def on_device(self, totals: EntropyTotals) -> EntropyTotals:
+        """Pass the numbers as inputs: as constants, each value would need another program."""
+        threshold = totals.entropy_threshold
+        return EntropyTotals(
+            self.device.number_to(totals.num_tokens),
+            None if threshold is None else self.device.number_to(threshold),
+        )
+
+
+def select_whole_rows(batch: Rows, rows: Tensor) -> Rows:
+    """Select rows, each with its own copy of the prompt, without cutting columns.
+
+    Args:
+        batch: M rows.
+        rows: [m] row numbers; a row may occur twice.
+    """
+    chosen = {name: value[rows] for name, value in batch.row_fields().items()}
+    prompts = batch.prompt_of[rows]
+    return replace(
+        batch,
+        prompt_ids=batch.prompt_ids[prompts],
+        prompt_mask=batch.prompt_mask[prompts],
+        prompt_of=torch.arange(len(rows)),
+        **chosen,
+    )

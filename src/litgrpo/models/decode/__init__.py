@@ -1,0 +1,1 @@
+"""Decoding of one token per row: caches, and steps of few calls."""

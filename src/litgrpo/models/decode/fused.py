@@ -1,0 +1,407 @@
+"""Fused decoding step for the Llama layout and related ones: equal arithmetic in fewer calls.
+
+Transformers' forward pass spends most of a small model's time between operators. Here the query,
+key and value projections are one matrix product, as are gate and up; the norm weights are
+multiplied into the weights that follow; rotary positions are one complex product; weights may be
+packed or in lower precision. Prefill, training and all other models use transformers' code.
+`is_supported` accepts exact layouts only, and `CausalPolicy.can_fuse` compares logits before the
+first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from litgrpo.models.architectures import (
+    MLP,
+    POSITIONAL_ROPES,
+    FusedLayout,
+    find_fused_layout,
+    modeling_module_name,
+)
+from litgrpo.models.decode.grid_cache import GridCache
+from litgrpo.models.decode.shared_prefix import SharedPrefixCache
+from litgrpo.models.kernels.linear import FastLinear, PackedLinear
+from litgrpo.models.kernels.torch_compat import has_forward_hooks
+from litgrpo.tensors import widen
+
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+LINEAR = (nn.Linear, FastLinear)
+
+
+def is_supported(model: PreTrainedModel) -> bool:
+    """Check that `FusedDecoder` computes exactly this model, as it is now.
+
+    Every module that the decoder replaces must have the class that it was written for: adapters,
+    parametrizations and other wrappers have other classes, and compute with other weights.
+    """
+    layout, home = find_fused_layout(model), modeling_module_name(model)
+    if layout is None:
+        return False
+    if any(has_forward_hooks(part) or "forward" in vars(part) for part in model.modules()):
+        return False
+    if any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters()):
+        return False
+    body: Any = model.base_model
+    return (
+        all(type(part).__module__ == home for part in (body, body.norm, body.rotary_emb))
+        and body.rotary_emb.rope_type in POSITIONAL_ROPES
+        and 2 * len(body.rotary_emb.inv_freq) == body.layers[0].self_attn.head_dim
+        and body.embed_tokens is model.get_input_embeddings()
+        and _is_plain_embedding(body.embed_tokens, layout, home)
+        and type(model.get_output_embeddings()) in LINEAR
+        and all(_is_supported_layer(layer, layout, home) for layer in body.layers)
+    )
+
+
+def _is_plain_embedding(part: nn.Module, layout: FusedLayout, home: str) -> bool:
+    """Check that this is a table of vectors, which Gemma scales."""
+    is_plain = type(part).__module__ == home if layout.gemma else type(part) is nn.Embedding
+    return is_plain and getattr(part, "max_norm", None) is None
+
+
+def _is_supported_layer(layer: Any, layout: FusedLayout, home: str) -> bool:
+    outer, inner, mlp = (dict(p.named_children()) for p in (layer, layer.self_attn, layer.mlp))
+    expected = layout.layer_norms | {"self_attn", "mlp"}, layout.head_norms | PROJECTIONS, MLP
+    if (outer.keys(), inner.keys(), mlp.keys()) != expected:
+        return False
+    rest = {**outer, **inner, **mlp}
+    del rest["act_fn"]  # any function of one tensor
+    projections = [rest.pop(name) for name in list(rest) if name.endswith("_proj")]
+    own = all(type(part).__module__ == home for part in (layer, *rest.values()))
+    return own and all(type(each) in LINEAR or _is_plain_lora(each) for each in projections)
+
+
+def _is_plain_lora(part: nn.Module) -> bool:
+    """Check that this is a LoRA layer whose matrices can be added to float32 weights."""
+    kind = type(part)
+    if kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ != "Linear":
+        return False
+    layer: Any = part
+    special = (
+        layer.lora_variant,
+        layer.merged_adapters,
+        layer.disable_adapters,
+        layer.fan_in_fan_out,
+    )
+    if any(special) or any((*layer.use_dora.values(), *layer.lora_bias.values())):
+        return False
+    return type(layer.base_layer) in LINEAR and layer.base_layer.weight.dtype == torch.float32
+
+
+def _merge_weight(part: Any) -> Tensor:
+    """Return the weight [out, in] of a linear layer with its adapters added."""
+    if isinstance(part, nn.Linear):
+        return part.weight.detach()
+    weight = part.base_layer.weight.detach()
+    for name in part.active_adapters:
+        if name in part.lora_A:
+            weight = weight + part.get_delta_weight(name)
+    return weight
+
+
+def _concatenate_biases(parts: list[Any]) -> Tensor | None:
+    """Concatenate the biases of linear layers; None if none has one."""
+    bases = [part if isinstance(part, nn.Linear) else part.base_layer for part in parts]
+    if all(base.bias is None for base in bases):
+        return None
+    return torch.cat(
+        [
+            base.weight.new_zeros(len(base.weight)) if base.bias is None else base.bias.detach()
+            for base in bases
+        ]
+    )
+
+
+class FusedLinear:
+    """A linear layer whose weight is copied for one rollout.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+        dtype: to compute in.
+        pack: copy the weight into oneDNN's layout.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, pack: bool) -> None:
+        self.packed = PackedLinear(weight, bias, dtype=dtype) if pack else None
+        self.weight = weight.to(dtype).t()
+        self.bias = None if bias is None else bias.to(dtype)
+        if pack:
+            self.weight = self.weight[:0]  # the packed copy is enough
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """Multiply [n, in] to [n, out] in the dtype of x, and add `add` [n, out] if given."""
+        if self.packed is not None:
+            y = self.packed(x)
+        elif x.dtype != self.weight.dtype:
+            y = torch.mm(x.to(self.weight.dtype), self.weight)
+            y = (y if self.bias is None else y + self.bias).to(x.dtype)
+        else:
+            first = self.bias if add is None else add
+            y = torch.mm(x, self.weight) if first is None else torch.addmm(first, x, self.weight)
+            return y if add is None or self.bias is None else y + self.bias
+        return y if add is None else y.add_(add)
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """Weights of one decoder layer.
+
+    Args:
+        qkv: query, key and value projections with the weight of the norm before them; in each query
+            and key head, the two numbers that rotate together are adjacent.
+        out: output projection of the attention.
+        gate_up: both input projections of the MLP with the weight of the norm before them.
+        down: output projection of the MLP.
+        act: activation function of the MLP.
+        head_norm: [Q + H, D] weights of the norms of query and key heads (Qwen 3), or None.
+        after: [E] weights of the norms of attention's and MLP's output (Gemma 2), or None.
+        window: positions that a token attends to; None: all.
+
+    Example:
+        Qwen 2 with E = 896, 14 query heads and 2 key heads of size 64: `qkv` is 896 -> 1,152,
+        `head_norm`, `after` and `window` are None.
+    """
+
+    qkv: FusedLinear
+    out: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
+    act: Callable[[Tensor], Tensor]
+    head_norm: Tensor | None
+    after: tuple[Tensor, Tensor] | None
+    window: int | None
+
+
+class FusedDecoder:
+    """A supported model with its weights copied for one rollout, in which they must not change.
+
+    Args:
+        model: `is_supported` accepts it.
+        scale_logits: applied to the output of the head (logit scale, soft-cap); None: nothing.
+        dtype: of the matrix products; None: that of the weights.
+        pack: copy weights into oneDNN's layout.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        scale_logits: Callable[[Tensor], Tensor] | None,
+        *,
+        dtype: torch.dtype | None = None,
+        pack: bool = False,
+    ) -> None:
+        body: Any = model.base_model
+        attention = body.layers[0].self_attn
+        config: Any = model.config
+        self.embedding = body.embed_tokens.weight.detach()
+        self.dtype = torch.promote_types(self.embedding.dtype, torch.float32)
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.size = attention.head_dim
+        layout = find_fused_layout(model)
+        assert layout is not None
+        gemma = layout.gemma
+        self.offset = 1.0 if gemma else 0.0  # Gemma stores norm weights minus 1
+        self.rms_eps = float(config.rms_norm_eps)
+        self.eps = torch.tensor(config.rms_norm_eps, dtype=self.dtype, device=self.embedding.device)
+        self.embed_scale = float(body.embed_tokens.embed_scale) if gemma else 1.0
+        self.softcap = config.attn_logit_softcapping if gemma else None
+        self.scaling = attention.scaling / (self.softcap or 1.0)
+        self.linear_args = (dtype or self.embedding.dtype, pack)
+        # Transformers rotates entries i and i + D/2 together. Here they are entries 2i and 2i + 1,
+        # so that a pair is one complex number.
+        self.pairs = torch.arange(self.size, device=self.eps.device).view(2, -1).t().flatten()
+        self.layers = [self._fuse_layer(layer, gemma) for layer in body.layers]
+        self.last_norm = self._norm_weight(body.norm)
+        self.head = self._fuse_linear([model.get_output_embeddings()])
+        self.scale_logits = scale_logits
+        self.rotary = body.rotary_emb
+        self.rotations = torch.empty(0)
+
+    def _norm_weight(self, norm: Any) -> Tensor:
+        return norm.weight.detach().to(self.dtype) + self.offset
+
+    def _fuse_linear(
+        self, parts: list[Any], norm: Any = None, rows: Tensor | None = None
+    ) -> FusedLinear:
+        """Concatenate linear layers, multiply in the norm before them, permute their outputs."""
+        weights, bias = [_merge_weight(part) for part in parts], _concatenate_biases(parts)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if norm is not None:
+            weight = (weight * self._norm_weight(norm)).to(weight.dtype)
+        if rows is not None:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        return FusedLinear(weight, bias, *self.linear_args)
+
+    def _fuse_layer(self, layer: Any, gemma: bool) -> FusedLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        rotated = (self.heads + self.groups) * self.size
+        order = torch.arange(rotated + self.groups * self.size, device=self.pairs.device)
+        order[:rotated] = order[:rotated].view(-1, self.size)[:, self.pairs].flatten()
+        head_norm = after = None
+        if hasattr(attention, "q_norm"):
+            norms = (attention.q_norm, self.heads), (attention.k_norm, self.groups)
+            weights = [self._norm_weight(norm)[self.pairs].expand(n, -1) for norm, n in norms]
+            head_norm = torch.cat(weights)
+        before_mlp = layer.post_attention_layernorm
+        if gemma:
+            before_mlp = layer.pre_feedforward_layernorm
+            norms = layer.post_attention_layernorm, layer.post_feedforward_layernorm
+            after = (self._norm_weight(norms[0]), self._norm_weight(norms[1]))
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        return FusedLayer(
+            qkv=self._fuse_linear(qkv, layer.input_layernorm, order),
+            out=self._fuse_linear([attention.o_proj]),
+            gate_up=self._fuse_linear([mlp.gate_proj, mlp.up_proj], before_mlp),
+            down=self._fuse_linear([mlp.down_proj]),
+            act=mlp.act_fn,
+            head_norm=head_norm,
+            after=after,
+            window=getattr(attention, "sliding_window", None),  # Llama has none,
+        )
+
+    def convert_cache(self, prefill: DynamicCache, positions: int) -> DynamicCache:
+        """Permute the prompt keys of transformers' cache, and prepare this many positions."""
+        layers: list[Any] = prefill.layers
+        for layer in layers:
+            layer.keys = layer.keys.to(self.dtype)[..., self.pairs]
+            layer.values = layer.values.to(self.dtype)
+        self._prepare_rotations(positions)
+        return prefill
+
+    def make_grid_cache(
+        self, prefill: DynamicCache, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> GridCache:
+        """Return the cache of `decode_grid_step`, in the dtype of the matrix products."""
+        layers: list[Any] = prefill.layers
+        for layer in layers:
+            layer.keys = layer.keys[..., self.pairs]
+        self._prepare_rotations(prompt_mask.shape[1] + capacity)
+        return GridCache(prefill, prompt_mask, group_size, capacity, self.linear_args[0])
+
+    def _prepare_rotations(self, positions: int) -> None:
+        """Compute the rotations [positions, D / 2] of the first positions."""
+        if positions > len(self.rotations):
+            numbers = torch.arange(positions, device=self.pairs.device)[None]
+            cos, sin = self.rotary(self.eps, numbers)
+            half = self.size // 2
+            self.rotations = torch.complex(cos[0, :, :half], sin[0, :, :half])
+
+    def _inverse_rms(self, x: Tensor) -> Tensor:
+        """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, [..., 1]."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+    @torch.inference_mode()
+    def decode_step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
+        """Feed one token to every live row.
+
+        Args:
+            tokens: [n] the tokens just sampled.
+            cache: of these rows; it advances by one position.
+
+        Returns:
+            [n, V] logits of the next token.
+        """
+        rotations = self.rotations.index_select(0, cache.begin_step().squeeze(1))[
+            :, None
+        ]  # [n, 1, D/2]
+        x = self.embedding.index_select(0, tokens).to(self.dtype)  # [n, E]
+        if self.embed_scale != 1:
+            x.mul_(self.embed_scale)
+        for number, layer in enumerate(self.layers):
+            attended = self._attention(number, layer, x * self._inverse_rms(x), rotations, cache)
+            x = self._add_residual(x, attended, layer.out, layer, 0)
+            gate, up = layer.gate_up(x * self._inverse_rms(x)).chunk(2, 1)
+            x = self._add_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
+        cache.fed += 1
+        logits = self.head((x * self._inverse_rms(x)).mul_(self.last_norm))
+        return logits if self.scale_logits is None else self.scale_logits(logits)
+
+    def _attention(
+        self, number: int, layer: FusedLayer, x: Tensor, rotations: Tensor, cache: SharedPrefixCache
+    ) -> Tensor:
+        """Compute attention of normed [n, E] to [n, Q * D], before the output projection."""
+        n, rotated = len(x), self.heads + self.groups
+        heads = layer.qkv(x).view(n, -1, self.size // 2, 2)
+        rotating, values = heads.split((rotated, self.groups), 1)
+        if layer.head_norm is not None:
+            rotating = rotating.flatten(2)
+            rotating = (rotating * self._inverse_rms(rotating)).mul_(layer.head_norm)
+            rotating = rotating.view(n, rotated, -1, 2)
+        pairs = torch.view_as_real(torch.view_as_complex(rotating) * rotations)
+        query, keys = pairs.view(n, rotated, self.size).split((self.heads, self.groups), 1)
+        cache.write(number, keys, values.view(n, self.groups, self.size))
+        query = (query * self.scaling).view(n * self.groups, -1, self.size)
+        output = cache.attend(number, query, softcap=self.softcap, window=layer.window)
+        return output.view(n, self.heads * self.size)
+
+    def _add_residual(
+        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, place: int
+    ) -> Tensor:
+        """Add linear(y) to the residual stream x, after a norm if the layer has one (Gemma 2)."""
+        if layer.after is None:
+            return linear(y, add=x)
+        y = linear(y)
+        return torch.addcmul(x, y * self._inverse_rms(y), layer.after[place])
+
+    # --- the same step for devices that record it: fewer and smaller operations ---
+
+    @torch.inference_mode()
+    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
+        """Feed one token to every row of a grid; no shape and no address depends on a value.
+
+        The residual stream has the dtype of the matrix products. Norms and softmax compute in
+        float32.
+
+        Args:
+            tokens: [n] the tokens just sampled.
+            cache: of these rows; it advances by one position.
+
+        Returns:
+            [n, V] logits of the next token, float32 or as the head's product returns them.
+        """
+        rotations = self._grid_rotations(cache.begin_step())
+        x = self.embedding.index_select(0, tokens).to(self.dtype).mul_(self.embed_scale)
+        x = x.to(self.linear_args[0])
+        for number, layer in enumerate(self.layers):
+            heads = layer.qkv(self._norm(x)).view(len(x), -1, self.size).to(self.dtype)
+            if layer.head_norm is not None:
+                normed = heads[:, : len(layer.head_norm)]
+                torch.mul(self._norm(normed), layer.head_norm, out=normed)
+            pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
+            heads = torch.view_as_real(pairs * rotations).flatten(2)
+            y = cache.attend(number, heads, softcap=self.softcap, window=layer.window)
+            x = self._add_grid_residual(x, y, layer.out, layer, 0)
+            gate, up = layer.gate_up(self._norm(x)).chunk(2, 1)
+            x = self._add_grid_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
+        cache.fed += 1
+        logits = self.head(self._norm(x, self.last_norm))
+        return self.scale_logits(widen(logits)) if self.scale_logits is not None else logits
+
+    def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Normalize the last dimension, computing in float32."""
+        weight = None if weight is None else weight.to(x.dtype)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.rms_eps)
+
+    def _grid_rotations(self, positions: Tensor) -> Tensor:
+        """Return rotations [n, Q + 2 * H, D / 2]: of queries also their scale, of values none."""
+        rotations = self.rotations.index_select(0, positions)[:, None]
+        values = torch.ones_like(rotations)
+        heads = (rotations * self.scaling, self.heads), (rotations, self.groups)
+        return torch.cat([each.expand(-1, n, -1) for each, n in (*heads, (values, self.groups))], 1)
+
+    def _add_grid_residual(
+        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, place: int
+    ) -> Tensor:
+        """Add linear(y) to the residual stream x, after a norm if the layer has one (Gemma 2)."""
+        if layer.after is None:
+            return linear(y, add=x)
+        return self._norm(linear(y), layer.after[place]).add_(x)

@@ -1,0 +1,1 @@
+"""The LightningModules, and what assembles and checks their parts."""

@@ -1,0 +1,837 @@
+"""GRPO as a LightningModule: prompts, rollout, rewards, advantages, loss, optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from lightning import Callback, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.turn_credit import TurnAdvantages
+from litgrpo.argument_types import check_argument_types
+from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
+from litgrpo.callbacks.progress import NAMES, replace_stock_bar
+from litgrpo.callbacks.trainer_options import check_trainer
+from litgrpo.checkpointing.io import use_verified_io
+from litgrpo.checkpointing.rollouts import SaveRollouts, StoredRollouts, describe_settings
+from litgrpo.checks.callback import InvariantChecks
+from litgrpo.data.loader import BatchLoader
+from litgrpo.data.modules import (
+    curriculum_of,
+    reward_columns,
+    task_names,
+    validation_set_names,
+)
+from litgrpo.distributed.cpu_contention import CpuContention
+from litgrpo.distributed.device import Clock, backend
+from litgrpo.distributed.fsdp.units import is_sharded
+from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.environments.base import shown_schemas_of, tools_by_task
+from litgrpo.evaluation.evaluator import Evaluation, Evaluator
+from litgrpo.learning import kernel_choice
+from litgrpo.learning.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
+from litgrpo.learning.learner import Learner, learning_row_limit
+from litgrpo.learning.micro_batches import EvenBatches, MicroBatching, RaggedBatches
+from litgrpo.learning.optim import DefaultAdamW
+from litgrpo.learning.static_batches import StaticBatches
+from litgrpo.learning.steppers import TrainerComm, TrainerStepper, is_attached
+from litgrpo.learning.update_config import UpdateConfig
+from litgrpo.lightning_compat import (
+    ignore_harmless_warnings,
+    log_every_iteration,
+    log_numbers,
+)
+from litgrpo.metrics import (
+    advantage_stats,
+    average_over_ranks,
+    group_advantages,
+)
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.loading.load import (
+    LoRA,
+    Precision,
+    check_weights,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    reads_with_encoder,
+    save_in_memory_model,
+)
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import FrozenReference, Reference
+from litgrpo.models.transformers_compat import checkpoints_activations
+from litgrpo.modules import hyper_parameters, settings_checks
+from litgrpo.modules.data_completions import DataCompletions
+from litgrpo.modules.episode_setup import build_episodes, check_environment
+from litgrpo.modules.initial_policy import measure_initial_distance
+from litgrpo.modules.run_setup import (
+    GRPO_RATES,
+    build_optimizer,
+    find_autocast_dtype,
+    log_that_run_is_complete,
+    make_sharding,
+    passes_over_data,
+)
+from litgrpo.modules.settings_checks import (
+    can_reuse_sampler_logprobs,
+    check_data_fits_model,
+    overlong_reward,
+    with_importance_correction,
+)
+from litgrpo.modules.turn_end import add_turn_end, completion_end
+from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
+from litgrpo.rewards.reward_model import load_judges
+from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.scorer import Scorer
+from litgrpo.rollout.async_rollout import Prefetch
+from litgrpo.rollout.dynamic_sampling import DynamicSampling
+from litgrpo.rollout.engines.base import RolloutEngine
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
+from litgrpo.rollout.sampling import Purpose, Sampling
+from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference
+from litgrpo.tensors import FEW_LOGITS
+from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats, StepReport, TrainingBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from litgrpo.models.loading.load import Pretrained
+    from litgrpo.rewards.reward import Rewards
+else:  # the types of a config; Python takes more
+    Pretrained, Rewards = str, dict[str, Reward]
+
+
+class GRPO(LightningModule):
+    """Group Relative Policy Optimization of a language model.
+
+    One training step is one iteration: sample a group of completions for each prompt, compute their
+    rewards, and reinforce completions by how they compare with their group.
+
+    Args:
+        pretrained: model to train: Hub id, folder, GGUF file or `builtin:<name>`; in Python also a
+            `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
+        rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
+        objective: advantages, surrogate loss, loss aggregation and KL term.
+        group_size: completions per prompt, G (TRL: num_generations).
+        max_completion_length: limit on the tokens of a completion, C.
+        sampling: temperature and filters of the rollout.
+        engine: computes the rollout.
+        update: how the optimizer uses one rollout.
+        evaluation: how held-out prompts are answered and scored.
+        optimizer: arguments of AdamW, such as `{"lr": 1e-6}`, a class with its arguments, or a
+            callable that takes the parameters; default: AdamW, with a learning rate that is logged
+            at start-up.
+        lr_scheduler: callable that takes the optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
+            after each optimizer step.
+        max_iterations: stop after this many iterations; None: after three passes over the data,
+            unless tokens or the trainer limit the run.
+        max_generated_tokens: stop once this many training tokens have been generated (all ranks).
+        dynamic_sampling_attempts: limit on attempts per iteration to replace zero-variance groups
+            by groups of other prompts (DAPO's dynamic sampling); 0: off.
+        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
+            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
+        reference: reference model of the KL term: Hub id or folder; with LoRA also the folder of
+            other adapters; address of a vLLM server, or `ReferenceServers`; None: the initial
+            policy (with LoRA: the model without adapters). Nothing is loaded if the KL coefficient
+            is 0. A better model as reference is a teacher: docs/howto/distillation.md.
+        controllers: adaptive coefficients of entropy and KL, and a moving reference.
+        precision: dtype of the weights, gradient checkpointing, dropout.
+        lora: train adapters instead of all weights.
+        check_invariants: compare sampling, training and reference on a few short prompts before
+            training, and stop if they disagree; skipped on XLA devices.
+        reward_format: `text`, or `chat` for functions that expect lists of messages.
+        reward_runner: time limit and worker processes of the reward functions.
+        environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
+            such as `litgrpo.environments.Tools`, or a list of functions for `Tools`; None: every
+            completion is a single turn.
+        episode: limits and format of multi-turn episodes.
+        save_rollouts: write every training rollout to `rollouts/` in the run folder.
+        stored_rollouts: run folder whose `rollouts/` are trained on, iteration by iteration, in
+            place of newly sampled ones (docs/howto/tasks_and_rollouts.md). Evaluation samples as
+            always. An importance correction is added; training ends after the last stored rollout.
+        data_completions: train on completions of the data in a part of the iterations, for
+            distillation (docs/howto/distillation.md); null: all completions are sampled.
+        seed: random seed for generation.
+
+    Example:
+        >>> def count_vowels(prompts, completions):
+        ...     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+        >>> module = GRPO("builtin:tiny-gemma2", {"vowels": count_vowels}, group_size=4)
+        >>> module.group_size
+        4
+
+    Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
+    """
+
+    # Subclass Scorer and override `combine` to change how components become one reward.
+    scorer_class: type[Scorer] = Scorer
+
+    @check_argument_types("pretrained", "rewards")
+    def __init__(  # noqa: PLR0913 (each is an option of a config)
+        self,
+        pretrained: Pretrained,
+        rewards: Rewards,
+        *,
+        objective: Objective = Objective(),  # noqa: B008 (frozen)
+        group_size: int = 8,
+        max_completion_length: int = 256,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
+        update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
+        evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
+        optimizer: OptimizerCallable = DefaultAdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_iterations: int | None = None,
+        max_generated_tokens: int | None = None,
+        dynamic_sampling_attempts: int = 0,
+        overlong_buffer_frac: float = 0.0,
+        reference: str | ReferenceServers | None = None,
+        controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
+        precision: Precision = Precision(),  # noqa: B008 (frozen)
+        lora: LoRA | None = None,
+        check_invariants: bool = True,
+        reward_format: RewardFormat = "text",
+        reward_runner: Runner | None = None,
+        environment: object | None = None,
+        episode: EpisodeSettings = EpisodeSettings(),  # noqa: B008 (frozen)
+        save_rollouts: bool = False,
+        stored_rollouts: str | None = None,
+        data_completions: DataCompletions | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        ignore_harmless_warnings()
+        self.save_hyperparameters(hyper_parameters.describe_arguments(locals()))
+        # The learner accumulates gradients and takes several optimizer steps per iteration.
+        self.automatic_optimization = False
+        self.strict_loading = False  # checkpoints hold trained weights only
+
+        settings_checks.check_data_completions(
+            data_completions,
+            objective,
+            sampling,
+            group_size,
+            update,
+            controllers,
+            environment=environment,
+            stored_rollouts=stored_rollouts,
+            dynamic_sampling_attempts=dynamic_sampling_attempts,
+        )
+        settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
+        settings_checks.check_async(update, engine)
+        settings_checks.check_stored_rollouts(
+            stored_rollouts,
+            objective,
+            update,
+            environment,
+            dynamic_sampling_attempts=dynamic_sampling_attempts,
+            save_rollouts=save_rollouts,
+        )
+        rewards = name_rewards(rewards)
+        settings_checks.check_greedy(objective, rewards, dynamic_sampling_attempts)
+        self.pretrained = save_in_memory_model(pretrained)
+        self.reference_path = settings_checks.read_reference(
+            reference, objective, sampling, engine, moves=controllers.reference is not None
+        )
+        self.group_size, self.max_completion_length = group_size, max_completion_length
+        self.sampling = settings_checks.with_candidates(sampling)
+        self.engine, self.update = engine, update
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
+        self.dynamic_sampling_attempts = dynamic_sampling_attempts
+        self.precision, self.lora = precision, lora
+        self.check_invariants = check_invariants
+        self.environment: Any = check_environment(environment, episode, engine, rewards)
+        settings_checks.check_observation_nll(objective, self.environment, sampling)
+        self.episode, self.seed = episode, seed
+        self.save_rollouts, self.stored_rollouts = save_rollouts, stored_rollouts
+        self.data_completions = data_completions
+
+        objective = with_importance_correction(
+            objective,
+            engine,
+            update,
+            stored_rollouts,
+            entropy_target=controllers.entropy is not None,
+        )
+        self.coefficients = FixedCoefficients(objective)
+        if controllers != Controllers():
+            self.coefficients = AdaptiveCoefficients(controllers, objective)
+        overlong = overlong_reward(overlong_buffer_frac, max_completion_length)
+        rewards |= overlong
+        self.scorer = self.scorer_class(rewards, reward_format, reward_runner, max_iterations)
+        self.evaluator = Evaluator(evaluation, self.scorer, ignored=overlong)
+
+        # Loaded and built by `configure_model`.
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.policy: Policy | None = None
+        self.reference: Reference | None = None
+        self.learner: Learner
+        self.rollouter: Rollouter
+        self.dynamic_sampling: DynamicSampling | None = None
+        self.stored: StoredRollouts | None = None
+        self.clock = Clock()
+        self.cpu_contention = CpuContention()
+        self.stepper: TrainerStepper | None = None
+        self.task_names: list[str] = []  # whose metrics are logged
+        self._built_for: tuple[torch.device, str] | None = None
+        # Limits after out-of-memory errors outlive the trainer.
+        self.rollout_limit, self.learning_limit = rollout_row_limit(), learning_row_limit()
+
+        self.iteration, self.generated_tokens = 0, 0
+        self.evaluation_report: dict[str, float] = {}
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
+    ) -> Self:
+        """Load a module and its weights; see `hyper_parameters.load_from_checkpoint`."""
+        return hyper_parameters.load_from_checkpoint(
+            cls, checkpoint_path, map_location, **arguments
+        )
+
+    # --- setup ---
+
+    def setup(self, stage: str) -> None:
+        """Check the config against device and data, and load reward models."""
+        check_trainer(self)
+        log_every_iteration(self.trainer)
+        use_verified_io(self)
+        device = self.trainer.strategy.root_device
+        if stage == "fit":
+            settings_checks.check_temperature(self.sampling, self.group_size)
+            settings_checks.check_reference_prompts(
+                self, self.coefficients.objective, self.environment
+            )
+            settings_checks.check_data_of_completions(self, self.data_completions)
+            settings_checks.check_batch(
+                self, self.group_size, self.max_completion_length, self.update.num_mini_batches
+            )
+        settings_checks.check_trainer_precision(str(self.trainer.precision))
+        settings_checks.check_device(
+            device,
+            self.engine,
+            self.coefficients.objective,
+            self.precision,
+            self.stored_rollouts,
+            self.data_completions,
+        )
+        backend(device).prepare()
+        if device.type == "cpu":
+            self.cpu_contention.start()
+        if backend(device).static_shapes:
+            # Prompts stay on the host, where rollouts are assembled. Set on this object only:
+            # Lightning warns about a class that overrides the hook if a data module is used.
+            self.transfer_batch_to_device = _keep_on_host  # type: ignore[assignment,method-assign]
+        self.evaluator.start(validation_set_names(self.trainer))
+        sets = reward_columns(self.trainer)
+        for columns in sets:
+            self.scorer.check(columns, episodes=self.environment is not None)
+        if stage == "fit" and self.stored_rollouts:
+            trainer, tokenizer = self.trainer, self.fit_tokenizer()
+            settings = describe_settings(self, tokenizer, trainer.world_size)
+            self.stored = StoredRollouts.find(
+                self.stored_rollouts, settings, trainer.global_rank, trainer.world_size
+            )
+        self.task_names = task_names(self.trainer) if stage == "fit" else []
+        settings_checks.check_tasks(self.task_names, sets, self.scorer)
+        if stage != "predict":
+            rule = self.evaluator.success_rule
+            rank_zero_info(f"Correct: {rule} (model.evaluation.success_reward)")
+            load_judges(self.scorer.functions.values(), device, self.pretrained)
+
+    def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of `pretrained` once; GRPO does not train one on texts."""
+        if self.tokenizer is None:
+            policy = self.policy
+            self.tokenizer = policy.tokenizer if policy else load_tokenizer(self.pretrained)
+        return self.tokenizer
+
+    def uses_encoder(self) -> bool:
+        """Return True for an encoder-decoder model."""
+        if self.policy is not None:
+            return bool(self.policy.bare_model.config.is_encoder_decoder)
+        return reads_with_encoder(self.pretrained)
+
+    def configure_model(self) -> None:
+        """Load the policy and the reference of the KL term, and build the parts of an iteration."""
+        policy = self._load_policy()
+        add_turn_end(self, policy)
+        self._load_reference(policy)
+        device, precision = policy.model.device, "32-true"
+        if is_attached(self):
+            device, precision = self.trainer.strategy.root_device, str(self.trainer.precision)
+        if self._built_for != (device, precision):
+            self._use_static_shapes(device)
+            self.clock = Clock(device)
+            self.rollouter = self._build_rollouter(policy, device)
+            self.learner = self._build_learner(policy, device, precision)
+            self.dynamic_sampling = self._build_dynamic_sampling(device)
+            self._built_for = device, precision
+        if is_attached(self):
+            check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
+            settings_checks.check_served_reference(self, self.reference, self.max_completion_length)
+            kernel_choice.use_everywhere(self, policy)
+
+    def _load_policy(self) -> Policy:
+        sharding = make_sharding(self)
+        if self.policy is None:
+            self.policy = load_policy(
+                self.pretrained,
+                tokenizer=self.fit_tokenizer(),
+                precision=self.precision,
+                lora=self.lora,
+                sharding=sharding,
+            )
+        if sharding is not None:
+            sharding.shard(self.policy)
+        return self.policy
+
+    def _load_reference(self, policy: Policy) -> None:
+        sharding = make_sharding(self)
+        given = self.reference_path
+        needed = self.reference is None and self.coefficients.objective.needs_reference
+        if needed and isinstance(given, ReferenceServers):
+            self.reference = ServedReference(given, policy)
+        elif needed and not isinstance(given, ReferenceServers):
+            self.reference = load_reference(
+                policy,
+                given,
+                self.pretrained,
+                self.precision,
+                self.lora,
+                sharding=sharding,
+            )
+            dtype = find_autocast_dtype(self)
+            rounds = sharding is None and not self.coefficients.moves_reference
+            rounds = rounds and not backend(policy.model.device).static_shapes
+            if isinstance(self.reference, FrozenReference) and rounds and dtype is not None:
+                self.reference.round_weights(dtype)
+        if sharding is not None and isinstance(self.reference, FrozenReference):
+            sharding.shard(self.reference.policy)
+
+    def _build_rollouter(self, policy: Policy, device: torch.device) -> Rollouter:
+        rollouter = Rollouter(
+            policy,
+            self.group_size,
+            self.max_completion_length,
+            engine=self.engine,
+            episodes=build_episodes(self, self.environment, self.episode, policy),
+            sampling=self.sampling,
+            seed=self.seed,
+            clock=self.clock,
+            row_limit=self.rollout_limit,
+        )
+        if self.update.rollouts_ahead:
+            settings_checks.check_async_sharding(policy, self.engine)
+            if is_attached(self):
+                next_prompts = partial(self._next_prompts, backend(device).data_device)
+                rollouter.prefetch = Prefetch(
+                    next_prompts,
+                    self.update.rollouts_ahead,
+                    in_flight=self.update.max_staleness > 0,
+                )
+        return rollouter
+
+    def _build_learner(self, policy: Policy, device: torch.device, precision: str) -> Learner:
+        comm = TrainerComm(self)
+        static_shapes = backend(device).static_shapes
+        micro_batching: MicroBatching = RaggedBatches()
+        if static_shapes:
+            micro_batching = StaticBatches(backend(device))
+        elif is_sharded(policy):
+            micro_batching = EvenBatches(policy, comm)
+        linear_outputs = linears.count_linear_outputs(policy.model)
+        sizes = kernel_choice.choose_sizes(policy, device)
+        kernel_choice.set_logits(self, FEW_LOGITS if sizes is None else sizes.logits)
+        return Learner(
+            policy,
+            self.coefficients,
+            self.update.resolve_auto(linear_outputs, static_shapes=static_shapes, sizes=sizes),
+            self.sampling,
+            self.group_size,
+            self.max_completion_length,
+            reference=self.reference,
+            exact_logprobs=self.engine.exact_logprobs,
+            reuse_sampler_logprobs=can_reuse_sampler_logprobs(
+                precision,
+                self.precision,
+                self.engine,
+                self.environment,
+                self.update,
+                self.stored_rollouts,
+            ),
+            comm=comm,
+            micro_batching=micro_batching,
+            clock=self.clock,
+            row_limit=self.learning_limit,
+        )
+
+    def _build_dynamic_sampling(self, device: torch.device) -> DynamicSampling | None:
+        if not self.dynamic_sampling_attempts:
+            return None
+        advantages = self.coefficients.objective.advantages
+        return DynamicSampling(
+            self.rollouter,
+            self.scorer,
+            self.dynamic_sampling_attempts,
+            backend(device).data_device,
+            self.learner.comm,
+            backend(device).static_shapes,
+            credit=advantages if isinstance(advantages, TurnAdvantages) else None,
+        )
+
+    def _use_static_shapes(self, device: torch.device) -> None:
+        static_shapes = backend(device).static_shapes
+        for part in self.modules():
+            if isinstance(part, Policy):
+                part.static_shapes = static_shapes
+                if static_shapes and checkpoints_activations(part.bare_model):
+                    # A hook that XLA cannot trace; checkpoints without reentry need none.
+                    part.bare_model.disable_input_require_grads()
+
+    def _next_prompts(self, device: torch.device, ahead: int) -> PromptBatch:
+        loader = self.trainer.train_dataloader
+        if not isinstance(loader, BatchLoader):
+            raise ValueError(
+                "model.update.staleness and max_staleness need litgrpo.PromptData. Set them to 0."
+            )
+        return loader.peek(ahead).to(device)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return start-up checks, metrics and a progress bar that counts iterations.
+
+        Lightning calls this hook before it checks its options, whose advice a user cannot follow.
+        """
+        if is_attached(self):
+            check_trainer(self)
+        callbacks: list[Callback] = [IterationMetrics()]
+        if self.coefficients.objective.reward_coef:
+            callbacks.append(NoLearningSignal())
+        if self.check_invariants:
+            callbacks.insert(0, InvariantChecks())
+        if self.save_rollouts:
+            callbacks.append(SaveRollouts())
+        return callbacks + replace_stock_bar(self)
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer over the trained weights, and its schedule in optimizer steps."""
+        batch_size = getattr(self.trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
+        num_prompts = None if batch_size is None else batch_size // self.trainer.world_size
+        return build_optimizer(self, GRPO_RATES, self.update.count_steps(num_prompts))
+
+    # --- training ---
+
+    def on_train_start(self) -> None:
+        """Connect the sources of rollouts; a resumed run may be complete already."""
+        self.stepper = TrainerStepper(self)
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.connect(self.trainer.train_dataloader)
+        if self.stored is not None:
+            assert self.policy is not None
+            self.rollouter.stored = partial(
+                self.stored.read, device=self.device, vocab_size=self.policy.vocab_size
+            )
+        self._stop_if_done()
+        if self.trainer.should_stop:
+            log_that_run_is_complete(self)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the clock and seed the device."""
+        self.clock.restart()
+        self.rollouter.generated_tokens = 0
+        self._seed_device()
+
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Run one iteration: rollout, rewards, advantages, optimizer steps.
+
+        The calls of an iteration, with the default classes::
+
+            rollout/rollouter.py         Rollouter.generate, prompts -> N = B * G completions
+            rollout/engines/local.py       LocalEngine.generate
+            models/causal.py                 CausalPolicy.prefill, then decode_step for each token
+            rewards/scorer.py            Scorer.start, workers run the user's reward functions
+            learning/learner.py          Learner.old_and_reference_logprobs, if needed (*)
+            rewards/scorer.py            PendingRewards.wait -> [B, G] weighted sum of components
+            learning/learner.py          Learner.build_batch
+            algorithms/losses.py           Objective.loss_weights -> one weight per token
+            algorithms/losses.py           Objective.token_advantages -> one advantage per token
+            algorithms/advantages.py         Normalized.estimate, (r - group mean) / group std
+            learning/learner.py          Learner.update
+            learning/learner.py            Learner.take_optimizer_step, for each mini-batch
+            learning/learner.py              Learner._accumulate_gradients
+            learning/learner.py                Learner.losses, for each micro-batch
+            models/policy.py                     Policy.logprobs
+            algorithms/losses.py                 Objective.loss
+            learning/steppers.py               TrainerStepper.backward
+            learning/steppers.py             TrainerStepper.step, Lightning's optimizer.step()
+            modules/grpo.py                   GRPO.on_before_optimizer_step
+            learning/steppers.py                 TrainerStepper.clip_before_step
+            learning/learner.py                    Learner._clip_gradients
+
+        (*) With dynamic sampling it runs after `PendingRewards.wait` and
+        `DynamicSampling.replace_zero_variance_groups` (rollout/dynamic_sampling.py).
+
+        Args:
+            prompts: B prompts.
+            batch_idx: number of the batch in this epoch.
+
+        Returns:
+            For callbacks: `rollout`, the `Rollout` of N completions; `rewards`, their
+            `RewardTable`; `advantages`, [B, G] one for each completion; `reports`, a `StepReport`
+            for each optimizer step.
+        """
+        assert self.stepper is not None
+        iteration = self.iteration
+        rollout, on_policy = self._take_rollout(prompts)
+        if self.stored is not None:
+            prompts = rollout.prompts  # stored, too
+
+        # Workers run the user's reward functions. Meanwhile get the old log-probabilities (if there
+        # are several steps per rollout) and the reference's (if there is a KL term). Built-in
+        # reward functions and reward models run in `wait`.
+        with self.clock.phase("time/reward_s"):
+            pending = self.scorer.start(rollout, iteration)
+        if self.dynamic_sampling is None:
+            logprobs = self.learner.old_and_reference_logprobs(rollout)
+            with self.clock.phase("time/reward_s"):
+                rewards = pending.wait()
+            self._update_curriculum(prompts, rewards)
+            if self.learner.objective.advantages.needs_greedy:
+                rewards = self._with_greedy_rewards(prompts, rewards)
+            stats = rewards.over_ranks(self.learner.comm.gather).stats() | rollout.stats()
+        else:
+            # Which groups stay depends on their rewards: log-probabilities have to wait.
+            with self.clock.phase("time/reward_s"):
+                rewards = pending.wait()
+            self._update_curriculum(prompts, rewards)
+            rollout, rewards, stats = self.dynamic_sampling.replace_zero_variance_groups(
+                rollout, rewards, iteration
+            )
+            logprobs = self.learner.old_and_reference_logprobs(rollout)
+
+        # Advantages and loss weights per token, then clipped surrogate loss and optimizer steps.
+        batch = self.learner.build_batch(rollout, rewards, logprobs)
+        reports = self.learner.update(batch, self.stepper)
+
+        stats |= self.rollouter.stats(rollout, iteration)
+        stats |= self.learner.reward_kl_stats(rollout, logprobs)
+        order = curriculum_of(self.trainer)
+        stats |= {} if order is None else order.stats()
+        if self.data_completions is not None:
+            stats["data/on_policy"] = torch.tensor(float(on_policy))
+        if not on_policy:  # -log p of tokens that were not sampled is no estimate of the entropy
+            stats["policy/data_nll"] = stats.pop("policy/entropy")
+        self._finish_iteration(stats, batch, rewards, reports)
+        return {
+            "rollout": rollout,
+            "rewards": rewards,
+            "reports": reports,
+            "advantages": group_advantages(batch, rewards),
+        }
+
+    def _take_rollout(self, prompts: PromptBatch) -> tuple[Rollout, bool]:
+        """Return the completions that an iteration trains on, and True if they were sampled."""
+        given, iteration = self.data_completions, self.iteration
+        if given is None or given.is_on_policy(self.seed, iteration):
+            return self.rollouter.generate(prompts, "train", iteration), True
+        assert self.policy is not None
+        self.policy.eval()
+        with self.clock.phase("time/logprobs_s"):
+            end_id = completion_end(self, self.policy)
+            return given.read_rollout(prompts, self.learner, end_id, iteration), False
+
+    def _update_curriculum(self, prompts: PromptBatch, rewards: RewardTable) -> None:
+        """Let the curriculum know the success of the prompts of all ranks."""
+        order = curriculum_of(self.trainer)
+        if order is not None:
+            comm = self.learner.comm
+            success = self.evaluator.find_correct(rewards).nanmean(1)  # NaN without scored rows
+            order.record(comm.gather(prompts.index.to(success.device)), comm.gather(success))
+
+    def _with_greedy_rewards(self, prompts: PromptBatch, rewards: RewardTable) -> RewardTable:
+        """Return the rewards with those of one greedy completion per prompt (ReMax)."""
+        greedy = self.rollouter.generate_greedy(prompts, self.iteration)
+        with self.clock.phase("time/reward_s"):
+            found = self.scorer.start(greedy, self.iteration).wait()
+        return replace(rewards, greedy=found.scored.squeeze(1))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip gradients, which are complete only here: with fp16, Lightning has unscaled them."""
+        assert self.stepper is not None
+        self.stepper.clip_before_step()
+
+    def _finish_iteration(
+        self,
+        stats: Stats,
+        batch: TrainingBatch,
+        rewards: RewardTable,
+        reports: list[StepReport],
+    ) -> None:
+        """Count the iteration, log it, and adapt coefficients; loggers' x-axis is the iteration."""
+        self.iteration += 1
+        comm, own_tokens = self.learner.comm, self.rollouter.generated_tokens
+        self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
+        stats = stats | advantage_stats(batch, rewards, comm) | self.clock.stats(own_tokens)
+        averages = average_over_ranks(stats, reports, comm, backend(self.device).data_device)
+        averages |= self.coefficients.stats()
+        averages["perf/tokens_per_s"] *= comm.world_size
+        averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
+        averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
+        averages["data/epoch"] = torch.tensor(passes_over_data(self.trainer))
+        averages |= {name: torch.tensor(number) for name, number in rewards.metrics.items()}
+        step = {"step": torch.tensor(float(self.iteration))}
+        log_numbers(self, averages | step, prog_bar=NAMES.values())
+        self.learner.update_coefficients(averages, self.iteration)
+        self._stop_if_done()
+        self._seed_device()
+
+    def _stop_if_done(self) -> None:
+        iterations = self.max_iterations or torch.inf
+        tokens = self.max_generated_tokens or torch.inf
+        if self.iteration >= iterations or self.generated_tokens >= tokens:
+            self.trainer.should_stop = True
+        elif self.stored is not None and self.iteration >= self.stored.last:
+            self.trainer.should_stop = True
+            rank_zero_info(f"Trained on all {self.stored.last} stored rollouts: training ends.")
+
+    def _seed_device(self) -> None:
+        # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration
+        # makes a resumed run draw the same.
+        backend(self.device).seed(self.seed * 1_000_003 + self.iteration)
+
+    # --- evaluation and prediction ---
+
+    def validation_step(
+        self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
+    ) -> dict[str, Any]:
+        """Answer held-out prompts and count correct answers; return rollout and rewards."""
+        evaluated = self.evaluator.evaluate(
+            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
+        )
+        return vars(evaluated)
+
+    def on_validation_epoch_end(self) -> None:
+        """Report accuracies with intervals, and mean rewards."""
+        self._report_evaluation("val")
+
+    def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Run a validation step with the random numbers of the test stage."""
+        return self.validation_step(prompts, batch_idx, "test")
+
+    def on_test_epoch_end(self) -> None:
+        """Report accuracies with intervals, and mean rewards."""
+        self._report_evaluation("test")
+
+    def _report_evaluation(self, stage: str) -> None:
+        measure_initial_distance(self)
+        self.evaluation_report = self.evaluator.report(stage)
+        self._seed_device()
+        report = self.evaluation_report | {"step": float(self.iteration)}
+        self.log_dict({name: torch.tensor(value) for name, value in report.items()})
+
+    @property
+    def success(self) -> dict[str, Any]:
+        """Rewards by task, "" for all others, and the threshold that make a completion correct."""
+        evaluator = self.evaluator
+        return {
+            "rewards": evaluator.success_rewards,
+            "threshold": evaluator.settings.success_threshold,
+        }
+
+    @property
+    def shown_tools(self) -> Any:
+        """Schemas of the environment's tools, which the chat format lists in prompts."""
+        by_task = tools_by_task(self.environment)
+        return shown_schemas_of(self.environment) if by_task is None else by_task
+
+    def predict_step(self, prompts: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Answer prompts."""
+        return self.evaluator.predict(self.rollouter, prompts)
+
+    # --- checkpoints ---
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the state of the run, and drop weights that never change."""
+        if self._built_for is None:  # this process only waits for those that it spawned
+            self.configure_model()
+        weights, changing = checkpoint["state_dict"], self._changing_weights()
+        checkpoint["state_dict"] = {name: weights[name] for name in weights if name in changing}
+        # Limits on rows decide in which order sums are rounded.
+        lowered = {
+            "micro_batch_size": self.learning_limit.max_rows,
+            "max_rows": self.rollout_limit.max_rows,
+        }
+        if self.rollouter.prefetch is not None:
+            checkpoint["ahead"] = self.rollouter.prefetch.state_dict(self.iteration)
+        checkpoint |= {
+            "iteration": self.iteration,
+            "generated_tokens": self.generated_tokens,
+            "coefficients": self.coefficients.state_dict(),
+            "judges": self.scorer.state_dict(),
+            "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
+            "micro_batch_tokens": self.learner.config.max_tokens,
+            kernel_choice.KEY: kernel_choice.save_kernels(self.learner.policy),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the state of the run.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
+        check_weights(checkpoint["state_dict"], self._changing_weights())
+        self.iteration = checkpoint["iteration"]
+        self.generated_tokens = checkpoint["generated_tokens"]
+        self.coefficients.load_state_dict(checkpoint["coefficients"])
+        self.scorer.load_state_dict(checkpoint.get("judges", {}))
+        self.learning_limit.max_rows = checkpoint["lowered"].get("micro_batch_size")
+        self.rollout_limit.max_rows = checkpoint["lowered"].get("max_rows")
+        self.rollouter.forget_weights()
+        if self.rollouter.prefetch is not None:
+            self.rollouter.prefetch.load_state_dict(checkpoint.get("ahead", []))
+        kernel_choice.restore(self, checkpoint)
+        if self.update.micro_batch_tokens == "auto" and kernel_choice.follows_memory(self):
+            tokens = checkpoint["micro_batch_tokens"]
+            self.learner.config = replace(self.learner.config, micro_batch_tokens=tokens)
+
+    def _changing_weights(self) -> dict[str, Tensor]:
+        """Return {name: tensor} of the weights that training changes."""
+        moves_reference = self.coefficients.moves_reference
+        return {
+            name: parameter.data
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad or (moves_reference and name.startswith("reference."))
+        }
+
+    # --- devices ---
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a number; on XLA devices as a host tensor, since each would become a program."""
+        if backend(self.device).static_shapes and isinstance(value, int | float):
+            value = torch.tensor(float(value))
+        super().log(name, value, *args, **kwargs)
+
+    def teardown(self, stage: str) -> None:
+        """Stop watching the CPU, and shut down workers of reward functions and environments."""
+        self.cpu_contention.stop()
+        self.scorer.close()
+        if self._built_for is None:
+            return
+        if self.rollouter.prefetch is not None:
+            self.rollouter.prefetch.close()
+        if self.rollouter.episodes is not None:
+            self.rollouter.episodes.close()
+
+
+def _keep_on_host(batch: Any, *_: Any) -> Any:
+    return batch

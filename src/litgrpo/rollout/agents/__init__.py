@@ -1,1 +1,0 @@
-"""Rollouts of agents that call the policy through the OpenAI API."""

@@ -1,0 +1,1 @@
+"""Servers that sample with a copy of the weights, or compute a reference."""

@@ -1,0 +1,185 @@
+"""A reference of the KL term whose log-probabilities vLLM servers compute, such as a teacher."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from litgrpo.argument_types import check_field_types
+from litgrpo.arguments import above, at_least, require
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import Reference
+from litgrpo.rollout.servers.pool import ServerRing
+from litgrpo.rollout.servers.vllm_client import Server, ServerFailure, normalize_url
+from litgrpo.types import TokenLogprobs, TokenRows
+
+SERVER_SCHEMES = ("http://", "https://")  # of `reference`, given as an address
+PROBES = 512  # tokens of the vocabulary whose text both tokenizers encode at the start
+
+
+@check_field_types
+@dataclass(frozen=True)
+class ReferenceServers:
+    """vLLM servers of the reference model: a teacher that does not fit beside the policy.
+
+    They return the log-probabilities of the sampled tokens, for the estimates of
+    `objective.kl_estimator`. `vllm serve MODEL` needs no further flags; weights stay as they are.
+
+    Args:
+        urls: addresses of servers of the same model, in a private network; prompts are distributed
+            over them.
+        timeout_s: seconds that a request may take, to the last byte of the response.
+        wait_s: if no server responds, retry for this many seconds.
+        max_concurrent_requests: maximal rows requested at the same time by this process; servers
+            queue them.
+
+    Example:
+        >>> ReferenceServers(["http://10.0.0.4:8000/"]).urls
+        ['http://10.0.0.4:8000']
+    """
+
+    urls: list[str]
+    timeout_s: float = 600.0
+    wait_s: float = 300.0
+    max_concurrent_requests: int = 256
+
+    def __post_init__(self) -> None:
+        """Check addresses and ranges."""
+        require(bool(self.urls), "model.reference.urls is empty; set the address of a vLLM server.")
+        above("model.reference.timeout_s", self.timeout_s, 0)
+        at_least("model.reference.wait_s", self.wait_s, 0)
+        at_least("model.reference.max_concurrent_requests", self.max_concurrent_requests, 1)
+        # A server that takes no weights runs no code of a client: public addresses are allowed.
+        urls = [normalize_url(url, True, "model.reference.urls") for url in self.urls]
+        object.__setattr__(self, "urls", urls)
+
+
+class ServedReference(Reference):
+    """Log-probabilities under the model of vLLM servers.
+
+    Args:
+        servers: where they are.
+        policy: that is compared with it; the servers must have the same tokenizer.
+
+    Raises:
+        ValueError: the policy is an encoder-decoder.
+
+    Example::
+
+        reference = ServedReference(ReferenceServers(["http://10.0.0.4:8000"]), policy)
+        reference.logprobs(rows).logprobs  # [M, C], temperature 1
+    """
+
+    def __init__(self, servers: ReferenceServers, policy: Policy) -> None:
+        super().__init__()
+        require(
+            not policy.bare_model.config.is_encoder_decoder,
+            "model.reference is a vLLM server, which does not support encoder-decoder models. Load "
+            "it from a folder or Hub id.",
+        )
+        self.settings, self.tokenizer = servers, policy.tokenizer
+        clients = [Server(url, servers.timeout_s, allow_public=True) for url in servers.urls]
+        self.ring = ServerRing(clients, servers.wait_s, "model.reference")
+        self.unchecked = {client.url for client in clients}
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """True; see `Reference.computes_elsewhere`."""
+        return True
+
+    def check(self, max_tokens: int) -> None:
+        """Check tokenizer and context length of a server that is available.
+
+        The others are checked before their first request.
+
+        Args:
+            max_tokens: longest row that will be requested, prompt and completion.
+
+        Raises:
+            ServersUnavailable: no server responds.
+            ServerFailure: a server cannot compute the rows of this run.
+        """
+        self.ring.ask(0, threading.Event(), lambda server: self._check(server, max_tokens))
+
+    def _check(self, server: Server, max_tokens: int = 0) -> None:
+        text = probe_text(self.tokenizer)
+        expected = self.tokenizer(text, add_special_tokens=False).input_ids
+        found, longest = server.tokenize(text)
+        if found != expected:
+            raise ServerFailure(
+                f"{server.url} has another tokenizer than the policy, so their log-probabilities "
+                "cannot be compared. Set model.reference to servers of a model of the same family."
+            )
+        if longest < max_tokens + 1:  # a server generates at least one token
+            raise ServerFailure(
+                f"{server.url} takes rows of up to {longest} tokens, but the longest row of this "
+                f"run has {max_tokens}. Start it with --max-model-len {max_tokens + 1} or more."
+            )
+        self.unchecked.discard(server.url)
+
+    @torch.no_grad()
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
+        """Request log-probabilities, one request per row; entropies are 0.
+
+        Raises:
+            ServersUnavailable: no server responded for `wait_s` seconds.
+            ServerFailure: a server cannot compute a row.
+        """
+        assert temperature == 1, "servers return log-probabilities at temperature 1"
+        assert rows.candidate_ids is None, "servers return log-probabilities over all tokens"
+        if rows.segments is not None:
+            split, places = rows.split_segments()
+            return self.logprobs(split).to_positions(places, rows.completion_ids.shape)
+        masks, stop = rows.on_host, threading.Event()
+        prompt_ids, ids = rows.prompt_ids.cpu(), rows.completion_ids.cpu()
+        lengths = masks.completion_mask.sum(1).tolist()
+
+        def request(row: int) -> list[float]:
+            prompt = int(masks.prompt_of[row])
+            before = prompt_ids[prompt][masks.prompt_mask[prompt]].tolist()
+            whole = before + ids[row, : lengths[row]].tolist()
+
+            def send(server: Server) -> list[float]:
+                if server.url in self.unchecked:
+                    self._check(server)
+                return server.prompt_logprobs(whole, len(before))
+
+            return self.ring.ask(prompt, stop, send) if lengths[row] else []
+
+        num_threads = min(self.settings.max_concurrent_requests, len(rows))
+        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="litgrpo-reference")
+        try:
+            found = list(threads.map(request, range(len(rows))))
+        finally:  # after a failure without waiting for the other rows
+            stop.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+        values = torch.zeros(ids.shape)
+        for row, each in enumerate(found):
+            values[row, : len(each)] = torch.tensor(each)
+        values = torch.where(masks.generated & masks.completion_mask, values, 0.0)
+        values = values.to(rows.completion_ids.device)
+        return TokenLogprobs(values, torch.zeros_like(values))
+
+    def hidden_states(self, rows: TokenRows) -> NoReturn:
+        """See `Reference.hidden_states`; servers do not return them."""
+        raise AssertionError("servers return no hidden states")
+
+    def head(self, hidden: Tensor) -> NoReturn:
+        """See `Reference.head`; there are no hidden states."""
+        raise AssertionError("servers return no hidden states")
+
+
+def probe_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text of tokens from all over the vocabulary, and its end token.
+
+    Another tokenizer encodes it as other token ids.
+    """
+    special = set(tokenizer.get_added_vocab().values())
+    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    return str(tokenizer.decode(ids[:: max(1, len(ids) // PROBES)])) + str(tokenizer.eos_token)

@@ -1,0 +1,392 @@
+"""Engines that generate with vLLM: servers over HTTP, or vLLM in the trainer's own process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from litgrpo.argument_types import check_field_types
+from litgrpo.arguments import above, at_least, require, require_trusted
+from litgrpo.distributed.collectives import is_distributed
+from litgrpo.http import MalformedReply
+from litgrpo.models.adapters import is_quantized
+from litgrpo.models.loading.sharded_weights import iterate_weights
+from litgrpo.models.policy import Policy
+from litgrpo.rollout.engines.base import RolloutRequest
+from litgrpo.rollout.servers.pool import ServerChannel, ServerPool
+from litgrpo.rollout.servers.served import (
+    SampleChannel,
+    SampleRequest,
+    SampleResult,
+    ServedEngine,
+    check_result,
+)
+from litgrpo.rollout.servers.vllm_client import Server, ServerFailure, has_head, normalize_url
+from litgrpo.rollout.servers.weight_transfer import (
+    HEAD,
+    FolderSender,
+    FolderTransfer,
+    WeightTransfer,
+    find_head_source,
+    write_head,
+)
+
+# Fractions of a device's memory. A vLLM that stays awake shares it with the update; one that sleeps
+# leaves some for cuBLAS, NCCL and memory that torch cannot join.
+AWAKE_FRAC, RESERVED_FRAC = 0.4, 0.05
+
+
+@check_field_types
+@dataclass(frozen=True)
+class ServerEngine(ServedEngine):
+    """Samples with vLLM servers, which receive the policy's weights before each rollout.
+
+    Every response names the version of the weights that sampled it, and responses of another
+    version are rejected. A restarted server gets the weights again, and its rows are requested
+    again. Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out
+    (docs/explanation/scale.md).
+
+    Args:
+        urls: addresses of the servers, in a private network; prompts are distributed over them.
+        weight_transfer: how servers receive the weights.
+        send_uniforms: send each row's random numbers to servers that sample with them
+            (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
+            log-probabilities count as the policy's own, which holds in float32. By default each
+            row gets a seed derived from its random numbers.
+        timeout_s: seconds that a request or a weight update may take, to the last byte of the
+            response.
+        wait_s: if no server responds, retry for this many seconds.
+        retries: how often a server with stale weights gets them again, per row, and how often a
+            server that fails to load weights gets them again.
+        max_concurrent_requests: maximal rows requested at the same time by this process; servers
+            queue them.
+        allow_public: allow public addresses. Anyone who reaches such a server can run code there.
+
+    Example:
+        >>> ServerEngine(["http://10.0.0.2:8000", "http://10.0.0.3:8000"]).exact_logprobs
+        False
+    """
+
+    urls: list[str]
+    weight_transfer: WeightTransfer = FolderTransfer()  # noqa: RUF009 (frozen)
+    send_uniforms: bool = False
+    timeout_s: float = 600.0
+    wait_s: float = 300.0
+    retries: int = 2
+    max_concurrent_requests: int = 256
+    allow_public: bool = False
+
+    def __post_init__(self) -> None:
+        """Check addresses and ranges."""
+        require(bool(self.urls), "model.engine.urls is empty; set the address of a vLLM server.")
+        for url in self.urls:
+            normalize_url(url, self.allow_public)
+        above("model.engine.timeout_s", self.timeout_s, 0)
+        at_least("model.engine.wait_s", self.wait_s, 0)
+        at_least("model.engine.retries", self.retries, 0)
+        at_least("model.engine.max_concurrent_requests", self.max_concurrent_requests, 1)
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """True: servers keep the weights of the last `sync_weights`."""
+        return True
+
+    @property
+    def takes_uniforms(self) -> bool:  # type: ignore[override]
+        """Return `send_uniforms`."""
+        return self.send_uniforms
+
+    @cached_property
+    def pool(self) -> ServerPool:
+        """The servers."""
+        urls = [normalize_url(url, self.allow_public) for url in self.urls]
+        servers = [Server(url, self.timeout_s, self.allow_public) for url in urls]
+        # A server that draws with litgrpo's random numbers masks all tokens but the drawn one, so
+        # its processed log-probabilities would all be 0.
+        mode = "raw_logprobs" if self.send_uniforms else "processed_logprobs"
+        return ServerPool(servers, self.weight_transfer.sender(), mode, self.wait_s, self.retries)
+
+    def sync_weights(self, policy: Policy, version: int) -> None:
+        """Send the weights to all servers; see `RolloutEngine.sync_weights`.
+
+        Raises:
+            ServerFailure: no server accepts them.
+        """
+        self.pool.publish(policy, version)
+
+    def update_in_flight(self, policy: Policy, version: int) -> None:
+        """Send the weights to all servers; see `RolloutEngine.update_in_flight`.
+
+        Servers pause, load them, compute the keys and values of running rows again, and continue.
+
+        Raises:
+            ServerFailure: no server accepts them.
+        """
+        self.pool.publish(policy, version, in_flight=True)
+
+    @contextmanager
+    def channel(self, request: RolloutRequest) -> Iterator[SampleChannel]:
+        """See `ServedEngine.channel`; has up to `max_concurrent_requests` threads."""
+        num_threads = min(self.max_concurrent_requests, request.num_rows)
+        with ServerChannel(self.pool, num_threads) as channel:
+            yield channel
+
+
+@dataclass
+class RunningVllm:
+    """VLLM's `LLM` in this process, and its state.
+
+    Args:
+        llm: vLLM's `LLM`.
+        loads_from_memory: the policy's weights have the names that files have; if not, vLLM reads
+            them from files.
+        copies_head: it samples with a copy of the output head; see `weight_transfer.HEAD`.
+        has_weights: it holds the weights of the last `sync_weights`.
+        asleep: its memory is released.
+    """
+
+    llm: Any
+    loads_from_memory: bool
+    copies_head: bool = False
+    has_weights: bool = True
+    asleep: bool = False
+
+
+@check_field_types
+@dataclass(frozen=True)
+class ColocatedEngine(ServedEngine):
+    """Samples with vLLM inside the trainer's process.
+
+    Needs `pip install vllm` in the trainer's environment, and a single process. Prompt and
+    completion together have at most `max_model_len` tokens. vLLM takes the policy's tensors from
+    memory, layer by layer, with adapters merged. A rollout is seeded as a whole: a seed per row
+    would make vLLM draw row by row.
+
+    Args:
+        gpu_memory_utilization: fraction of the device's memory for vLLM; null: what the weights and
+            the optimizer state leave, because the update does not run at the same time. Without
+            `enable_sleep_mode` null is 0.4.
+        max_model_len: maximal tokens of a row; None: the model's limit.
+        enable_sleep_mode: release vLLM's memory during training; GPUs only.
+        engine_args: further arguments of vLLM's `LLM`.
+
+    Example:
+        >>> ColocatedEngine(gpu_memory_utilization=0.3, max_model_len=1024).enable_sleep_mode
+        True
+    """
+
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+    enable_sleep_mode: bool = True
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    # Started by the first rollout; a list, because the dataclass is frozen.
+    _started: list[RunningVllm] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(
+            self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization < 1,
+            f"model.engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be "
+            "between 0 and 1, or null.",
+        )
+        at_least("model.engine.max_model_len", self.max_model_len, 1)
+        # vLLM imports what some of them name, such as `logits_processors`.
+        require_trusted(*map(str, self.engine_args.values()))
+
+    @cached_property
+    def sender(self) -> FolderSender:
+        """Writes the folder that vLLM starts with."""
+        return FolderSender(FolderTransfer())
+
+    @property
+    def llm(self) -> Any:
+        """VLLM's `LLM`; None before the first rollout."""
+        return self._started[0].llm if self._started else None
+
+    def _start(self, policy: Policy) -> RunningVllm:
+        """Start vLLM with the weights that `sync_weights` wrote.
+
+        Raises:
+            ValueError: vLLM is not installed, or the run is distributed.
+        """
+        require(
+            not is_distributed(),
+            "ColocatedEngine supports a single process. For distributed training use ServerEngine.",
+        )
+        # By default vLLM starts another process, which could not share the trainer's device.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ValueError(
+                f"ColocatedEngine needs vLLM in this environment ({error}): pip install vllm, or "
+                "use litgrpo.rollout.servers.vllm.ServerEngine."
+            ) from error
+        torch.cuda.empty_cache()
+        defaults: dict[str, Any] = {
+            "gpu_memory_utilization": self._choose_memory(policy),
+            "max_model_len": self.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": self.enable_sleep_mode,
+        }
+        llm = LLM(self.sender.location, **defaults | self.engine_args)
+        on_cpu = policy.model.device.type == "cpu" and find_head_source(policy) is not None
+        copies_head = on_cpu and has_head(str(llm.collective_rpc("get_model_inspection")))
+        from_memory = has_names_of_files(policy, Path(self.sender.location))
+        return RunningVllm(llm, from_memory, copies_head)
+
+    def _choose_memory(self, policy: Policy) -> float:
+        """Return the fraction of the device's memory for vLLM.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        if self.gpu_memory_utilization is not None:
+            return self.gpu_memory_utilization
+        if not self.enable_sleep_mode or policy.model.device.type != "cuda":
+            return AWAKE_FRAC
+        free, total = torch.cuda.mem_get_info(policy.model.device)
+        # Adam's two running means come with the first update. A resumed run has them already, and
+        # its KV cache is smaller than it could be.
+        states = sum(2 * each.nbytes for each in policy.parameters() if each.requires_grad)
+        share = (free - states) / total - RESERVED_FRAC
+        require(
+            share > 0,
+            f"ColocatedEngine: {free / 2**30:.1f} GiB of the device are free, and the optimizer "
+            f"state takes {states / 2**30:.1f} GiB, so nothing is left for vLLM. Train an adapter "
+            "(model.lora), or use ServerEngine on another device.",
+        )
+        return share
+
+    def sync_weights(self, policy: Policy, version: int) -> None:
+        """Let the next rollout load the weights; see `RolloutEngine.sync_weights`."""
+        if self._started and self._started[0].loads_from_memory:
+            self._started[0].has_weights = False
+            return
+        self.sender.prepare(policy, str(version))
+        if self._started:
+            self._started[0].has_weights = False
+
+    @contextmanager
+    def awake(self, policy: Policy) -> Iterator[Any]:
+        """Yield vLLM with its memory and the policy's weights, and release both afterwards."""
+        if not self._started:  # vLLM starts with the weights
+            self._started.append(self._start(policy))
+        running = self._started[0]
+        if running.asleep:
+            # Blocks that torch has cached since the rollout before are vLLM's memory.
+            torch.cuda.empty_cache()
+            running.llm.wake_up()
+            running.asleep = False
+        if not running.has_weights:
+            self._load_weights(running, policy)
+        try:
+            yield running.llm
+        finally:
+            if self.enable_sleep_mode:
+                # Level 2 drops the weights: they are the policy's, so no copy on the host is kept.
+                running.asleep, running.has_weights = True, False
+                running.llm.sleep(level=2)
+
+    def _load_weights(self, running: RunningVllm, policy: Policy) -> None:
+        head_source = find_head_source(policy) if running.copies_head else None
+        source: dict[str, Any] = {"weights_path": self.sender.location}
+        if running.loads_from_memory:
+            source = {"weights_iterator": iterate_with_head(policy, head_source)}
+        elif head_source is not None:
+            write_head(Path(self.sender.location), head_source)
+        running.llm.collective_rpc("reload_weights", kwargs=source)
+        running.llm.reset_prefix_cache()
+        running.has_weights = True
+
+    @contextmanager
+    def channel(self, request: RolloutRequest) -> Iterator[SampleChannel]:
+        """See `ServedEngine.channel`."""
+        device = request.policy.model.device
+        devices = [device.index] if device.type == "cuda" else []
+        with self.awake(request.policy) as llm, torch.random.fork_rng(devices):
+            torch.manual_seed(int(request.uniforms[0, 0] * 2**31))
+            yield ColocatedChannel(llm)
+
+
+def has_names_of_files(policy: Policy, folder: Path) -> bool:
+    """Return True if vLLM can load the policy's tensors under their names in memory.
+
+    Transformers renames the weights of some models when it writes them, and 4-bit weights are
+    written in full precision.
+    """
+    if is_quantized(policy.model):
+        return False
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names == {name for name, _ in iterate_weights(policy.model)}
+
+
+def iterate_with_head(policy: Policy, head_source: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the policy's weights, and a tied output head under its own name.
+
+    Args:
+        policy: has the weights.
+        head_source: name of the tensor that is the head; None: do not repeat it.
+    """
+    for name, weight in iterate_weights(policy.model):
+        yield name, weight
+        if name == head_source:
+            yield HEAD, weight
+
+
+class ColocatedChannel(SampleChannel):
+    """Samples all requests since the last `take` in one batch.
+
+    Args:
+        llm: vLLM's `LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.pending: list[SampleRequest] = []
+
+    def put(self, requests: Sequence[SampleRequest]) -> None:
+        """See `SampleChannel.put`."""
+        self.pending += requests
+
+    def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
+        """See `SampleChannel.take`."""
+        from vllm import SamplingParams
+
+        requests, self.pending = self.pending, []
+        prompts = [{"prompt_token_ids": request.ids} for request in requests]
+        # Requests with a seed are drawn one after another by vLLM.
+        params = [SamplingParams(**request.params | {"seed": None}) for request in requests]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        pairs = zip(requests, outputs, strict=True)
+        return [(request.row, to_sample_result(request, output)) for request, output in pairs]
+
+
+def to_sample_result(request: SampleRequest, output: Any) -> SampleResult:
+    """Convert vLLM's output for a request.
+
+    Raises:
+        ServerFailure: the output does not match the request.
+    """
+    (choice,) = output.outputs
+    ids = list(choice.token_ids)
+    pairs = zip(ids, choice.logprobs, strict=True)
+    logprobs = [found[token].logprob for token, found in pairs]
+    result = SampleResult(ids, logprobs, choice.finish_reason)
+    try:
+        check_result(request, result)
+    except MalformedReply as error:
+        raise ServerFailure(f"vLLM returned {error}.") from error
+    return result
