@@ -342,7 +342,7 @@ def reward(name, /, **kwargs):
 
 
 JUDGE = {"model": "m", "criteria": {"a": {}}}
-ENGINES, TRANSFER = "rollout.engines.vllm", "rollout.engines.weight_transfer"
+ENGINES, TRANSFER = "rollout.servers.vllm", "rollout.servers.weight_transfer"
 MCP = {"command": "touch", "args": ["created"]}
 # {argument: descriptions that choose what is read, called or asked}
 REACHES = {
@@ -357,7 +357,7 @@ REACHES = {
         NEAR,
         "/home/somebody/model",
         "somebody/model",
-        of("rollout.served_reference.ReferenceServers", urls=[NEAR]),
+        of("rollout.servers.reference.ReferenceServers", urls=[NEAR]),
     ],
     "rewards": [
         reward("LLMJudge", base_url=NEAR, api_key_env="HOME", **JUDGE),

@@ -35,7 +35,10 @@ OBJECT, FUNCTION, PARTIAL = "class_path", "import_path", "partial"
 PLAIN = (type(None), bool, int, float, str)
 # Packages of litgrpo whose classes a checkpoint may name. The others start processes, read files or
 # the network, or import what their arguments name, as adapters of other libraries do.
-PACKAGES = ("algorithms", "environments", "evaluation", "models", "rewards", "rollout", "training")
+PACKAGES = (
+    *("algorithms", "environments", "evaluation", "learning", "models", "modules", "rewards"),
+    "rollout",
+)
 ALLOWED = tuple(f"litgrpo.{name}." for name in PACKAGES)
 ADAPTERS = "litgrpo.environments.adapters."
 # Modules of torch whose classes a checkpoint may name, and the base classes of these classes.

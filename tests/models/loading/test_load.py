@@ -160,7 +160,7 @@ def test_a_model_in_memory_is_copied_and_trained_from_its_weights():
 def test_the_tokenizer_comes_from_where_the_model_was_loaded():
     from transformers import AutoModelForCausalLM
 
-    folder = str(Path(__file__).parents[2] / "src/litgrpo/assets/tiny-gemma2")
+    folder = str(Path(__file__).parents[3] / "src/litgrpo/assets/tiny-gemma2")
     sft = SFT(AutoModelForCausalLM.from_pretrained(folder))
     assert sft.fit_tokenizer([]).vocab_size == GRPO(folder, [letters]).fit_tokenizer().vocab_size
 

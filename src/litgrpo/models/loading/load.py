@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     # What `GRPO` and `SFT` take as `pretrained` in Python.
     Pretrained = str | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 BUILTIN = "builtin:"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
