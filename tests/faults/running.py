@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -143,8 +144,8 @@ class Run:
 
     def iteration_of_resume(self) -> int:
         """Iteration that the run resumed from; 0 for a new run."""
-        lines = [line for line in self.said.splitlines() if line.startswith("Resuming from")]
-        return int(lines[0].split()[3]) if lines else 0
+        said = re.search(r"Resuming from iteration (\d+)", self.said)
+        return int(said[1]) if said else 0
 
 
 def weights_of(run: Run) -> str:

@@ -8,15 +8,17 @@ import sys
 
 SECONDS = 300  # a child that takes longer shows where it stands, and ends
 
+PRELOADED = ("litgrpo.modules.grpo", "litgrpo.modules.sft", "tests.support.training")
+
 
 def run_by(number, function, *words):
     """Call `function(number, *words)` in `number` new processes.
 
-    They are forked from one that has imported everything, which takes seconds. The function must
-    stand at the top of a module.
+    They are forked from one that has imported everything, which takes seconds. It is started once,
+    by whichever test is first. The function must stand at the top of a module.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([function.__module__])
+    server.set_forkserver_preload([*PRELOADED, function.__module__])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
