@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from litgrpo.algorithms.advantages import Normalized
     from litgrpo.algorithms.losses import Clipped, ImportanceCorrection, Objective
     from litgrpo.callbacks.progress import Progress
+    from litgrpo.callbacks.rollouts import SaveRollouts
     from litgrpo.data.modules import PairData, PromptData
     from litgrpo.data.rendering import Chat
     from litgrpo.data.sources import Source
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from litgrpo.rollout.episodes import EpisodeSettings
     from litgrpo.rollout.sampling import Sampling
     from litgrpo.rollout.servers.vllm import ColocatedEngine, ServerEngine
+    from litgrpo.rollout.sources.ahead import Ahead, InFlight
+    from litgrpo.rollout.sources.base import OnPolicy
+    from litgrpo.rollout.sources.data_completions import DataCompletions
+    from litgrpo.rollout.sources.stored import StoredRollouts
     from litgrpo.runs.summary import Summary
     from litgrpo.types import PromptBatch
 
@@ -45,6 +50,7 @@ _PUBLIC_BY_MODULE = {
     "algorithms.advantages": ("Normalized",),
     "algorithms.losses": ("Clipped", "ImportanceCorrection", "Objective"),
     "callbacks.progress": ("Progress",),
+    "callbacks.rollouts": ("SaveRollouts",),
     "data.modules": ("PairData", "PromptData"),
     "data.rendering": ("Chat",),
     "data.sources": ("Source",),
@@ -69,6 +75,10 @@ _PUBLIC_BY_MODULE = {
     "rollout.engines.static": ("StaticEngine",),
     "rollout.episodes": ("EpisodeSettings",),
     "rollout.sampling": ("Sampling",),
+    "rollout.sources.ahead": ("Ahead", "InFlight"),
+    "rollout.sources.base": ("OnPolicy",),
+    "rollout.sources.data_completions": ("DataCompletions",),
+    "rollout.sources.stored": ("StoredRollouts",),
     "rollout.servers.vllm": ("ColocatedEngine", "ServerEngine"),
     "runs.summary": ("Summary",),
     "types": ("PromptBatch",),
@@ -79,22 +89,26 @@ PUBLIC = {
 __all__ = [
     "GRPO",
     "SFT",
+    "Ahead",
     "Chat",
     "Clipped",
     "ColocatedEngine",
     "Controllers",
     "Criterion",
+    "DataCompletions",
     "DialogueScores",
     "EntropyTarget",
     "EpisodeSettings",
     "Evaluation",
     "ImportanceCorrection",
+    "InFlight",
     "KLTarget",
     "LLMJudge",
     "LoRA",
     "LocalEngine",
     "Normalized",
     "Objective",
+    "OnPolicy",
     "PairData",
     "PlainStepper",
     "Precision",
@@ -106,10 +120,12 @@ __all__ = [
     "RewardModel",
     "Rubric",
     "Sampling",
+    "SaveRollouts",
     "Scratch",
     "ServerEngine",
     "Source",
     "StaticEngine",
+    "StoredRollouts",
     "Summary",
     "Tools",
     "UpdateConfig",

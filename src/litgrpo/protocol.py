@@ -58,8 +58,7 @@ class TrainedModule(Protocol):
 class RolloutModule(TrainedModule, Protocol):
     """A `TrainedModule` that samples completions, as `GRPO` does.
 
-    Its `training_step` returns `{"rollout": Rollout, "rewards": RewardTable, "advantages": [B, G],
-    "reports": [StepReport, ...]}`.
+    Its `training_step` returns `{"iteration": Iteration}`.
     """
 
     @property

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from torch.nn.utils.rnn import pad_sequence
 # Metrics to log, by name: a number [], or a sum and the count to divide it by [2]. Sums and counts
 # are added up over micro-batches and ranks before they are divided.
 Stats = dict[str, Tensor]
+
+# Where completions come from: sampled with the current weights, with earlier ones, by another run,
+# or not sampled but part of the data.
+Provenance = Literal["fresh", "stale", "stored", "data"]
 
 # Column of the token ids of a prompt as the reference reads it (`data.reference_template`).
 REFERENCE_PROMPT = "reference_prompt_ids"
@@ -430,6 +434,7 @@ class Rollout:
             Segment 0 continues the row's prompt; the others begin with their own prompt.
             Advantages, loss weights and lengths are those of the whole row.
         episodes: N of `litgrpo.rollout.episodes.Episode`; empty if every completion is one turn.
+        provenance: where the completions come from.
 
     Example:
         >>> ids, mask = torch.tensor([[5, 6]]), torch.tensor([[True, True]])
@@ -463,6 +468,7 @@ class Rollout:
     turn_states: list[list[Hashable]] = field(default_factory=list)
     episodes: list[Any] = field(default_factory=list)
     segments: Tensor | None = None
+    provenance: Provenance = "fresh"
 
     def __post_init__(self) -> None:
         """Check that there are B * G rows of one length."""
@@ -518,6 +524,8 @@ class Rollout:
     def stats(self) -> Stats:
         """Scalars under `completion/` and `prompt/`, and the entropy at sampling.
 
+        -log p of tokens that were not sampled is no estimate of the entropy: `policy/data_nll`.
+
         If no completion ended, the mean of the ended ones is 0 of 0, and their extremes are
         infinite; `average_over_ranks` leaves both out.
         """
@@ -528,7 +536,8 @@ class Rollout:
         stats |= mean_and_extremes("prompt/len", self.prompts.prompt_mask.sum(1).float())
         # H = E[-log p] over sampled tokens: an unbiased estimate that needs no forward pass.
         surprise = -torch.where(self.loss_mask, self.sampler_logprobs, 0.0).sum()
-        stats["policy/entropy"] = torch.stack([surprise, self.loss_mask.sum()])
+        name = "policy/data_nll" if self.provenance == "data" else "policy/entropy"
+        stats[name] = torch.stack([surprise, self.loss_mask.sum()])
         return stats
 
 
@@ -679,13 +688,11 @@ class RewardTable:
         Args:
             gather: concatenates flat tensors of all ranks, padded with NaN (`Comm.gather`).
         """
-        greedy = torch.zeros(len(self.total)) if self.greedy is None else self.greedy
-        parts = [self.total, self.valid, greedy[:, None].expand_as(self.total)]
-        parts += [*self.components.values(), *self.processed.values()]
+        parts = [self.total, self.valid, *self.components.values(), *self.processed.values()]
         stacked = torch.stack([part.double() for part in parts], dim=1)
         rows = gather(stacked.flatten()).view(-1, *stacked.shape[1:])
         rows = rows[~rows[:, 1, 0].isnan()]  # without those that pad a rank with fewer groups
-        total, valid, greedy, *values = rows.unbind(1)
+        total, valid, *values = rows.unbind(1)
         count = len(self.components)
         return replace(
             self,
@@ -693,7 +700,7 @@ class RewardTable:
             processed=dict(zip(self.processed, values[count:], strict=True)),
             total=total,
             valid=valid.bool(),
-            greedy=None if self.greedy is None else greedy[:, 0],
+            greedy=None,
             tasks=[],
         )
 
@@ -718,8 +725,6 @@ class RewardTable:
             stats[f"reward/{name}_std"] = _sample_std(component[~component.isnan()])
         if len(self.components) > 1:
             stats |= self._compare_components()
-        if self.greedy is not None:
-            stats["reward/greedy_mean"] = self.greedy.nanmean()
         if known.numel():
             stats |= {"reward/min": known.min(), "reward/max": known.max()}
         return {name: value.float() for name, value in stats.items() if not value.isnan()}
@@ -1052,3 +1057,54 @@ class StepReport:
     lr: float
     sums: Stats = field(default_factory=dict)
     skipped: dict[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Completions with their rewards, as an iteration trains on them.
+
+    Args:
+        prompts: B prompts of the iteration, before an environment added its openings.
+        rollout: N completions; stored ones have prompts of their own.
+        rewards: [B, G] theirs.
+        logprobs: [N, C] theirs before the update, and under the reference.
+        scored: all prompts and rewards of the iteration: first those of the rollout as it was
+            taken, then those of the attempts of dynamic sampling. Only the first are unbiased.
+        stats: what the stages log.
+    """
+
+    prompts: PromptBatch
+    rollout: Rollout
+    rewards: RewardTable
+    logprobs: RolloutLogprobs
+    scored: tuple[tuple[Rollout, RewardTable], ...] = ()
+    stats: Stats = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What an iteration did, for callbacks: `training_step` returns `{"iteration": Iteration}`.
+
+    Args:
+        number: of the iteration, from 1.
+        experience: that it trained on.
+        batch: the training batch.
+        advantages: [B, G] of each completion, on the host.
+        steps: a report of each optimizer step.
+    """
+
+    number: int
+    experience: Experience
+    batch: TrainingBatch
+    advantages: Tensor
+    steps: list[StepReport]
+
+    @property
+    def rollout(self) -> Rollout:
+        """The N completions."""
+        return self.experience.rollout
+
+    @property
+    def rewards(self) -> RewardTable:
+        """[B, G] rewards of the completions."""
+        return self.experience.rewards

@@ -65,7 +65,7 @@ class Recorder(Callback):
         """Note the prompts, and of the first iterations completions and weights."""
         wall, cpu = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
         self.steps.append({"step_s": wall, "cpu_s": cpu})
-        rollout = outputs["rollout"]
+        rollout = outputs["iteration"].rollout
         batch = rollout.prompts
         ids = rows_of(batch.prompt_ids, batch.prompt_mask)
         for place, prompt in enumerate(batch.prompts):

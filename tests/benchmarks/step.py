@@ -86,13 +86,14 @@ def steps_of_litgrpo(
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             wall, cpu = clocks()
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            lengths = args[1]["iteration"].rollout.lengths
             self.steps.append(
                 {
                     "step_s": wall - self.wall,
                     "cpu_s": cpu - self.cpu,
                     "rollout_s": metrics["time/rollout_s"],
                     "learn_s": metrics["time/learn_s"],
-                    "mean_completion_len": float(args[1]["rollout"].lengths.double().mean()),
+                    "mean_completion_len": float(lengths.double().mean()),
                 }
             )
             self.wall, self.cpu = clocks()

@@ -1,6 +1,7 @@
 import ctypes
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +26,9 @@ class Skips(StandIn):
         self.skipped = iterations
 
     def training_step(self, batch, batch_idx):
-        skipped = self.skipped[self.iteration]
-        reports = [StepReport(lr=0.1, skipped=each) for each in skipped]
-        return super().training_step(batch, batch_idx) | {"reports": reports}
+        steps = [StepReport(lr=0.1, skipped=rows) for rows in self.skipped[self.iteration]]
+        iteration = super().training_step(batch, batch_idx)["iteration"]
+        return {"iteration": replace(iteration, steps=steps)}
 
 
 @pytest.mark.filterwarnings("ignore:.*optimizer steps skipped because of NaN")

@@ -212,17 +212,18 @@ def test_missing_rewards_after_others_have_another_remedy(caplog):
 
 def test_a_resumed_run_remembers_that_it_had_rewards():
     before, after = NoLearningSignal(), NoLearningSignal(patience=1)
-    outputs = {
-        "rewards": RewardTable({"r": ONE}, {"r": 1.0}, ONE, ONE == 1),
-        "advantages": ONE,
-    }
+
+    def outputs_of(rewards, advantages):
+        return {"iteration": SimpleNamespace(rewards=rewards, advantages=advantages)}
+
+    scored = RewardTable({"r": ONE}, {"r": 1.0}, ONE, ONE == 1)
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(reduce_boolean_decision=lambda x, all: x), should_stop=True
     )
-    before.on_train_batch_end(trainer, None, outputs)
+    before.on_train_batch_end(trainer, None, outputs_of(scored, ONE))
     after.load_state_dict(before.state_dict())
     unscored = RewardTable({"r": torch.nan * ONE}, {"r": 1.0}, 0 * ONE, ONE == 0)
-    after.on_train_batch_end(trainer, None, {"rewards": unscored, "advantages": 0 * ONE})
+    after.on_train_batch_end(trainer, None, outputs_of(unscored, 0 * ONE))
     after.on_train_end(trainer, None)
 
 

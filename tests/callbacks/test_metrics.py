@@ -29,8 +29,11 @@ OF_EPISODES |= {"env/segments"}  # of agents; see tests/modules/test_agents.py
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
 OF_EPISODES |= {"reward/greedy_mean"}  # of ReMax; see tests/modules/test_grpo.py
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
-ELSEWHERE |= {"data/on_policy", "policy/data_nll"}  # see tests/modules/test_data_completions.py
-# Of off-policy runs; see tests/rollout/test_async_rollout.py.
+ELSEWHERE |= {
+    "data/on_policy",
+    "policy/data_nll",
+}  # see tests/rollout/sources/test_data_completions.py
+# Of off-policy runs; see tests/rollout/sources/test_ahead.py.
 ELSEWHERE |= {"async/staleness_mean", "async/staleness_max"}
 # No completion of these runs ends; see tests/callbacks/test_iteration_metrics.py.
 ELSEWHERE |= {f"completion/terminated_len_{name}" for name in ("mean", "min", "max")}

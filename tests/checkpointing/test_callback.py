@@ -11,7 +11,6 @@ import torch
 
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
-from litgrpo.checkpointing.files import DamagedCheckpoint, read_file
 from litgrpo.checkpointing.resume import RngState
 from litgrpo.run_folder import (
     LAST,
@@ -20,6 +19,7 @@ from litgrpo.run_folder import (
     resolve_checkpoint,
     sort_checkpoints,
 )
+from litgrpo.tensor_files import DamagedCheckpoint, read_file
 from tests.support.fitting import fit
 from tests.support.raises import raises_for
 from tests.support.standin import StandIn

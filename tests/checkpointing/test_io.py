@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.files import MANIFEST, DamagedCheckpoint, digest, read_file
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
+from litgrpo.tensor_files import MANIFEST, DamagedCheckpoint, digest, read_file
 from tests.support.checkpoints import state
 from tests.support.raises import raises_for
 

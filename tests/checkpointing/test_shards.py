@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from litgrpo.checkpointing.files import DamagedCheckpoint, build_manifest, remove_checkpoint
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.shards import (
     hash_file,
     iterate_tensors,
     read_checkpoint,
 )
+from litgrpo.tensor_files import DamagedCheckpoint, build_manifest, remove_checkpoint
 from tests.distributed.fsdp import training
 from tests.support.gloo import run_by
 from tests.support.raises import raises_for

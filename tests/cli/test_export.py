@@ -6,9 +6,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from litgrpo.checkpointing.files import write_file
 from litgrpo.cli.export import _cannot_be_written
 from litgrpo.run_folder import COMMAND, HEADER
+from litgrpo.tensor_files import write_file
 from tests.support.command_line import QUICK
 
 OWN_CLASS = ("--recipe", "runs/recipe/config.yaml")

@@ -238,7 +238,9 @@ def test_the_help_of_an_option_is_of_the_class_that_the_recipe_names(cli):
     assert "--model.engine.max_rows" in cli("fit", "--model.engine.help")[1]
     asked = cli("fit", "-c", "spo.yaml", "--model.engine.help", "LocalEngine")[1]
     assert "--model.engine.max_rows" in asked
-    assert "--model.update.staleness" in cli("fit", "-c", "spo.yaml", "--model.update.help")[1]
+    assert (
+        "--model.update.num_mini_batches" in cli("fit", "-c", "spo.yaml", "--model.update.help")[1]
+    )
     assert cli("fit", "-c", "spo.yaml", "--model.pretrained.help")[0] == 0
 
 

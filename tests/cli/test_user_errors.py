@@ -93,7 +93,10 @@ OPTIONS = {
     "--trainer.accelerator gpuu": ["trainer.accelerator is 'gpuu'", "did you mean 'gpu'"],
     "--trainer.devices 0": ["devices"],
     "--ckpt_path final_model": ["--model.pretrained final_model"],
-    "--model.stored_rollouts other": ["model.stored_rollouts", "--model.save_rollouts true"],
+    "--model.source StoredRollouts --model.source.run_dir other": [
+        "model.source (StoredRollouts) is other",
+        "--trainer.callbacks+ SaveRollouts",
+    ],
     "--data.train [a,b]": ["reward 'correct' needs answer"],
     "--model.rewards {distinct_2:{function:litgrpo.rewards.correctness}}": ["distinct_2"],
     "--data.train a.jsonl --model.rewards {code:{function:litgrpo.rewards.unit_tests}}": ["got 3"],

@@ -171,7 +171,7 @@ FEATURES: dict[str, Config] = {
         "update": {"epochs_per_rollout": 2},
     },
     "remax": {"objective": {"advantages": of_class("ReMax")}},
-    "staleness": {"update": {"staleness": 1}},
+    "staleness": {"source": of_class("Ahead", staleness=1)},
     "tools": {
         "model": "builtin:tiny-calculator",
         "rewards": {

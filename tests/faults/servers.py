@@ -18,10 +18,14 @@ ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.servers.vllm.ServerEn
 MODEL = "builtin:tiny-gemma2"
 
 
-def recipe(port: int, **update: Any) -> dict[str, Any]:
+AHEAD = {"class_path": "litgrpo.Ahead", "init_args": {"staleness": 2}}
+IN_FLIGHT = {"class_path": "litgrpo.InFlight", "init_args": {"max_staleness": 2}}
+
+
+def recipe(port: int, source: dict[str, Any] | None = None) -> dict[str, Any]:
     """The recipe of the faults with a server."""
     given = {"urls": [f"http://127.0.0.1:{port}"], "send_uniforms": True, "wait_s": 120.0}
-    keys = {"engine": {"class_path": ENGINE, "init_args": given}, "update": update}
+    keys = {"engine": {"class_path": ENGINE, "init_args": given}, "source": source}
     return merge_runs(RECIPE, {"model": {"init_args": keys}})
 
 
@@ -47,9 +51,9 @@ def server(port: int, *words: str):
             process.communicate()
 
 
-def whole(bench: Any, port: int, **update: Any) -> Run:
+def whole(bench: Any, port: int, source: dict[str, Any] | None = None) -> Run:
     """The run with a server to which nothing happens."""
-    run: Run = bench.whole(f"served-{len(update)}", recipe(port, **update))
+    run: Run = bench.whole(f"served-{source is not None}", recipe(port, source))
     return run
 
 
@@ -82,16 +86,16 @@ def f26(bench: Any) -> dict[str, str]:
 
     port, found = free_port(), {}
     with server(port):
-        expected = whole(bench, port, staleness=2)
+        expected = whole(bench, port, AHEAD)
         for name, point in {
             "SIGKILL in learning": {"at": "backward", "count": 4},
             "SIGKILL while it samples": {"at": "start", "count": 5},
             "SIGTERM": {"at": "backward", "count": 4, "signum": int(signal.SIGTERM)},
         }.items():
-            run = Run(bench.folder / name.replace(" ", "-"), recipe(port, staleness=2))
+            run = Run(bench.folder / name.replace(" ", "-"), recipe(port, AHEAD))
             found[name] = stop_and_resume(run, expected, **point)
     # Each of two processes samples its own rollout ahead.
-    two = merge_runs(of_two("ddp"), {"model": {"init_args": {"update": {"staleness": 2}}}})
+    two = merge_runs(of_two("ddp"), {"model": {"init_args": {"source": AHEAD}}})
     expected = bench.whole("two-ahead", two, program=TORCHRUN)
     run = Run(bench.folder / "two-ahead", two, program=TORCHRUN)
     run.recipe = merge_runs(two, calls("Kill", **SECOND, marker=str(run.marker)))
@@ -113,12 +117,12 @@ def f27(bench: Any) -> dict[str, str]:
             "SIGTERM": {"at": "backward", "count": 4, "signum": int(signal.SIGTERM)},
         }.items():
             folder = bench.folder / f"in-flight-{name.replace(' ', '-')}"
-            run = Run(folder, recipe(port, max_staleness=2))
+            run = Run(folder, recipe(port, IN_FLIGHT))
             found[name] = kill_run(run, **point) or _end_of(run)
     with server(port, "--at_once", "4", "--dies_after", "77") as running:
         watching = threading.Thread(target=_start_again, args=(running, port, "--at_once", "4"))
         watching.start()
-        run = Run(bench.folder / "in-flight-server", recipe(port, max_staleness=2))
+        run = Run(bench.folder / "in-flight-server", recipe(port, IN_FLIGHT))
         found["the server is killed and started again"] = _end_of(run)
         watching.join()
     return found

@@ -104,19 +104,18 @@ def test_the_reference_is_asked_about_every_row_once():
     assert sum(rows) == 2 * len(TEXTS) * GROUP
 
 
-def test_no_reference_is_asked_about_groups_that_may_be_replaced():
-    events = []
+def long_prompts_only(prompts, completions):
+    """Completions differ after a prompt of more than four letters; else all are equally good."""
+    scores = letters(prompts, completions)
+    return [len(prompt) > 4 and score for prompt, score in zip(prompts, scores, strict=True)]
 
-    def judge(prompts, completions):
-        events.append("rewards")
-        return letters(prompts, completions)
 
-    grpo = learner(
-        lambda rows: events.append("reference"), reward=judge, dynamic_sampling_attempts=1
-    )
+def test_the_reference_is_asked_about_the_rollout_and_about_new_groups_only():
+    rows = []
+    grpo = learner(rows.append, reward=long_prompts_only, dynamic_sampling_attempts=1)
     train(grpo, PromptData(TEXTS, batch_size=4))
-    assert events[0] == "rewards"
-    assert "rewards" not in events[events.index("reference") :]
+    # Two of four groups are informative; four more prompts are asked for, two of them informative.
+    assert sum(rows) == (4 + 2) * GROUP
 
 
 def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(runner, tmp_path):

@@ -142,7 +142,7 @@ def test_a_fit_with_a_chat_template_inserts_tool_output_between_turns(
     grpo.policy = build_policy(model, tokenizer).eval()
     data = PromptData([{"prompt": "3 times 4"}], chat=True, batch_size=1)
     rollouts = []
-    grpo.on_train_batch_end = lambda outputs, *_: rollouts.append(outputs["rollout"])
+    grpo.on_train_batch_end = lambda outputs, *_: rollouts.append(outputs["iteration"].rollout)
     assert any(resolve_auto(grpo, None, None, data))
     text = tokenizer.decode(rollouts[0].completion_ids[0][rollouts[0].completion_mask[0]])
     assert observation in text

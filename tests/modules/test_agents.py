@@ -6,8 +6,8 @@ import torch
 
 from litgrpo.data.modules import PromptData
 from litgrpo.environments.agent import Agent
-from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.sources.ahead import Ahead
 from tests.support.agents import play
 from tests.support.training import module, train
 
@@ -44,8 +44,7 @@ def test_a_run_continues_without_the_agents_that_fail_after_all_invariants_hold(
 
 
 def test_agents_are_trained_off_policy_with_the_versions_of_their_tokens():
-    update = UpdateConfig(staleness=1)
-    weights, metrics = train_agents("talk", "branch", "once", max_iterations=3, update=update)
+    weights, metrics = train_agents("talk", "branch", "once", max_iterations=3, source=Ahead())
     assert metrics["env/segments"] > 1
     assert weights.isfinite().all()
     assert metrics["async/staleness_max"] == 1

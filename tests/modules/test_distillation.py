@@ -262,7 +262,7 @@ def test_the_teacher_reads_the_prompt_with_the_hint():
     grpo.on_train_batch_end = lambda outputs, *_: seen.update(outputs)
     grpo.reference = teacher_of()
     train(grpo, with_hint(ROWS))
-    rollout = seen["rollout"]
+    rollout = seen["iteration"].rollout
     tokens = rollout.reference_tokens
     texts = byte_tokenizer().batch_decode(
         [ids[mask] for ids, mask in zip(tokens.prompt_ids, tokens.prompt_mask, strict=True)]

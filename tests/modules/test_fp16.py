@@ -31,7 +31,7 @@ class Watch(Callback):
         self.stepped.append(float(torch.stack(norms).norm()))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.reports += outputs["reports"]
+        self.reports += outputs["iteration"].steps
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 

@@ -6,6 +6,7 @@ from lightning import Callback, Trainer
 
 from litgrpo.algorithms.advantages import ReMax
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective, PolicyGradient
+from litgrpo.data.modules import PromptData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.update_config import UpdateConfig
@@ -16,6 +17,8 @@ from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sources.ahead import Ahead
+from litgrpo.rollout.sources.base import OnPolicy
 from litgrpo.types import PromptBatch
 from tests.learning.parts import build_training_batch, gradient_of, learner_of
 from tests.support.learner import Broken, Tight, first_token
@@ -415,24 +418,25 @@ class Outputs(Callback):
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_remax_compares_each_completion_with_the_greedy_one(group_size, staleness):
+@pytest.mark.parametrize("source", [OnPolicy(), Ahead()])
+def test_remax_compares_each_completion_with_the_greedy_one(group_size, source):
     batch = prompt_batch("a", "hello there", "xyz")
     remax = Objective(ReMax(), surrogate=PolicyGradient())
     settings = dict(objective=remax, group_size=group_size)
-    grpo, outputs = module(**settings, update=UpdateConfig(staleness=staleness)), Outputs()
+    grpo, outputs = module(**settings, source=source), Outputs()
     greedy = sample_rollout(grpo, batch, "val", group_size=1, sampling=Sampling(temperature=0.0))
     baseline = torch.tensor(letters([], greedy.completions)).double()
 
-    runner = train(grpo, loader(batch), callbacks=[outputs])
+    data = PromptData(["a", "hello there", "xyz"], batch_size=3, shuffle=False)
+    runner = train(grpo, data, callbacks=[outputs])
 
-    rewards = outputs.seen["rewards"]
+    rewards = outputs.seen["iteration"].rewards
     torch.testing.assert_close(rewards.greedy, baseline)
     expected = (rewards.total - baseline[:, None]).float()
-    torch.testing.assert_close(outputs.seen["advantages"].float(), expected)
+    torch.testing.assert_close(outputs.seen["iteration"].advantages.float(), expected)
     assert expected.any()
     assert runner.callback_metrics["reward/greedy_mean"] == pytest.approx(float(baseline.mean()))
-    generated = greedy.lengths.sum() + outputs.seen["rollout"].lengths.sum()
+    generated = greedy.lengths.sum() + outputs.seen["iteration"].rollout.lengths.sum()
     assert runner.callback_metrics["perf/generated_tokens"] == generated
 
 

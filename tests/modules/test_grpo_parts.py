@@ -32,11 +32,13 @@ def test_the_parts_share_what_they_must_agree_on():
 def test_zero_variance_groups_are_replaced_only_on_request():
     grpo = module(dynamic_sampling_attempts=2)
     grpo.configure_model()
-    assert grpo.dynamic_sampling.rollouter is grpo.rollouter
-    assert grpo.dynamic_sampling.scorer is grpo.scorer
+    (stage,) = grpo.stages
+    assert stage.rollouter is grpo.rollouter
+    assert stage.scorer is grpo.scorer
+    assert stage.learner is grpo.learner
     plain = module()
     plain.configure_model()
-    assert plain.dynamic_sampling is None
+    assert plain.stages == []
 
 
 def test_a_reference_of_another_shape_cannot_follow_the_policy():

@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 import litgrpo.rewards
 from litgrpo.algorithms.losses import Objective
-from litgrpo.checkpointing.files import write_file
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.hyper_parameters import (
@@ -36,6 +35,7 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.servers.vllm import ServerEngine
 from litgrpo.rollout.servers.weight_transfer import FolderTransfer
+from litgrpo.tensor_files import write_file
 from tests.support.raises import raises_for
 from tests.support.sft import SCRATCH
 from tests.support.training import batches, module
@@ -381,7 +381,7 @@ REACHES = {
             environments={"a": of("environments.agent.Agent", command=["touch", "created"])},
         ),
     ],
-    "stored_rollouts": ["/home/somebody/run"],
+    "source": [of("rollout.sources.stored.StoredRollouts", run_dir="/home/somebody/run")],
 }
 
 

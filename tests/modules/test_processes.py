@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning import Callback
 
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
-from litgrpo.checkpointing.files import digest
+from litgrpo.callbacks.rollouts import SaveRollouts
 from litgrpo.checkpointing.resume import RngState, set_all_random_state
 from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.data.modules import PairData, PromptData
@@ -21,13 +21,16 @@ from litgrpo.learning.optim import WarmupLinear
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.export import export
 from litgrpo.models.reference import FrozenReference
-from litgrpo.modules.data_completions import DataCompletions
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.sources.base import OnPolicy
+from litgrpo.rollout.sources.data_completions import DataCompletions
+from litgrpo.rollout.sources.stored import StoredRollouts
 from litgrpo.runs.summary import Summary
+from litgrpo.tensor_files import digest
 from tests.evaluation.test_golden import GOLDEN, close_to, report_of
 from tests.support.algorithms import PUBLISHED
 from tests.support.echo import Echo
@@ -124,7 +127,7 @@ TRAININGS = {
         "reference": "another",
         "group_size": 1,
         "max_iterations": 4,
-        "data_completions": DataCompletions("solution", on_policy_frac=0.5),
+        "source": DataCompletions("solution", on_policy_frac=0.5),
     },
     "served reference": {"check_invariants": True, "objective": TEACHER, "reference": "another"},
 }
@@ -344,12 +347,11 @@ def test_processes_redraw_together_until_each_has_what_it_needs(tmp_path):
 def train_on_stored(processes, folder):
     """Write rollouts, and train on them; leaves both weights."""
     corrected = Objective(importance_correction=ImportanceCorrection())
-    runs = {"a": {"save_rollouts": True}, "b": {"stored_rollouts": str(folder / "a")}}
-    for name, stored in runs.items():
-        grpo, runner = (
-            build(objective=corrected, **stored),
-            trainer(processes, default_root_dir=folder / name),
-        )
+    sources = {"a": OnPolicy(), "b": StoredRollouts(str(folder / "a"))}
+    for name, source in sources.items():
+        grpo = build(objective=corrected, source=source)
+        callbacks = [SaveRollouts()] if name == "a" else []
+        runner = trainer(processes, default_root_dir=folder / name, callbacks=callbacks)
         runner.fit(grpo, PromptData(TEXTS, batch_size=4, shuffle=name == "a"))
         if runner.is_global_zero:
             torch.save(grpo.policy.state_dict(), folder / f"{name}.pt")

@@ -9,7 +9,6 @@ import torch
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
 from litgrpo.data.modules import PairData, PromptData
-from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.load import Precision
 from litgrpo.modules import settings_checks
 from litgrpo.modules.settings_checks import (
@@ -25,6 +24,10 @@ from litgrpo.modules.sft import SFT
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sources.ahead import Ahead
+from litgrpo.rollout.sources.base import OnPolicy
+from litgrpo.rollout.sources.data_completions import DataCompletions
+from litgrpo.rollout.sources.stored import StoredRollouts
 from tests.support.models import tiny_policy
 from tests.support.raises import raises_for
 from tests.support.training import module, train
@@ -41,13 +44,13 @@ def compiles(monkeypatch):
 
 
 def test_a_stale_run_logs_which_terms_are_not_corrected(caplog):
-    stale = UpdateConfig(staleness=2)
+    stale = Ahead(2)
     exact = Objective(kl_coef=0.1, kl_estimator="reverse_kl")
 
-    def read_log(objective, update=stale, **options):
+    def read_log(objective, source=stale, **options):
         caplog.clear()
         with caplog.at_level("INFO", logger="litgrpo"):
-            with_importance_correction(objective, LocalEngine(), update, **options)
+            with_importance_correction(objective, LocalEngine(), source, **options)
         return caplog.text
 
     assert "All terms of the loss are corrected" in read_log(Objective(kl_coef=0.1))
@@ -58,27 +61,28 @@ def test_a_stale_run_logs_which_terms_are_not_corrected(caplog):
     assert "All terms of the loss are corrected" in read_log(own)
     to_sampler = Objective(old_policy="sampler", log_ratio_coef=0.1)
     assert "but log_ratio_coef are" in read_log(to_sampler)
-    assert read_log(exact, UpdateConfig()) == read_log(own, UpdateConfig()) == ""
+    assert read_log(exact, OnPolicy()) == read_log(own, OnPolicy()) == ""
 
 
 def test_a_device_with_static_shapes_rejects_what_it_cannot_compute(compiles):
-    check_device(CPU, StaticEngine(), Objective(), Precision())
-    check_device(CPU, StaticEngine(), Objective(), Precision(disable_dropout=False))
+    check_device(CPU, StaticEngine(), Objective(), Precision(), OnPolicy())
+    check_device(CPU, StaticEngine(), Objective(), Precision(disable_dropout=False), OnPolicy())
     with raises_for("engine", "LocalEngine"):
-        check_device(CPU, LocalEngine(), Objective(), Precision())
+        check_device(CPU, LocalEngine(), Objective(), Precision(), OnPolicy())
     by_micro_batch = Objective(loss_aggregation=MicroBatchTokenMean())
     with raises_for("objective.loss_aggregation"):
-        check_device(CPU, StaticEngine(), by_micro_batch, Precision())
+        check_device(CPU, StaticEngine(), by_micro_batch, Precision(), OnPolicy())
     both = Precision(disable_dropout=False, gradient_checkpointing=True)
     with raises_for("precision.disable_dropout", "precision.gradient_checkpointing"):
-        check_device(CPU, StaticEngine(), Objective(), both)
-    with raises_for("model.stored_rollouts"):
-        check_device(CPU, StaticEngine(), Objective(), Precision(), "runs/demo")
+        check_device(CPU, StaticEngine(), Objective(), both, OnPolicy())
+    for source in (StoredRollouts("runs/demo"), DataCompletions("solution")):
+        with raises_for("model.source", type(source).__name__):
+            check_device(CPU, StaticEngine(), Objective(), Precision(), source)
 
 
 def test_other_devices_compute_all_of_it():
     by_micro_batch = Objective(loss_aggregation=MicroBatchTokenMean())
-    check_device(CPU, LocalEngine(), by_micro_batch, Precision())
+    check_device(CPU, LocalEngine(), by_micro_batch, Precision(), OnPolicy())
 
 
 @pytest.mark.parametrize(
@@ -96,10 +100,10 @@ def test_other_devices_compute_all_of_it():
 def test_sampler_logprobs_are_reused_in_full_precision_only(
     trainer_precision, precision, engine, environment, staleness, expected
 ):
-    update = UpdateConfig(staleness=staleness)
-    given = trainer_precision, precision, engine, environment, update
-    assert can_reuse_sampler_logprobs(*given) == expected
-    assert not can_reuse_sampler_logprobs(*given, stored_rollouts="runs/demo")
+    source = Ahead(staleness) if staleness else OnPolicy()
+    given = trainer_precision, precision, engine, environment
+    assert can_reuse_sampler_logprobs(*given, source) == expected
+    assert not can_reuse_sampler_logprobs(*given, StoredRollouts("runs/demo"))
 
 
 def test_a_group_of_one_needs_a_baseline_without_a_group():
@@ -136,18 +140,19 @@ def test_the_end_of_long_completions_is_punished():
 
 def test_an_engine_with_other_logprobs_is_corrected_unless_the_config_says_how():
     low, own = LocalEngine(dtype="bfloat16"), ImportanceCorrection(level="sequence")
-    on_policy, stale = UpdateConfig(), UpdateConfig(staleness=1)
+    on_policy, stale = OnPolicy(), Ahead()
     assert with_importance_correction(Objective(), LocalEngine(), on_policy) == Objective()
-    for engine, update in ((low, on_policy), (LocalEngine(), stale)):
-        found = with_importance_correction(Objective(), engine, update)
+    for engine, source in ((low, on_policy), (LocalEngine(), stale)):
+        found = with_importance_correction(Objective(), engine, source)
         assert found.importance_correction == ImportanceCorrection()
-    found = with_importance_correction(Objective(), LocalEngine(), on_policy, "runs/demo")
+    stored = StoredRollouts("runs/demo")
+    found = with_importance_correction(Objective(), LocalEngine(), stored)
     assert found.importance_correction == ImportanceCorrection()
     given = Objective(importance_correction=own)
     assert with_importance_correction(given, low, stale).importance_correction is own
     to_sampler = Objective(old_policy="sampler")
     assert with_importance_correction(to_sampler, low, stale) == to_sampler
-    assert module(update=stale).coefficients.objective.importance_correction is not None
+    assert module(source=stale).coefficients.objective.importance_correction is not None
 
 
 def test_precisions_that_would_convert_prompts_are_rejected():

@@ -10,11 +10,11 @@ from litgrpo.data import PromptData
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.environments import TaskEnvironments
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards import Runner
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.sources.ahead import Ahead
 from tests.support.echo import Echo
 from tests.support.models import tiny_policy
 from tests.support.training import GROUP, LENGTH, letters, train, vowels
@@ -52,7 +52,7 @@ def run(data=None, *, rewards=None, iterations=4, ckpt=None, **settings):
 
 def test_a_reward_scores_the_rows_of_its_tasks_alone():
     for outputs in run().shown:
-        rewards, rollout = outputs["rewards"], outputs["rollout"]
+        rewards, rollout = outputs["iteration"].rewards, outputs["iteration"].rollout
         assert rewards.tasks == rollout.prompts.columns["task"]
         texts = [rollout.completions[n : n + GROUP] for n in range(0, 3 * GROUP, GROUP)]
         for row, task in enumerate(rewards.tasks):
@@ -80,7 +80,7 @@ def test_metrics_of_a_task_are_those_of_its_rows():
     grpo = run(iterations=6, evaluation=Evaluation(success_threshold=0.3))
     seen = set()
     for outputs, logged in zip(grpo.shown, grpo.logged, strict=True):
-        rewards, rollout = outputs["rewards"], outputs["rollout"]
+        rewards, rollout = outputs["iteration"].rewards, outputs["iteration"].rollout
         for task in TASKS:
             own = torch.tensor([name == task for name in rewards.tasks])
             shown = {k.split("/")[2]: v for k, v in logged.items() if k.startswith(f"task/{task}/")}
@@ -100,7 +100,7 @@ def test_metrics_of_a_task_are_those_of_its_rows():
 def test_each_task_has_its_own_advantages():
     objective = Objective(TaskAdvantages({"words": Normalized(scale="none")}))
     for outputs in run(objective=objective).shown:
-        rewards, advantages = outputs["rewards"], outputs["advantages"]
+        rewards, advantages = outputs["iteration"].rewards, outputs["iteration"].advantages
         centered = rewards.total - rewards.total.mean(1, keepdim=True)
         for row, task in enumerate(rewards.tasks):
             scale = 1.0 if task == "words" else rewards.total[row].std() + 1e-4
@@ -159,7 +159,7 @@ def test_an_environment_plays_the_rows_of_its_task():
     )
     turns = {task: set() for task in TASKS}
     for outputs in run(**settings).shown:
-        rollout = outputs["rollout"]
+        rollout = outputs["iteration"].rollout
         for n, episode in enumerate(rollout.episodes):
             task = rollout.prompts.columns["task"][n // GROUP]
             turns[task].add(len(episode.assistant_texts))
@@ -173,7 +173,7 @@ def test_a_curriculum_learns_the_success_of_its_prompts():
     order = grpo.trainer.train_dataloader.sampler
     expected = {}
     for outputs in grpo.shown:
-        rewards, index = outputs["rewards"], outputs["rollout"].prompts.index
+        rewards, index = outputs["iteration"].rewards, outputs["iteration"].rollout.prompts.index
         correct = (rewards.total >= 0.3).double().mean(1)
         expected |= dict(zip(index.tolist(), correct.tolist(), strict=True))
     assert order.success == expected
@@ -183,7 +183,7 @@ def test_a_curriculum_learns_the_success_of_its_prompts():
 
 @pytest.mark.parametrize(
     "schedule",
-    [{}, dict(update=UpdateConfig(staleness=1)), dict(dynamic_sampling_attempts=2)],
+    [{}, dict(source=Ahead()), dict(dynamic_sampling_attempts=2)],
     ids=["in turn", "staleness 1", "dynamic sampling"],
 )
 @pytest.mark.parametrize("cut", [3, 4])  # within an epoch, and at its end
@@ -200,8 +200,8 @@ def test_a_resumed_curriculum_ends_with_the_same_weights(tmp_path, schedule, cut
     first = run(iterations=cut, **settings())
     first.trainer.save_checkpoint(tmp_path / "cut.ckpt")
     resumed = run(iterations=8, ckpt=tmp_path / "cut.ckpt", **settings())
-    assert [each["rollout"].prompts.prompts for each in whole.shown[cut:]] == [
-        each["rollout"].prompts.prompts for each in resumed.shown
+    assert [each["iteration"].rollout.prompts.prompts for each in whole.shown[cut:]] == [
+        each["iteration"].rollout.prompts.prompts for each in resumed.shown
     ]
     for name, weight in whole.policy.state_dict().items():
         assert torch.equal(weight, resumed.policy.state_dict()[name]), name

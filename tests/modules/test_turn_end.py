@@ -26,7 +26,7 @@ class KeepRollouts(Callback):
         self.rollouts = []
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
-        self.rollouts.append(outputs["rollout"])
+        self.rollouts.append(outputs["iteration"].rollout)
 
 
 def count_letters(completions):

@@ -193,7 +193,7 @@ def test_texts_are_of_the_last_turn_and_spoken_tokens_are_counted():
 
 def test_statistics_tell_of_episodes():
     _, rollouter, rollout = play_episodes(Echo(lengths=(3,)))
-    stats = rollouter.stats(rollout, 0)
+    stats = rollouter.stats(rollout)
     assert float(stats["env/turns"]) == 3
     total, count = stats["env/reward"].tolist()
     assert total / count == 1 + 2 + 3
@@ -204,15 +204,15 @@ def test_statistics_tell_of_episodes():
     assert heard == int((rollout.completion_mask & ~rollout.loss_mask).sum())
     assert real == int(rollout.completion_mask.sum())
     assert float(stats["time/env_s"]) > 0
-    assert float(rollouter.stats(rollout, 0)["time/env_s"]) == 0
+    assert float(rollouter.stats(rollout)["time/env_s"]) == 0
 
 
 def test_episodes_without_turn_rewards_have_no_mean_of_them():
     _, rollouter, rollout = play_episodes(Echo(lengths=(3,)))
     rollout.turn_rewards[:] = torch.nan
-    assert rollouter.stats(rollout, 0)["env/reward"].tolist() == [0, 0]
+    assert rollouter.stats(rollout)["env/reward"].tolist() == [0, 0]
     rollout.turn_rewards[0, 0] = 0.25
-    assert rollouter.stats(rollout, 0)["env/reward"].tolist() == [0.25, 1]
+    assert rollouter.stats(rollout)["env/reward"].tolist() == [0.25, 1]
 
 
 def test_nothing_that_was_heard_is_learned_but_it_is_read():

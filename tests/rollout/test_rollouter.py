@@ -88,7 +88,7 @@ def test_the_seed_is_zero_by_default(rollouter, engine):
 
 
 def test_without_an_environment_nothing_is_logged_of_episodes(rollouter):
-    assert rollouter.stats(rollouter.generate(prompt_batch("a"), "train"), 0) == {}
+    assert rollouter.stats(rollouter.generate(prompt_batch("a"), "train")) == {}
 
 
 def test_weights_are_handed_over_once_for_each_iteration(rollouter, engine):

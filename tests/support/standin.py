@@ -7,7 +7,15 @@ from torch.utils.data import DataLoader
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluated
 from litgrpo.metrics import average_over_ranks
-from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
+from litgrpo.types import (
+    Experience,
+    Iteration,
+    PromptBatch,
+    RewardTable,
+    Rollout,
+    RolloutLogprobs,
+    StepReport,
+)
 from tests.support.models import tiny_policy
 
 GROUP_SIZE = 2
@@ -40,6 +48,14 @@ def prompts(*texts: str, first: int = 0) -> PromptBatch:
     ids = torch.ones(len(texts), 2, dtype=torch.long)
     columns = {"answer": [str(n) for n in range(len(texts))]}
     return PromptBatch(ids, ids.bool(), list(texts), columns, first + torch.arange(len(texts)))
+
+
+def iteration_of(
+    number: int, rollout: Rollout, rewards: RewardTable, steps: list[StepReport]
+) -> Iteration:
+    """An iteration without a training batch; advantages are the rewards minus a half."""
+    experience = Experience(rollout.prompts, rollout, rewards, RolloutLogprobs())
+    return Iteration(number, experience, None, rewards.total - 0.5, steps)
 
 
 class StandIn(LightningModule):
@@ -95,9 +111,8 @@ class StandIn(LightningModule):
         self.log_dict(logged, batch_size=len(batch))
         if self.iteration == self.max_iterations:
             self.trainer.should_stop = True
-        reports = [StepReport(lr=0.1)] * STEPS_PER_ITERATION
-        advantages = rewards.total - 0.5
-        return dict(rollout=rollout, rewards=rewards, advantages=advantages, reports=reports)
+        steps = [StepReport(lr=0.1)] * STEPS_PER_ITERATION
+        return {"iteration": iteration_of(self.iteration, rollout, rewards, steps)}
 
     def validation_step(self, batch: PromptBatch, batch_idx: int):
         rollout = rollout_of(batch)

@@ -87,7 +87,7 @@ class Watcher(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if isinstance(outputs, dict) and "rollout" in outputs:
-            self.seen.rollouts.append(outputs["rollout"])
+            self.seen.rollouts.append(outputs["iteration"].rollout)
 
     def on_train_end(self, trainer, pl_module):
         named = dict(pl_module.policy.named_parameters())

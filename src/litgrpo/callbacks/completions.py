@@ -54,10 +54,10 @@ class Completions(Callback):
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the rollout that `training_step` returned; SFT returns none."""
-        if "rollout" not in outputs or not self.every_n_iterations:
+        if "iteration" not in outputs or not self.every_n_iterations:
             return
-        n = pl_module.iteration
-        rollout, rewards, advantages = (outputs[k] for k in ("rollout", "rewards", "advantages"))
+        n, iteration = pl_module.iteration, outputs["iteration"]
+        rollout, rewards, advantages = iteration.rollout, iteration.rewards, iteration.advantages
         if n == 1:
             pl_module.print(format_first_groups(rewards, advantages, self.num_logged_groups))
         is_due = n % self.every_n_iterations == 0 or n in (1, pl_module.max_iterations)

@@ -20,7 +20,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.messages import rank
 from litgrpo.protocol import TrainedModule
 from litgrpo.run_folder import run_folder, writes_files
-from litgrpo.types import StepReport
+from litgrpo.types import Iteration, StepReport
 
 MAX_SHAPES = 3  # that a warning names
 # Seconds after the watchdog's time limit at which a process exits that never releases the GIL.
@@ -58,11 +58,12 @@ class NonFinite(Callback):
         Raises:
             ValueError: too many were skipped in a row.
         """
-        reports: list[StepReport] = outputs.get("reports", [])
+        iteration: Iteration | None = outputs.get("iteration")  # None: of SFT
+        reports = outputs.get("reports", []) if iteration is None else iteration.steps
         skipped = [report.skipped for report in reports if report.skipped is not None]
         self.skipped += len(skipped)
         if skipped:
-            reasons = self._write_rows(trainer, pl_module, outputs)
+            reasons = self._write_rows(trainer, pl_module.iteration, reports, iteration)
             rank_zero_warn(
                 f"iteration {pl_module.iteration}: {len(skipped)} of {len(reports)} optimizer "
                 f"steps skipped because of NaN or infinity: {reasons}"
@@ -80,19 +81,19 @@ class NonFinite(Callback):
         if self.skipped:
             pl_module.log("optim/skipped_steps", float(self.skipped))
 
-    def _write_rows(self, trainer: Trainer, pl_module: TrainedModule, outputs: Any) -> str:
+    def _write_rows(
+        self, trainer: Trainer, n: int, reports: list[StepReport], iteration: Iteration | None
+    ) -> str:
         """Write the affected rows to a file, and return the reasons as text."""
-        n = pl_module.iteration
         reasons: dict[int, str] = {}
-        for report in outputs["reports"]:
+        for report in reports:
             reasons |= report.skipped or {}
         if not reasons:
             return "the norm of the whole gradient"
         counts = Counter(reasons.values()).items()
         text = ", ".join(f"{reason} of {count} rows" for reason, count in counts)
-        if "rollout" in outputs and writes_files(trainer):
-            rollout, rewards = outputs["rollout"], outputs["rewards"]
-            rows = completion_rows(n, rollout, rewards, outputs["advantages"])
+        if iteration is not None and writes_files(trainer):
+            rows = completion_rows(n, iteration.rollout, iteration.rewards, iteration.advantages)
             path = run_folder(trainer) / "non_finite" / f"iteration-{n:06d}.jsonl"
             affected = [rows[row] | {"not_finite": reasons[row]} for row in sorted(reasons)]
             if write_jsonl(path, affected, "non_finite"):

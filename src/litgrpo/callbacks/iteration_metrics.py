@@ -17,7 +17,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.protocol import RolloutModule
 from litgrpo.tensors import local
 from litgrpo.text.counts import plural
-from litgrpo.types import RewardTable, Rollout, Stats, StepReport
+from litgrpo.types import Iteration, RewardTable, Rollout, Stats, StepReport
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4
 ENTRIES = 1024  # sampled from a tensor to measure its change
@@ -44,14 +44,15 @@ class IterationMetrics(Callback):
         self, trainer: Trainer, pl_module: RolloutModule, outputs: Any, *_: Any
     ) -> None:
         """Log the metrics of the iteration."""
-        if not isinstance(outputs, dict) or "rollout" not in outputs:
+        if not isinstance(outputs, dict) or "iteration" not in outputs:
             return  # a training step of the user's own class
-        rollout, rewards = outputs["rollout"], outputs["rewards"]
+        iteration = outputs["iteration"]
+        rollout, rewards = iteration.rollout, iteration.rewards
         evaluator, comm = pl_module.evaluator, pl_module.learner.comm
         success = evaluator.find_correct(rewards).cpu()
         stats = success_stats(success) | length_stats(rollout, success)
         stats |= text_stats(rollout, rewards) | token_stats(rollout, pl_module.policy)
-        stats |= clip_stats(outputs["reports"], pl_module.update.max_grad_norm)
+        stats |= clip_stats(iteration.steps, pl_module.update.max_grad_norm)
         if self.entries is not None:
             stats |= self._measure_change(pl_module)
         stats |= task_stats(pl_module.task_names, rollout, rewards, success)
@@ -103,14 +104,15 @@ class NoLearningSignal(Callback):
             ValueError: no completion of the run has a reward, after `patience` iterations or in the
                 last one.
         """
-        if not isinstance(outputs, dict) or "advantages" not in outputs:
+        if not isinstance(outputs, dict) or "iteration" not in outputs:
             return  # a training step of the user's own class
         everywhere = trainer.strategy.reduce_boolean_decision
-        rewards: RewardTable = outputs["rewards"]
+        iteration: Iteration = outputs["iteration"]
+        rewards = iteration.rewards
         if not everywhere(not bool(rewards.valid.any()), all=True):
             self.has_rewards = True
         self.unscored = [] if self.has_rewards else list(rewards.components)
-        if not everywhere(not bool(outputs["advantages"].any()), all=True):
+        if not everywhere(not bool(iteration.advantages.any()), all=True):
             self.next, self.in_a_row = self.patience, 0
             return
         self.in_a_row += 1

@@ -18,7 +18,6 @@ from torch import Tensor
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.formatting import strip_stage
 from litgrpo.callbacks.trainer_options import check_strategy
-from litgrpo.checkpointing.files import NEEDED_TO_RESUME, loader_states, remove_checkpoint
 from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
 from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
 from litgrpo.checkpointing.signals import Stopped, StopRequest
@@ -39,6 +38,7 @@ from litgrpo.run_folder import (
     sort_checkpoints,
     writes_files,
 )
+from litgrpo.tensor_files import NEEDED_TO_RESUME, loader_states, remove_checkpoint
 
 # Parts of a checkpoint that only a resumed run needs.
 ONLY_TO_RESUME = ("optimizer_states", "lr_schedulers", "loops", "random_state", "loggers")

@@ -14,15 +14,15 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.checkpointing.files import (
+from litgrpo.checkpointing.shards import allocate_whole, read_checkpoint, write_folder
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
+from litgrpo.run_folder import LAST, sort_checkpoints
+from litgrpo.tensor_files import (
     DamagedCheckpoint,
     copy_to_host,
     remove_checkpoint,
     write_file,
 )
-from litgrpo.checkpointing.shards import allocate_whole, read_checkpoint, write_folder
-from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.run_folder import LAST, sort_checkpoints
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from litgrpo.checkpointing.files import (
+from litgrpo.run_folder import REST
+from litgrpo.tensor_files import (
     MANIFEST,
     DamagedCheckpoint,
     build_manifest,
@@ -34,7 +35,6 @@ from litgrpo.checkpointing.files import (
     report_damage,
     write_synced,
 )
-from litgrpo.run_folder import REST
 
 FILES = "files"  # entry of the manifest
 # What the pickled index of a folder may be made of, {module: names}.

@@ -35,7 +35,6 @@ from litgrpo.callbacks.trainer_options import (
     cluster_plugins,
 )
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.files import NEEDED_TO_RESUME
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.resume import LoggerState, OptimizerOptions, RngState
 from litgrpo.checkpointing.shards import read_checkpoint, verify_checkpoint
@@ -58,6 +57,7 @@ from litgrpo.run_folder import (
     lock_run_folder,
     resolve_checkpoint,
 )
+from litgrpo.tensor_files import NEEDED_TO_RESUME
 from litgrpo.text.secrets import mask_settings
 from litgrpo.text.yaml_limits import check_limits
 

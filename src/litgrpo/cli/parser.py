@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_set
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+import litgrpo
 from litgrpo.argument_types import UNSET
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
@@ -109,7 +110,9 @@ def configure_jsonargparse() -> None:
 
 
 def import_named_classes() -> None:
-    """Import the classes that recipes may name without their module, such as StaticEngine."""
+    """Import the classes that recipes may name without their module, such as `Ahead`."""
+    for name in ("Ahead", "DataCompletions", "SaveRollouts", "StoredRollouts"):
+        getattr(litgrpo, name)
 
 
 class OneLineParser(ArgumentParser):

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, require
+from litgrpo.arguments import at_least
 from litgrpo.learning.optim import check_max_grad_norm
 from litgrpo.tensors import FEW_LOGITS
 
@@ -65,7 +65,7 @@ def round_down(number: float) -> int:
 @check_field_types
 @dataclass(frozen=True)
 class UpdateConfig:
-    """Options of the update: epochs, mini-batches, micro-batches, gradient clipping, staleness.
+    """Options of the update: epochs, mini-batches, micro-batches, gradient clipping.
 
     Args:
         epochs_per_rollout: passes over the rollout.
@@ -79,12 +79,6 @@ class UpdateConfig:
             as many as fit into its free memory by estimate, decided once per run. None sets no
             limit.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
-        staleness: k: train on rollouts of the weights of exactly k iterations ago. 0: on-policy;
-            from 1 on, the next rollouts are generated during the update, which hides the time of
-            engines on other devices. Reproducible, and a resumed run has the same rollouts.
-        max_staleness: k: generate up to k rollouts ahead on servers that get new weights while they
-            generate; a token's weights are at most k iterations old. Faster than `staleness`, and
-            not reproducible.
 
     Example:
         >>> UpdateConfig(epochs_per_rollout=2, num_mini_batches=4).num_steps
@@ -96,8 +90,6 @@ class UpdateConfig:
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = "auto"
     max_grad_norm: float | None = 1.0
-    staleness: int = 0
-    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -105,19 +97,6 @@ class UpdateConfig:
             at_least(f"model.update.{name}", getattr(self, name), 1)
         at_least("model.update.micro_batch_tokens", self.max_tokens, 1)
         check_max_grad_norm("model.update.max_grad_norm", self.max_grad_norm)
-        at_least("model.update.staleness", self.staleness, 0)
-        at_least("model.update.max_staleness", self.max_staleness, 0)
-        require(
-            not (self.staleness and self.max_staleness),
-            f"model.update.staleness is {self.staleness} and max_staleness is "
-            f"{self.max_staleness}. One asks for an exact age of rollouts, the other for a limit: "
-            "set one of them to 0.",
-        )
-
-    @cached_property
-    def rollouts_ahead(self) -> int:
-        """Number of rollouts that are generated ahead; 0: training is on-policy."""
-        return self.staleness or self.max_staleness
 
     @cached_property
     def max_tokens(self) -> int | None:

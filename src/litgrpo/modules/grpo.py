@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +15,15 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.argument_types import check_argument_types
+from litgrpo.callbacks.curriculum import CurriculumFeedback
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
 from litgrpo.callbacks.progress import NAMES, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.checkpointing.io import use_verified_io
-from litgrpo.checkpointing.rollouts import SaveRollouts, StoredRollouts, describe_settings
 from litgrpo.checks.callback import InvariantChecks
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import (
-    curriculum_of,
     reward_columns,
     task_names,
     validation_set_names,
@@ -37,9 +36,11 @@ from litgrpo.environments.base import shown_schemas_of, tools_by_task
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.learning import kernel_choice
 from litgrpo.learning.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
+from litgrpo.learning.dynamic_sampling import DynamicSampling
 from litgrpo.learning.learner import Learner, learning_row_limit
 from litgrpo.learning.micro_batches import EvenBatches, MicroBatching, RaggedBatches
 from litgrpo.learning.optim import DefaultAdamW
+from litgrpo.learning.stages import GreedyBaseline, Stage
 from litgrpo.learning.static_batches import StaticBatches
 from litgrpo.learning.steppers import TrainerComm, TrainerStepper, is_attached
 from litgrpo.learning.update_config import UpdateConfig
@@ -68,7 +69,6 @@ from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.models.transformers_compat import checkpoints_activations
 from litgrpo.modules import hyper_parameters, settings_checks
-from litgrpo.modules.data_completions import DataCompletions
 from litgrpo.modules.episode_setup import build_episodes, check_environment
 from litgrpo.modules.initial_policy import measure_initial_distance
 from litgrpo.modules.run_setup import (
@@ -90,16 +90,16 @@ from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Scorer
-from litgrpo.rollout.async_rollout import Prefetch
-from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference
+from litgrpo.rollout.sources.base import OnPolicy, RolloutSource, SourceParts
+from litgrpo.run_options import RunOptions
 from litgrpo.tensors import FEW_LOGITS
-from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats, StepReport, TrainingBatch
+from litgrpo.types import Experience, Iteration, PromptBatch, Stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,6 +125,10 @@ class GRPO(LightningModule):
         max_completion_length: limit on the tokens of a completion, C.
         sampling: temperature and filters of the rollout.
         engine: computes the rollout.
+        source: where the completions come from that an iteration trains on: `OnPolicy` (default),
+            `Ahead` and `InFlight` sample while training on earlier rollouts, `StoredRollouts` are
+            those of another run (docs/howto/tasks_and_rollouts.md), `DataCompletions` those of the
+            data, for distillation (docs/howto/distillation.md).
         update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and scored.
         optimizer: arguments of AdamW, such as `{"lr": 1e-6}`, a class with its arguments, or a
@@ -154,12 +158,6 @@ class GRPO(LightningModule):
             such as `litgrpo.environments.Tools`, or a list of functions for `Tools`; None: every
             completion is a single turn.
         episode: limits and format of multi-turn episodes.
-        save_rollouts: write every training rollout to `rollouts/` in the run folder.
-        stored_rollouts: run folder whose `rollouts/` are trained on, iteration by iteration, in
-            place of newly sampled ones (docs/howto/tasks_and_rollouts.md). Evaluation samples as
-            always. An importance correction is added; training ends after the last stored rollout.
-        data_completions: train on completions of the data in a part of the iterations, for
-            distillation (docs/howto/distillation.md); null: all completions are sampled.
         seed: random seed for generation.
 
     Example:
@@ -186,6 +184,7 @@ class GRPO(LightningModule):
         max_completion_length: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
+        source: RolloutSource | None = None,
         update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
         optimizer: OptimizerCallable = DefaultAdamW,
@@ -203,9 +202,6 @@ class GRPO(LightningModule):
         reward_runner: Runner | None = None,
         environment: object | None = None,
         episode: EpisodeSettings = EpisodeSettings(),  # noqa: B008 (frozen)
-        save_rollouts: bool = False,
-        stored_rollouts: str | None = None,
-        data_completions: DataCompletions | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -215,27 +211,20 @@ class GRPO(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold trained weights only
 
-        settings_checks.check_data_completions(
-            data_completions,
-            objective,
-            sampling,
-            group_size,
-            update,
-            controllers,
-            environment=environment,
-            stored_rollouts=stored_rollouts,
-            dynamic_sampling_attempts=dynamic_sampling_attempts,
+        self.source = OnPolicy() if source is None else copy(source)
+        self.source.check(
+            RunOptions(
+                objective,
+                sampling,
+                engine,
+                update,
+                controllers,
+                environment,
+                group_size,
+                dynamic_sampling_attempts,
+            )
         )
         settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
-        settings_checks.check_async(update, engine)
-        settings_checks.check_stored_rollouts(
-            stored_rollouts,
-            objective,
-            update,
-            environment,
-            dynamic_sampling_attempts=dynamic_sampling_attempts,
-            save_rollouts=save_rollouts,
-        )
         rewards = name_rewards(rewards)
         settings_checks.check_greedy(objective, rewards, dynamic_sampling_attempts)
         self.pretrained = save_in_memory_model(pretrained)
@@ -253,15 +242,9 @@ class GRPO(LightningModule):
         self.environment: Any = check_environment(environment, episode, engine, rewards)
         settings_checks.check_observation_nll(objective, self.environment, sampling)
         self.episode, self.seed = episode, seed
-        self.save_rollouts, self.stored_rollouts = save_rollouts, stored_rollouts
-        self.data_completions = data_completions
 
         objective = with_importance_correction(
-            objective,
-            engine,
-            update,
-            stored_rollouts,
-            entropy_target=controllers.entropy is not None,
+            objective, engine, self.source, entropy_target=controllers.entropy is not None
         )
         self.coefficients = FixedCoefficients(objective)
         if controllers != Controllers():
@@ -277,8 +260,7 @@ class GRPO(LightningModule):
         self.reference: Reference | None = None
         self.learner: Learner
         self.rollouter: Rollouter
-        self.dynamic_sampling: DynamicSampling | None = None
-        self.stored: StoredRollouts | None = None
+        self.stages: list[Stage] = []
         self.clock = Clock()
         self.cpu_contention = CpuContention()
         self.stepper: TrainerStepper | None = None
@@ -312,7 +294,6 @@ class GRPO(LightningModule):
             settings_checks.check_reference_prompts(
                 self, self.coefficients.objective, self.environment
             )
-            settings_checks.check_data_of_completions(self, self.data_completions)
             settings_checks.check_batch(
                 self, self.group_size, self.max_completion_length, self.update.num_mini_batches
             )
@@ -322,8 +303,7 @@ class GRPO(LightningModule):
             self.engine,
             self.coefficients.objective,
             self.precision,
-            self.stored_rollouts,
-            self.data_completions,
+            self.source,
         )
         backend(device).prepare()
         if device.type == "cpu":
@@ -336,12 +316,8 @@ class GRPO(LightningModule):
         sets = reward_columns(self.trainer)
         for columns in sets:
             self.scorer.check(columns, episodes=self.environment is not None)
-        if stage == "fit" and self.stored_rollouts:
-            trainer, tokenizer = self.trainer, self.fit_tokenizer()
-            settings = describe_settings(self, tokenizer, trainer.world_size)
-            self.stored = StoredRollouts.find(
-                self.stored_rollouts, settings, trainer.global_rank, trainer.world_size
-            )
+        if stage == "fit":
+            self.source.setup(self)
         self.task_names = task_names(self.trainer) if stage == "fit" else []
         settings_checks.check_tasks(self.task_names, sets, self.scorer)
         if stage != "predict":
@@ -375,7 +351,8 @@ class GRPO(LightningModule):
             self.clock = Clock(device)
             self.rollouter = self._build_rollouter(policy, device)
             self.learner = self._build_learner(policy, device, precision)
-            self.dynamic_sampling = self._build_dynamic_sampling(device)
+            self.stages = self._build_stages(device)
+            self._connect_source(policy, device)
             self._built_for = device, precision
         if is_attached(self):
             check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
@@ -420,7 +397,7 @@ class GRPO(LightningModule):
             sharding.shard(self.reference.policy)
 
     def _build_rollouter(self, policy: Policy, device: torch.device) -> Rollouter:
-        rollouter = Rollouter(
+        return Rollouter(
             policy,
             self.group_size,
             self.max_completion_length,
@@ -431,16 +408,6 @@ class GRPO(LightningModule):
             clock=self.clock,
             row_limit=self.rollout_limit,
         )
-        if self.update.rollouts_ahead:
-            settings_checks.check_async_sharding(policy, self.engine)
-            if is_attached(self):
-                next_prompts = partial(self._next_prompts, backend(device).data_device)
-                rollouter.prefetch = Prefetch(
-                    next_prompts,
-                    self.update.rollouts_ahead,
-                    in_flight=self.update.max_staleness > 0,
-                )
-        return rollouter
 
     def _build_learner(self, policy: Policy, device: torch.device, precision: str) -> Learner:
         comm = TrainerComm(self)
@@ -467,8 +434,7 @@ class GRPO(LightningModule):
                 self.precision,
                 self.engine,
                 self.environment,
-                self.update,
-                self.stored_rollouts,
+                self.source,
             ),
             comm=comm,
             micro_batching=micro_batching,
@@ -476,18 +442,32 @@ class GRPO(LightningModule):
             row_limit=self.learning_limit,
         )
 
-    def _build_dynamic_sampling(self, device: torch.device) -> DynamicSampling | None:
-        if not self.dynamic_sampling_attempts:
-            return None
-        advantages = self.coefficients.objective.advantages
-        return DynamicSampling(
-            self.rollouter,
-            self.scorer,
-            self.dynamic_sampling_attempts,
-            backend(device).data_device,
-            self.learner.comm,
-            backend(device).static_shapes,
-            credit=advantages if isinstance(advantages, TurnAdvantages) else None,
+    def _build_stages(self, device: torch.device) -> list[Stage]:
+        stages: list[Stage] = []
+        if self.dynamic_sampling_attempts:
+            stages.append(
+                DynamicSampling(
+                    self.rollouter,
+                    self.scorer,
+                    self.learner,
+                    self.dynamic_sampling_attempts,
+                    backend(device).data_device,
+                    backend(device).static_shapes,
+                )
+            )
+        if self.coefficients.objective.advantages.needs_greedy:
+            stages.append(GreedyBaseline(self.rollouter, self.scorer))
+        return stages
+
+    def _connect_source(self, policy: Policy, device: torch.device) -> None:
+        settings_checks.check_sharded_source(policy, self.engine, self.source)
+        self.source.connect(
+            SourceParts(
+                self.rollouter,
+                partial(self._next_prompts, backend(device).data_device),
+                self.learner.add_policy_logprobs,
+                completion_end(self, policy),
+            )
         )
 
     def _use_static_shapes(self, device: torch.device) -> None:
@@ -503,7 +483,8 @@ class GRPO(LightningModule):
         loader = self.trainer.train_dataloader
         if not isinstance(loader, BatchLoader):
             raise ValueError(
-                "model.update.staleness and max_staleness need litgrpo.PromptData. Set them to 0."
+                f"model.source is {type(self.source).__name__}, which needs litgrpo.PromptData. "
+                "Leave it out."
             )
         return loader.peek(ahead).to(device)
 
@@ -514,13 +495,11 @@ class GRPO(LightningModule):
         """
         if is_attached(self):
             check_trainer(self)
-        callbacks: list[Callback] = [IterationMetrics()]
+        callbacks: list[Callback] = [IterationMetrics(), CurriculumFeedback()]
         if self.coefficients.objective.reward_coef:
             callbacks.append(NoLearningSignal())
         if self.check_invariants:
             callbacks.insert(0, InvariantChecks())
-        if self.save_rollouts:
-            callbacks.append(SaveRollouts())
         return callbacks + replace_stock_bar(self)
 
     def configure_optimizers(self) -> Any:
@@ -534,13 +513,8 @@ class GRPO(LightningModule):
     def on_train_start(self) -> None:
         """Connect the sources of rollouts; a resumed run may be complete already."""
         self.stepper = TrainerStepper(self)
-        if self.dynamic_sampling is not None:
-            self.dynamic_sampling.connect(self.trainer.train_dataloader)
-        if self.stored is not None:
-            assert self.policy is not None
-            self.rollouter.stored = partial(
-                self.stored.read, device=self.device, vocab_size=self.policy.vocab_size
-            )
+        for stage in self.stages:
+            stage.connect(self.trainer.train_dataloader)
         self._stop_if_done()
         if self.trainer.should_stop:
             log_that_run_is_complete(self)
@@ -552,157 +526,92 @@ class GRPO(LightningModule):
         self._seed_device()
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        """Run one iteration: rollout, rewards, advantages, optimizer steps.
+        """Run one iteration: completions, rewards, advantages, optimizer steps.
 
-        The calls of an iteration, with the default classes::
-
-            rollout/rollouter.py         Rollouter.generate, prompts -> N = B * G completions
-            rollout/engines/local.py       LocalEngine.generate
-            models/causal.py                 CausalPolicy.prefill, then decode_step for each token
-            rewards/scorer.py            Scorer.start, workers run the user's reward functions
-            learning/learner.py          Learner.old_and_reference_logprobs, if needed (*)
-            rewards/scorer.py            PendingRewards.wait -> [B, G] weighted sum of components
-            learning/learner.py          Learner.build_batch
-            algorithms/losses.py           Objective.loss_weights -> one weight per token
-            algorithms/losses.py           Objective.token_advantages -> one advantage per token
-            algorithms/advantages.py         Normalized.estimate, (r - group mean) / group std
-            learning/learner.py          Learner.update
-            learning/learner.py            Learner.take_optimizer_step, for each mini-batch
-            learning/learner.py              Learner._accumulate_gradients
-            learning/learner.py                Learner.losses, for each micro-batch
-            models/policy.py                     Policy.logprobs
-            algorithms/losses.py                 Objective.loss
-            learning/steppers.py               TrainerStepper.backward
-            learning/steppers.py             TrainerStepper.step, Lightning's optimizer.step()
-            modules/grpo.py                   GRPO.on_before_optimizer_step
-            learning/steppers.py                 TrainerStepper.clip_before_step
-            learning/learner.py                    Learner._clip_gradients
-
-        (*) With dynamic sampling it runs after `PendingRewards.wait` and
-        `DynamicSampling.replace_zero_variance_groups` (rollout/dynamic_sampling.py).
+        Prompts [B] -> rollout of N = B * G completions -> rewards [B, G] -> advantages [N, C] ->
+        weights. docs/project/design.md lists the calls.
 
         Args:
             prompts: B prompts.
             batch_idx: number of the batch in this epoch.
 
         Returns:
-            For callbacks: `rollout`, the `Rollout` of N completions; `rewards`, their
-            `RewardTable`; `advantages`, [B, G] one for each completion; `reports`, a `StepReport`
-            for each optimizer step.
+            `{"iteration": Iteration}`, for callbacks.
         """
         assert self.stepper is not None
-        iteration = self.iteration
-        rollout, on_policy = self._take_rollout(prompts)
-        if self.stored is not None:
-            prompts = rollout.prompts  # stored, too
+        # 1. Completions: sampled now or ahead, read from a run folder, or those of the data.
+        rollout = self.source.take(prompts, self.iteration)
 
-        # Workers run the user's reward functions. Meanwhile get the old log-probabilities (if there
-        # are several steps per rollout) and the reference's (if there is a KL term). Built-in
-        # reward functions and reward models run in `wait`.
+        # 2. Rewards. Workers run the user's functions while the device computes log-probabilities:
+        #    the old policy's if there are several steps, the reference's if there is a KL term.
+        #    Built-in reward functions and reward models run in `wait`.
         with self.clock.phase("time/reward_s"):
-            pending = self.scorer.start(rollout, iteration)
-        if self.dynamic_sampling is None:
-            logprobs = self.learner.old_and_reference_logprobs(rollout)
-            with self.clock.phase("time/reward_s"):
-                rewards = pending.wait()
-            self._update_curriculum(prompts, rewards)
-            if self.learner.objective.advantages.needs_greedy:
-                rewards = self._with_greedy_rewards(prompts, rewards)
-            stats = rewards.over_ranks(self.learner.comm.gather).stats() | rollout.stats()
-        else:
-            # Which groups stay depends on their rewards: log-probabilities have to wait.
-            with self.clock.phase("time/reward_s"):
-                rewards = pending.wait()
-            self._update_curriculum(prompts, rewards)
-            rollout, rewards, stats = self.dynamic_sampling.replace_zero_variance_groups(
-                rollout, rewards, iteration
-            )
-            logprobs = self.learner.old_and_reference_logprobs(rollout)
-
-        # Advantages and loss weights per token, then clipped surrogate loss and optimizer steps.
-        batch = self.learner.build_batch(rollout, rewards, logprobs)
-        reports = self.learner.update(batch, self.stepper)
-
-        stats |= self.rollouter.stats(rollout, iteration)
-        stats |= self.learner.reward_kl_stats(rollout, logprobs)
-        order = curriculum_of(self.trainer)
-        stats |= {} if order is None else order.stats()
-        if self.data_completions is not None:
-            stats["data/on_policy"] = torch.tensor(float(on_policy))
-        if not on_policy:  # -log p of tokens that were not sampled is no estimate of the entropy
-            stats["policy/data_nll"] = stats.pop("policy/entropy")
-        self._finish_iteration(stats, batch, rewards, reports)
-        return {
-            "rollout": rollout,
-            "rewards": rewards,
-            "reports": reports,
-            "advantages": group_advantages(batch, rewards),
-        }
-
-    def _take_rollout(self, prompts: PromptBatch) -> tuple[Rollout, bool]:
-        """Return the completions that an iteration trains on, and True if they were sampled."""
-        given, iteration = self.data_completions, self.iteration
-        if given is None or given.is_on_policy(self.seed, iteration):
-            return self.rollouter.generate(prompts, "train", iteration), True
-        assert self.policy is not None
-        self.policy.eval()
-        with self.clock.phase("time/logprobs_s"):
-            end_id = completion_end(self, self.policy)
-            return given.read_rollout(prompts, self.learner, end_id, iteration), False
-
-    def _update_curriculum(self, prompts: PromptBatch, rewards: RewardTable) -> None:
-        """Let the curriculum know the success of the prompts of all ranks."""
-        order = curriculum_of(self.trainer)
-        if order is not None:
-            comm = self.learner.comm
-            success = self.evaluator.find_correct(rewards).nanmean(1)  # NaN without scored rows
-            order.record(comm.gather(prompts.index.to(success.device)), comm.gather(success))
-
-    def _with_greedy_rewards(self, prompts: PromptBatch, rewards: RewardTable) -> RewardTable:
-        """Return the rewards with those of one greedy completion per prompt (ReMax)."""
-        greedy = self.rollouter.generate_greedy(prompts, self.iteration)
+            pending = self.scorer.start(rollout, self.iteration)
+        logprobs = self.learner.old_and_reference_logprobs(rollout)
         with self.clock.phase("time/reward_s"):
-            found = self.scorer.start(greedy, self.iteration).wait()
-        return replace(rewards, greedy=found.scored.squeeze(1))
+            rewards = pending.wait()
+        experience = Experience(prompts, rollout, rewards, logprobs, scored=((rollout, rewards),))
+
+        # 3. Dynamic sampling replaces groups without a gradient; ReMax adds the reward of a greedy
+        #    completion.
+        for stage in self.stages:
+            experience = stage(experience, self.iteration)
+
+        # 4. One advantage and one loss weight per token; then one step per mini-batch and epoch.
+        batch = self.learner.build_batch(
+            experience.rollout, experience.rewards, experience.logprobs
+        )
+        steps = self.learner.update(batch, self.stepper)
+
+        # 5. Log, adapt coefficients, end the run. Callbacks see all of the iteration.
+        self.iteration += 1
+        advantages = group_advantages(batch, experience.rewards)
+        iteration = Iteration(self.iteration, experience, batch, advantages, steps)
+        averages = self._log_iteration(iteration)
+        self.learner.update_coefficients(averages, self.iteration)
+        self._stop_if_done()
+        self._seed_device()
+        return {"iteration": iteration}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip gradients, which are complete only here: with fp16, Lightning has unscaled them."""
         assert self.stepper is not None
         self.stepper.clip_before_step()
 
-    def _finish_iteration(
-        self,
-        stats: Stats,
-        batch: TrainingBatch,
-        rewards: RewardTable,
-        reports: list[StepReport],
-    ) -> None:
-        """Count the iteration, log it, and adapt coefficients; loggers' x-axis is the iteration."""
-        self.iteration += 1
-        comm, own_tokens = self.learner.comm, self.rollouter.generated_tokens
+    def _log_iteration(self, iteration: Iteration) -> Stats:
+        """Log an iteration, and return its averages; loggers' x-axis is the iteration."""
+        experience, comm = iteration.experience, self.learner.comm
+        own_tokens = self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
-        stats = stats | advantage_stats(batch, rewards, comm) | self.clock.stats(own_tokens)
-        averages = average_over_ranks(stats, reports, comm, backend(self.device).data_device)
+        first_rollout, first_rewards = experience.scored[0]  # unbiased, unlike what replaced groups
+        stats = first_rewards.over_ranks(comm.gather).stats() | first_rollout.stats()
+        stats |= experience.stats | self.rollouter.stats(experience.rollout)
+        stats |= self.source.stats(experience.rollout, iteration.number - 1)
+        stats |= self.learner.reward_kl_stats(experience.rollout, experience.logprobs)
+        stats |= advantage_stats(iteration.batch, experience.rewards, comm)
+        stats |= self.clock.stats(own_tokens)
+        averages = average_over_ranks(
+            stats, iteration.steps, comm, backend(self.device).data_device
+        )
         averages |= self.coefficients.stats()
         averages["perf/tokens_per_s"] *= comm.world_size
         averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         averages["data/epoch"] = torch.tensor(passes_over_data(self.trainer))
-        averages |= {name: torch.tensor(number) for name, number in rewards.metrics.items()}
-        step = {"step": torch.tensor(float(self.iteration))}
+        metrics = experience.rewards.metrics
+        averages |= {name: torch.tensor(number) for name, number in metrics.items()}
+        step = {"step": torch.tensor(float(iteration.number))}
         log_numbers(self, averages | step, prog_bar=NAMES.values())
-        self.learner.update_coefficients(averages, self.iteration)
-        self._stop_if_done()
-        self._seed_device()
+        return averages
 
     def _stop_if_done(self) -> None:
         iterations = self.max_iterations or torch.inf
         tokens = self.max_generated_tokens or torch.inf
         if self.iteration >= iterations or self.generated_tokens >= tokens:
             self.trainer.should_stop = True
-        elif self.stored is not None and self.iteration >= self.stored.last:
+        elif self.source.last is not None and self.iteration >= self.source.last:
             self.trainer.should_stop = True
-            rank_zero_info(f"Trained on all {self.stored.last} stored rollouts: training ends.")
+            rank_zero_info(f"Trained on all {self.source.last} stored rollouts: training ends.")
 
     def _seed_device(self) -> None:
         # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration
@@ -771,9 +680,8 @@ class GRPO(LightningModule):
             "micro_batch_size": self.learning_limit.max_rows,
             "max_rows": self.rollout_limit.max_rows,
         }
-        if self.rollouter.prefetch is not None:
-            checkpoint["ahead"] = self.rollouter.prefetch.state_dict(self.iteration)
         checkpoint |= {
+            "source": self.source.state_dict(self.iteration),
             "iteration": self.iteration,
             "generated_tokens": self.generated_tokens,
             "coefficients": self.coefficients.state_dict(),
@@ -797,8 +705,7 @@ class GRPO(LightningModule):
         self.learning_limit.max_rows = checkpoint["lowered"].get("micro_batch_size")
         self.rollout_limit.max_rows = checkpoint["lowered"].get("max_rows")
         self.rollouter.forget_weights()
-        if self.rollouter.prefetch is not None:
-            self.rollouter.prefetch.load_state_dict(checkpoint.get("ahead", []))
+        self.source.load_state_dict(checkpoint["source"])
         kernel_choice.restore(self, checkpoint)
         if self.update.micro_batch_tokens == "auto" and kernel_choice.follows_memory(self):
             tokens = checkpoint["micro_batch_tokens"]
@@ -827,8 +734,7 @@ class GRPO(LightningModule):
         self.scorer.close()
         if self._built_for is None:
             return
-        if self.rollouter.prefetch is not None:
-            self.rollouter.prefetch.close()
+        self.source.close()
         if self.rollouter.episodes is not None:
             self.rollouter.episodes.close()
 

@@ -49,7 +49,7 @@ BUILTIN_REWARDS = "litgrpo.rewards.builtin."
 OUTSIDE = frozenset(
     (
         *("address", "base_url", "folder", "headers", "master_address", "path", "url", "urls"),
-        *("cache_dir", "checkpoints", "stored_rollouts", "word_file"),
+        *("cache_dir", "checkpoints", "run_dir", "word_file"),
         *("args", "classifier", "command", "cwd", "engine_args", "env", "mcp_servers"),
         *("allow_public", "api_key", "api_key_env", "extra_body"),
         *("pretrained", "reference", "tokenizer"),  # of another model than the trained one

@@ -19,12 +19,9 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.agent import Agent
-from litgrpo.learning.controllers import Controllers
-from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.limits import check_lengths, check_tokens
 from litgrpo.models.loading.load import Precision
 from litgrpo.models.policy import Policy
-from litgrpo.modules.data_completions import DataCompletions
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
@@ -36,6 +33,7 @@ from litgrpo.rollout.servers.reference import (
     ServedReference,
 )
 from litgrpo.rollout.servers.vllm import ServerEngine
+from litgrpo.rollout.sources.base import RolloutSource
 from litgrpo.types import TASK
 
 # Of a rollout's token: its id (8 bytes), random number, log-probability and masks.
@@ -93,129 +91,6 @@ def check_batch(module: LightningModule, group_size: int, completion: int, steps
             f"(model.group_size) x {completion:,} tokens (model.max_completion_length) needs at "
             f"least {needed / 2**30:,.0f} GiB, but this machine has {total / 2**30:,.0f} GiB. "
             "Lower one of them."
-        )
-
-
-def check_async(update: UpdateConfig, engine: RolloutEngine) -> None:
-    """Check that the engine can do what `max_staleness` asks for.
-
-    Raises:
-        ValueError: it cannot receive weights while it generates.
-    """
-    if update.max_staleness and not engine.updates_in_flight:
-        raise ValueError(
-            f"model.update.max_staleness is {update.max_staleness}, which needs an engine that "
-            f"receives weights while it generates (ServerEngine); {type(engine).__name__} does "
-            f"not. Set it to 0, or set model.update.staleness to {update.max_staleness}."
-        )
-
-
-def check_stored_rollouts(
-    stored_rollouts: str | None,
-    objective: Objective,
-    update: UpdateConfig,
-    environment: object | None,
-    **others: object,
-) -> None:
-    """Check that no other option needs training rollouts that are sampled.
-
-    Args:
-        stored_rollouts: folder of the rollouts to train on; None: they are sampled.
-        objective: may need greedy completions.
-        update: may generate rollouts ahead.
-        environment: of multi-turn episodes.
-        others: {option: value} of further options that must be off.
-
-    Raises:
-        ValueError: one of them is on.
-    """
-    if not stored_rollouts:
-        return
-    given: dict[str, object] = {
-        "model.update.staleness": update.staleness,
-        "model.update.max_staleness": update.max_staleness,
-    }
-    given |= {f"model.{name}": value for name, value in others.items()}
-    if environment is not None:  # stored prompts have the openings of their episodes already
-        name = f"{type(objective.advantages).__name__} with model.environment"
-        given[name] = objective.advantages.needs_greedy
-    for name, value in given.items():
-        if value:
-            raise ValueError(
-                f"model.stored_rollouts is {stored_rollouts}, so training rollouts are read and "
-                f"not sampled, which does not allow {name}. Leave out one of the two."
-            )
-
-
-def check_data_completions(
-    given: DataCompletions | None,
-    objective: Objective,
-    sampling: Sampling,
-    group_size: int,
-    update: UpdateConfig,
-    controllers: Controllers,
-    **others: object,
-) -> None:
-    """Check that a run can train on completions that the policy did not sample.
-
-    Args:
-        given: completions of the data; None: all are sampled.
-        objective: must learn from a divergence alone.
-        sampling: of the other iterations.
-        group_size: G.
-        update: may generate rollouts ahead.
-        controllers: may follow the entropy of samples.
-        others: {option: value} of further options that must be off.
-
-    Raises:
-        ValueError: rewards or estimates need sampled completions, or another option does.
-    """
-    if given is None:
-        return
-    needed = {
-        "model.objective.reward_coef to 0, because there is nothing to compare data with": (
-            objective.reward_coef != 0
-        ),
-        "model.objective.kl_estimator to reverse_kl, forward_kl or jsd, because estimates need "
-        "tokens that the policy sampled": objective.divergence is None,
-        "model.group_size to 1, because the data have one completion per prompt": group_size != 1,
-        "model.sampling.top_k, top_p and min_p to 0, 1.0 and 0.0, because tokens of the data need "
-        "not be candidates": sampling.truncated,
-        "model.objective.kl_in_reward to null": objective.kl_in_reward is not None,
-        "model.objective.positive_nll to null": objective.positive_nll is not None,
-        "model.objective.advantages to Normalized": objective.advantages.needs_greedy,
-        "model.update.staleness to 0": bool(update.staleness),
-        "model.update.max_staleness to 0": bool(update.max_staleness),
-        "model.controllers.entropy to null": controllers.entropy is not None,
-        **{f"model.{name} to its default": bool(value) for name, value in others.items()},
-    }
-    for remedy, unmet in needed.items():
-        if unmet:
-            raise ValueError(
-                f"model.data_completions is set: set {remedy}, or leave out data_completions."
-            )
-
-
-def check_data_of_completions(module: LightningModule, given: DataCompletions | None) -> None:
-    """Check before a fit that the training data have the completions.
-
-    Args:
-        module: attached to its trainer.
-        given: completions of the data; None: all are sampled.
-
-    Raises:
-        ValueError: a completion is missing, or a curriculum needs the success of the policy.
-    """
-    data = module.trainer.datamodule  # type: ignore[attr-defined]
-    if given is None or not isinstance(data, SourceData):
-        return
-    rows = data.sets["train"]
-    if isinstance(rows, PromptSet):
-        given.check_columns(rows.columns)
-    if getattr(data, "curriculum", None) is not None:
-        raise ValueError(
-            "model.data_completions is set, but data.curriculum follows the success of sampled "
-            "completions. Leave out one of the two."
         )
 
 
@@ -299,16 +174,16 @@ def check_greedy(
         )
 
 
-def check_async_sharding(policy: Policy, engine: RolloutEngine) -> None:
+def check_sharded_source(policy: Policy, engine: RolloutEngine, source: RolloutSource) -> None:
     """Check that a rollout does not need the weights that an update has sharded.
 
     Raises:
-        ValueError: the engine samples with the policy's own weights, which are sharded.
+        ValueError: the engine samples ahead with the policy's own weights, which are sharded.
     """
-    if is_sharded(policy) and not engine.samples_elsewhere:
+    if source.provenance == "stale" and is_sharded(policy) and not engine.samples_elsewhere:
         raise ValueError(
-            "model.update.staleness is set, but this engine generates with weights that "
-            "trainer.strategy shards. Set staleness to 0, or use trainer.strategy ddp or a "
+            f"model.source is {type(source).__name__}, but this engine generates with weights that "
+            "trainer.strategy shards. Leave out the source, or use trainer.strategy ddp or a "
             "ServerEngine."
         )
 
@@ -451,8 +326,7 @@ def check_device(
     engine: RolloutEngine,
     objective: Objective,
     precision: Precision,
-    stored_rollouts: str | None = None,
-    data_completions: DataCompletions | None = None,
+    source: RolloutSource,
 ) -> None:
     """Check that a device that compiles a program per shape (XLA) can compute this run.
 
@@ -468,15 +342,12 @@ def check_device(
             "device compiles a program for each shape. Set engine: {class_path: StaticEngine}, as "
             "the config overrides for such devices in configs/hardware do."
         )
-    for name, value in (
-        ("stored_rollouts", stored_rollouts),
-        ("data_completions", data_completions),
-    ):
-        if value:
-            raise ValueError(
-                f"model.{name} is set, but shapes of their completions differ, and this device "
-                "compiles a program for each shape. Train on a CPU or a GPU, or leave it out."
-            )
+    if not source.fixed_shapes:
+        raise ValueError(
+            f"model.source is {type(source).__name__}, but shapes of its completions differ, and "
+            "this device compiles a program for each shape. Train on a CPU or a GPU, or leave it "
+            "out."
+        )
     if isinstance(objective.aggregation, MicroBatchTokenMean):
         raise ValueError(
             "model.objective.loss_aggregation divides by the tokens of a micro-batch, which has a "
@@ -539,8 +410,7 @@ def with_candidates(sampling: Sampling) -> Sampling:
 def with_importance_correction(
     objective: Objective,
     engine: RolloutEngine,
-    update: UpdateConfig,
-    stored_rollouts: str | None = None,
+    source: RolloutSource,
     *,
     entropy_target: bool = False,
 ) -> Objective:
@@ -552,19 +422,14 @@ def with_importance_correction(
     Args:
         objective: of the config.
         engine: samples.
-        update: may generate rollouts ahead.
-        stored_rollouts: folder of the rollouts to train on; None: they are sampled.
+        source: of the rollouts.
         entropy_target: a controller sets the coefficient of the entropy bonus.
     """
-    on_policy = not (update.rollouts_ahead or stored_rollouts)
-    if engine.exact_logprobs and on_policy:
+    if engine.exact_logprobs and not source.is_off_policy:
         return objective
     reason = f"{type(engine).__name__} has its own log-probabilities"
-    if update.rollouts_ahead:
-        name = "staleness" if update.staleness else "max_staleness"
-        reason = f"model.update.{name} is {update.rollouts_ahead}, so rollouts are off-policy"
-    if stored_rollouts:
-        reason = "model.stored_rollouts is set, so rollouts are off-policy"
+    if source.is_off_policy:
+        reason = f"model.source is {type(source).__name__}, so rollouts are off-policy"
     if not objective.corrects_sampler:
         objective = replace(objective, importance_correction=ImportanceCorrection())
     correction = "importance_correction is on"
@@ -586,8 +451,7 @@ def can_reuse_sampler_logprobs(
     precision: Precision,
     engine: RolloutEngine,
     environment: object | None,
-    update: UpdateConfig,
-    stored_rollouts: str | None = None,
+    source: RolloutSource,
 ) -> bool:
     """Return True if the sampler's log-probabilities are the trainer's, up to float32 rounding.
 
@@ -596,8 +460,8 @@ def can_reuse_sampler_logprobs(
     """
     full_precision = trainer_precision == "32-true" and precision.autocast_dtype is None
     full_precision = full_precision and precision.dtype in EXACT_DTYPES
-    on_policy = not (update.rollouts_ahead or stored_rollouts)
-    return full_precision and engine.exact_logprobs and environment is None and on_policy
+    same_weights = engine.exact_logprobs and not source.is_off_policy
+    return full_precision and same_weights and environment is None
 
 
 def overlong_reward(fraction: float, max_completion_length: int) -> dict[str, Reward]:

@@ -32,15 +32,16 @@ LISTS = ("completions", "turn_states", "episodes")  # of N entries, or none
 
 def with_groups(rollout: Rollout, replaced: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
     """Replace groups `replaced` [k] of a rollout by groups `donors` [k] of another one."""
-    group, places = rollout.group_size, torch.arange(rollout.group_size)
-    into = (replaced[:, None] * group + places).flatten()
-    rows = (donors[:, None] * group + places).flatten()
+    into = rows_of_groups(replaced, rollout.group_size)
+    rows = rows_of_groups(donors, rollout.group_size)
     lists: dict[str, Any] = {name: list(getattr(rollout, name)) for name in LISTS}
     for name in (name for name in LISTS if lists[name]):
         for to, row in zip(into.tolist(), rows.tolist(), strict=True):
             lists[name][to] = getattr(fresh, name)[row]
     if (rollout.segments is None) != (fresh.segments is None):  # all rows of one have one segment
         rollout, fresh = _with_segments(rollout), _with_segments(fresh)
+    if rollout.token_versions is not None:
+        fresh = with_token_versions(fresh)
     pairs = {name: (getattr(rollout, name), getattr(fresh, name)) for name in FILLING}
     tensors: dict[str, Any] = {
         name: put_rows(values, into, others, rows, FILLING[name])
@@ -51,10 +52,23 @@ def with_groups(rollout: Rollout, replaced: Tensor, fresh: Rollout, donors: Tens
     return replace(rollout, prompts=prompts, **lists, **tensors)
 
 
+def rows_of_groups(groups: Tensor, group_size: int) -> Tensor:
+    """Return [k * G] the numbers of the rows of groups [k]."""
+    return (groups[:, None] * group_size + torch.arange(group_size)).flatten()
+
+
 def _with_segments(rollout: Rollout) -> Rollout:
     if rollout.segments is not None:
         return rollout
     return replace(rollout, segments=torch.zeros_like(rollout.completion_ids, dtype=torch.int16))
+
+
+def with_token_versions(rollout: Rollout) -> Rollout:
+    """Return a rollout with the version of the weights of each token."""
+    if rollout.token_versions is not None:
+        return rollout
+    versions = torch.full_like(rollout.completion_ids, rollout.policy_version, dtype=torch.int32)
+    return replace(rollout, token_versions=versions)
 
 
 def with_prompts(

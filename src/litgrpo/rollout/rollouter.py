@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-
-import torch
 
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import RowLimit, retry_with_fewer_rows
 from litgrpo.models.limits import check_rope_length, find_rope_switch
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeRunner, RolloutKey
@@ -29,11 +27,51 @@ def rollout_row_limit() -> RowLimit:
     return RowLimit("model.engine.max_rows", remedy)
 
 
-def _with_token_versions(rollout: Rollout) -> Rollout:
-    if rollout.token_versions is not None:
-        return rollout
-    versions = torch.full_like(rollout.completion_ids, rollout.policy_version, dtype=torch.int32)
-    return replace(rollout, token_versions=versions)
+@dataclass
+class PendingRollout:
+    """A rollout that is being sampled.
+
+    Args:
+        iteration: that trains on it.
+        future: of the rollout, without texts; from a checkpoint, of the prompts of all ranks.
+    """
+
+    iteration: int
+    future: Future[Rollout]
+
+
+@dataclass
+class PendingRollouts:
+    """Rollouts that are sampled in the background, which others must not disturb.
+
+    Args:
+        queue: in the order of their iterations.
+        current: the rollout that the current iteration trains on. A signal may drop this iteration;
+            it then repeats with the same rollout, which the checkpoint holds.
+        in_flight: the engine gets new weights while it samples.
+    """
+
+    queue: deque[PendingRollout] = field(default_factory=deque)
+    current: PendingRollout | None = None
+    in_flight: bool = False
+
+    @property
+    def with_current(self) -> list[PendingRollout]:
+        """The current rollout, if there is one, and those in the queue."""
+        return ([] if self.current is None else [self.current]) + list(self.queue)
+
+    def wait(self) -> None:
+        """Wait until nothing is being sampled.
+
+        Raises:
+            ServerFailure: the engine's servers failed.
+        """
+        for rollout in self.queue:
+            rollout.future.result()
+
+    def finish(self) -> None:
+        """Wait until nothing is being sampled; failures do not matter any more."""
+        wait([rollout.future for rollout in self.queue])
 
 
 @dataclass
@@ -50,11 +88,7 @@ class Rollouter:
         seed: of the random numbers of all rollouts.
         clock: measures the phases.
         row_limit: rows decoded at once after out-of-memory errors.
-
-    `stored`, if set, reads the training rollout of an iteration instead of generating it.
-    `prefetch`, if set, generates rollouts of later iterations with this iteration's weights: during
-    the update if the engine samples elsewhere, else before it.
-    `dataclasses.replace` resets both to None, so that the start-up checks generate, and only that.
+        pending: rollouts of a source that samples in the background.
     """
 
     policy: Policy
@@ -66,8 +100,7 @@ class Rollouter:
     seed: int = 0
     clock: Clock = field(default_factory=Clock)
     row_limit: RowLimit = field(default_factory=rollout_row_limit)
-    prefetch: Prefetch | None = field(default=None, init=False)
-    stored: Callable[[int], Rollout] | None = field(default=None, init=False)  # by iteration
+    pending: PendingRollouts = field(default_factory=PendingRollouts)
     generated_tokens: int = field(default=0, init=False)  # in training, by this rank
     _synced_iteration: int | None = field(default=None, init=False)  # the engine's weights
 
@@ -95,6 +128,32 @@ class Rollouter:
 
         Returns:
             Rollout of N = B * G completions with their texts.
+        """
+        key = RolloutKey(self.seed, purpose, iteration, attempt)
+        request = self.build_request(prompts, key, group_size, sampling)
+        if self.episodes is not None:  # the environments of a rollout are reset for the next one
+            self.pending.wait()
+        self.prepare(iteration)
+        return self.finish(replace(self.sample(request, key), policy_version=iteration), purpose)
+
+    def finish(self, rollout: Rollout, purpose: Purpose = "train") -> Rollout:
+        """Return a rollout with its texts; count the tokens of training."""
+        if purpose == "train":
+            self.count_tokens(rollout)
+        return replace(rollout, completions=self._decode(rollout))
+
+    def count_tokens(self, rollout: Rollout) -> None:
+        """Count the tokens of a rollout as generated in training."""
+        self.generated_tokens += int(rollout.lengths.sum())
+
+    def build_request(
+        self,
+        prompts: PromptBatch,
+        key: RolloutKey,
+        group_size: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> RolloutRequest:
+        """Build the engine's request for a rollout, with one random number per token.
 
         Raises:
             ValueError: the batch does not consist of prompts.
@@ -104,63 +163,6 @@ class Rollouter:
                 f"The data module yields {type(prompts).__name__}, but GRPO needs prompts without "
                 "completions. Use litgrpo.PromptData."
             )
-        if self.stored is not None and purpose == "train":
-            rollout = self.stored(iteration)
-            self.generated_tokens += int(rollout.lengths.sum())
-            return rollout
-        key = RolloutKey(self.seed, purpose, iteration, attempt)
-        request = self.build_request(prompts, key, group_size, sampling)
-        self.policy.eval()
-        # Groups that replace others (dynamic sampling) are generated with the current weights.
-        ahead = self.prefetch if purpose == "train" and attempt == 0 else None
-        if self.prefetch is not None and self._must_wait(iteration, has_turn=ahead is not None):
-            self.prefetch.wait()
-        self.sync_weights(iteration)
-        if ahead is not None:
-            rollout = ahead.take(self, request, key)
-        else:
-            rollout = replace(self.sample(request, key), policy_version=iteration)
-        if purpose == "train":
-            self.generated_tokens += int(rollout.lengths.sum())
-            if self.prefetch is not None:
-                rollout = _with_token_versions(rollout)
-        return replace(rollout, completions=self._decode(rollout))
-
-    def _must_wait(self, iteration: int, *, has_turn: bool) -> bool:
-        """Return True if pending rollouts have to be finished first.
-
-        Args:
-            iteration: number of finished iterations.
-            has_turn: the rollout is one of those that are generated ahead.
-        """
-        assert self.prefetch is not None
-        if self.episodes is not None and not has_turn:
-            return True  # the environments of a rollout are reset for the next one
-        # Without in-flight updates the weights must not change while the engine generates.
-        return iteration != self._synced_iteration and not self.prefetch.in_flight
-
-    def generate_greedy(self, prompts: PromptBatch, iteration: int) -> Rollout:
-        """Generate one greedy completion per prompt with the current weights, in training.
-
-        Args:
-            prompts: B prompts.
-            iteration: number of finished iterations.
-        """
-        # The purpose is not `train`: no rollout is generated ahead with these, and greedy
-        # completions need no random numbers.
-        greedy = Sampling(temperature=0.0)
-        rollout = self.generate(prompts, "val", iteration, group_size=1, sampling=greedy)
-        self.generated_tokens += int(rollout.lengths.sum())
-        return rollout
-
-    def build_request(
-        self,
-        prompts: PromptBatch,
-        key: RolloutKey,
-        group_size: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> RolloutRequest:
-        """Build the engine's request for a rollout, with one random number per token."""
         group_size = self.group_size if group_size is None else group_size
         size = (group_size, self.max_completion_length)
         if find_rope_switch(self.policy.bare_model.config) is not None:
@@ -172,11 +174,17 @@ class Rollouter:
             self.policy, prompts, group_size, uniforms, sampling, stops=self.stop_strings
         )
 
-    def sync_weights(self, iteration: int) -> None:
-        """Hand the policy's weights to an engine that has its own copy, once per iteration."""
+    def prepare(self, iteration: int) -> None:
+        """Hand the policy's weights to an engine that has its own copy, once per iteration.
+
+        Unless they may change while the engine samples, that waits for pending rollouts.
+        """
+        self.policy.eval()
         if iteration != self._synced_iteration:
-            in_flight = self.prefetch is not None and self.prefetch.in_flight
-            update = self.engine.update_in_flight if in_flight else self.engine.sync_weights
+            update = self.engine.update_in_flight
+            if not self.pending.in_flight:
+                self.pending.wait()
+                update = self.engine.sync_weights
             update(self.policy, iteration)
             self._synced_iteration = iteration
 
@@ -225,20 +233,9 @@ class Rollouter:
             texts = self.stop_strings.cut_all(texts, rollout, keep)
         return texts
 
-    def stats(self, rollout: Rollout, iteration: int) -> Stats:
-        """Return what to log about a rollout's episodes and the age of its weights.
-
-        Args:
-            rollout: of this iteration.
-            iteration: number of finished iterations.
-        """
-        stats = {} if self.episodes is None else self.episodes.stats(rollout)
-        if rollout.token_versions is not None and self.prefetch is not None:
-            age, sampled = (iteration - rollout.token_versions).float(), rollout.loss_mask
-            total = torch.where(sampled, age, 0.0).sum()
-            stats["async/staleness_mean"] = torch.stack([total, sampled.sum()])
-            stats["async/staleness_max"] = torch.where(sampled, age, -torch.inf).max()
-        return stats
+    def stats(self, rollout: Rollout) -> Stats:
+        """Return what to log about the episodes of a rollout."""
+        return {} if self.episodes is None else self.episodes.stats(rollout)
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:

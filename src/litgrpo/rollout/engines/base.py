@@ -147,7 +147,7 @@ class RolloutEngine(ABC):
         """
 
     def update_in_flight(self, policy: Policy, version: int) -> None:  # noqa: B027 (optional)
-        """Receive updated weights while rollouts are generated (`model.update.max_staleness`).
+        """Receive updated weights while rollouts are generated (`InFlight`).
 
         Their rows continue with the new weights, and `Rollout.token_versions` has the version of
         each token.

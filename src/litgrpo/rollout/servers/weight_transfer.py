@@ -236,7 +236,7 @@ class AdapterTransfer(WeightTransfer):
     start-up checks compare the two. They need VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora,
     --max-lora-rank of at least `model.lora.rank` and --max-cpu-loras 2. The adapter of each version
     has its own name, which every request gives, so no row is sampled with another version. A row
-    that runs during an update (`model.update.max_staleness`) keeps its adapter.
+    that runs during an update (`InFlight`) keeps its adapter.
 
     Args:
         path: folder for the versions; None: a temporary folder, for servers on the same machine.

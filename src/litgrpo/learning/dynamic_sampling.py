@@ -7,40 +7,24 @@ have advantages. All others are zero-variance groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import Groups
 from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
-from litgrpo.distributed.collectives import Comm, SingleProcess
-from litgrpo.rollout.groups import put_rows, with_groups
+from litgrpo.arguments import require
+from litgrpo.data.loader import BatchLoader
+from litgrpo.distributed.collectives import SingleProcess
+from litgrpo.learning.learner import Learner
+from litgrpo.learning.stages import Stage
+from litgrpo.rewards.scorer import Scorer
+from litgrpo.rollout.groups import put_rows, rows_of_groups, select_groups, with_groups
 from litgrpo.rollout.rollouter import Rollouter
-from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
-
-
-@runtime_checkable
-class PromptSource(Protocol):
-    """Training data that can yield extra prompts."""
-
-    def draw(self, count: int) -> PromptBatch:
-        """Return the next prompts of the training order."""
-
-
-class SupportsWait(Protocol):
-    """Rewards that are being computed."""
-
-    def wait(self) -> RewardTable:
-        """Return the rewards when they are complete."""
-
-
-class RewardSource(Protocol):
-    """Computes the rewards of rollouts."""
-
-    def start(self, rollout: Rollout, iteration: int) -> SupportsWait:
-        """Start computing the rewards of a rollout."""
+from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, RolloutLogprobs
 
 
 def groups_with_variance(rewards: RewardTable) -> Tensor:
@@ -71,7 +55,7 @@ def groups_with_turn_advantages(
 
 
 @dataclass
-class DynamicSampling:
+class DynamicSampling(Stage):
     """Replaces zero-variance groups, which have no gradient, by groups of other prompts.
 
     Each attempt samples as many prompts as should suffice at the fraction of informative groups so
@@ -81,25 +65,21 @@ class DynamicSampling:
     Args:
         rollouter: generates.
         scorer: computes rewards.
+        learner: computes the log-probabilities of the new groups.
         max_attempts: limit on attempts per iteration.
         device: where prompts are put.
-        comm: collectives of the ranks, which make equally many attempts.
         static_shapes: sample B prompts in each attempt, since XLA compiles each other number.
-        prompt_source: yields extra prompts; set by `connect`.
-        credit: turn-level advantages, by which groups of equal totals may be informative; None:
-            only totals count.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
 
     rollouter: Rollouter
-    scorer: RewardSource
+    scorer: Scorer
+    learner: Learner
     max_attempts: int
     device: torch.device
-    comm: Comm = field(default_factory=SingleProcess)
     static_shapes: bool = False
-    prompt_source: PromptSource | None = None
-    credit: TurnAdvantages | None = None
+    draw_prompts: Callable[[int], PromptBatch] = field(init=False)  # set by `connect`
 
     def connect(self, loader: Any) -> None:
         """Take extra prompts from the training loader.
@@ -107,31 +87,16 @@ class DynamicSampling:
         Raises:
             ValueError: the loader cannot yield extra prompts.
         """
-        if not isinstance(loader, PromptSource):
-            raise ValueError(
-                f"dynamic_sampling_attempts is {self.max_attempts}, but the training data cannot "
-                "yield extra prompts. Use litgrpo.PromptData, or set dynamic_sampling_attempts to "
-                "0."
-            )
-        self.prompt_source = loader
+        require(
+            isinstance(loader, BatchLoader),
+            f"dynamic_sampling_attempts is {self.max_attempts}, but the training data cannot yield "
+            "extra prompts. Use litgrpo.PromptData, or set dynamic_sampling_attempts to 0.",
+        )
+        self.draw_prompts = loader.draw
 
-    def replace_zero_variance_groups(
-        self, rollout: Rollout, rewards: RewardTable, iteration: int
-    ) -> tuple[Rollout, RewardTable, Stats]:
-        """Replace zero-variance groups as far as others are found.
-
-        Args:
-            rollout: B groups.
-            rewards: [B, G] theirs.
-            iteration: number of finished iterations.
-
-        Returns:
-            Rollout and rewards of B groups, and metrics: those of the rollout before replacement,
-            which are unbiased, and `dynamic/`.
-        """
-        assert self.prompt_source is not None
-        stats = rewards.over_ranks(self.comm.gather).stats() | rollout.stats()
-        informative = self._find_informative(rewards, rollout)
+    def __call__(self, experience: Experience, iteration: int) -> Experience:
+        """Replace zero-variance groups as far as others are found; log `dynamic/`."""
+        informative = self._find_informative(experience.rewards, experience.rollout)
         num_prompts = num_sampled = len(informative)
         num_informative = num_informative_at_first = int(informative.sum())
         attempts = 0
@@ -146,16 +111,16 @@ class DynamicSampling:
             if not self.static_shapes:
                 count = min(num_prompts, math.ceil(missing / fraction))
             count = self._max_over_ranks(count)
-            prompts = self.prompt_source.draw(count).to(self.device)
+            prompts = self.draw_prompts(count).to(self.device)
             fresh = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
             with self.rollouter.clock.phase("time/reward_s"):
                 fresh_rewards = self.scorer.start(fresh, iteration).wait()
             donors = self._find_informative(fresh_rewards, fresh).nonzero().squeeze(1)
             num_sampled, num_informative = num_sampled + count, num_informative + len(donors)
             replaced = (~informative).nonzero().squeeze(1)[: len(donors)]
-            donors = donors[: len(replaced)]
-            rollout = with_groups(rollout, replaced, fresh, donors)
-            rewards = with_rewards(rewards, replaced, fresh_rewards, donors)
+            experience = self._replace_groups(
+                experience, replaced, fresh, fresh_rewards, donors[: len(replaced)]
+            )
             informative[replaced] = True
         numbers = {
             "dynamic/resamples": attempts,
@@ -163,16 +128,57 @@ class DynamicSampling:
             "dynamic/informative_frac": num_informative_at_first / num_prompts,
             "dynamic/filled_frac": int(informative.sum()) / num_prompts,
         }
-        stats |= {name: torch.tensor(float(number)) for name, number in numbers.items()}
-        return rollout, rewards, stats
+        stats = {name: torch.tensor(float(number)) for name, number in numbers.items()}
+        return replace(experience, stats=experience.stats | stats)
+
+    def _replace_groups(
+        self,
+        experience: Experience,
+        replaced: Tensor,
+        fresh: Rollout,
+        fresh_rewards: RewardTable,
+        donors: Tensor,
+    ) -> Experience:
+        """Replace groups `replaced` [k] by groups `donors` [k] of a new rollout."""
+        scored = (*experience.scored, (fresh, fresh_rewards))
+        if not len(donors) and self.learner.comm.world_size == 1:
+            return replace(experience, scored=scored)
+        # Sharded weights need every rank in each pass, also one without a donor.
+        groups = donors.tolist() or [0]
+        chosen = select_groups(fresh, groups)
+        logprobs = self.learner.old_and_reference_logprobs(chosen)
+        if not len(donors):
+            return replace(experience, scored=scored)
+        into = rows_of_groups(replaced, fresh.group_size)
+        return replace(
+            experience,
+            rollout=with_groups(experience.rollout, replaced, chosen, torch.arange(len(groups))),
+            rewards=with_rewards(experience.rewards, replaced, fresh_rewards, donors),
+            logprobs=with_logprobs(experience.logprobs, into, logprobs),
+            scored=scored,
+        )
 
     def _find_informative(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
-        if self.credit is None or rollout.turns is None:
-            return groups_with_variance(rewards)
-        return groups_with_turn_advantages(rewards, rollout, self.credit)
+        credit = self.learner.objective.advantages
+        if isinstance(credit, TurnAdvantages) and rollout.turns is not None:
+            return groups_with_turn_advantages(rewards, rollout, credit)
+        return groups_with_variance(rewards)
 
     def _max_over_ranks(self, number: int) -> int:
-        return int(self.comm.max(torch.tensor(float(number))))
+        return int(self.learner.comm.max(torch.tensor(float(number))))
+
+
+def with_logprobs(
+    logprobs: RolloutLogprobs, rows: Tensor, fresh: RolloutLogprobs
+) -> RolloutLogprobs:
+    """Replace rows `rows` [k * G] of log-probabilities by all rows of others."""
+    every = torch.arange(len(rows))
+    replaced = {
+        name: put_rows(values, rows, getattr(fresh, name), every)
+        for name, values in vars(logprobs).items()
+        if values is not None
+    }
+    return RolloutLogprobs(**replaced)
 
 
 def with_rewards(

@@ -1,6 +1,6 @@
 """Dynamic sampling: what is replaced, by what, how often, and that a resumed run does the same."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +12,15 @@ from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN, Turns
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import Clock
-from litgrpo.rollout.dynamic_sampling import (
+from litgrpo.learning.dynamic_sampling import (
     DynamicSampling,
     groups_with_turn_advantages,
     groups_with_variance,
     with_groups,
     with_rewards,
 )
-from litgrpo.types import PromptBatch, RewardTable, Rollout
+from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, RolloutLogprobs
 from tests.learning.parts import rollouter_of
-from tests.support.algorithms import PUBLISHED
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.training import GROUP, loader, module, train
 from tests.support.turns import rollout as turns_rollout
@@ -79,29 +78,38 @@ def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
             if kind in (MTGRPO, GTPO):
                 known = Objective(kind()).token_advantages(rewards, played.loss_mask, turns=turns)
                 assert bool(known.any()) == (kind in teaches)
-            credit = None if kind is None else kind()
-            sampling = DynamicSampling(None, None, 1, torch.device("cpu"), credit=credit)
-            sampling.prompt_source = NoMore()
+            objective = Objective() if kind is None else Objective(kind())
+            learner = FakeLearner(objective=objective)
+            sampling = DynamicSampling(None, None, learner, 1, torch.device("cpu"))
+            sampling.draw_prompts = refuse
             if kind in teaches:
-                stats = sampling.replace_zero_variance_groups(played, rewards, 0)[2]
+                stats = sampling(experience_of(played, rewards), 0).stats
                 assert stats["dynamic/resamples"] == 0
             else:
                 with pytest.raises(LookupError):
-                    sampling.replace_zero_variance_groups(played, rewards, 0)
+                    sampling(experience_of(played, rewards), 0)
 
 
-class NoMore:
+def refuse(count):
     """Has no other prompts."""
-
-    def draw(self, count):
-        raise LookupError
+    raise LookupError
 
 
-@pytest.mark.parametrize(("name", "known"), [("gigpo", True), ("dapo", False)])
-def test_per_turn_credit_is_known_to_dynamic_sampling(name, known):
-    grpo = module(objective=PUBLISHED[name], dynamic_sampling_attempts=1)
-    grpo.configure_model()
-    assert (grpo.dynamic_sampling.credit is not None) is known
+@dataclass
+class FakeLearner:
+    """Log-probabilities of a rollout are those at sampling, and twice those."""
+
+    objective: Objective = field(default_factory=Objective)
+    comm: SingleProcess = field(default_factory=SingleProcess)
+
+    def old_and_reference_logprobs(self, rollout):
+        logprobs = rollout.sampler_logprobs
+        return RolloutLogprobs(old=logprobs, ref=2 * logprobs)
+
+
+def experience_of(rollout, rewards):
+    logprobs = FakeLearner().old_and_reference_logprobs(rollout)
+    return Experience(rollout.prompts, rollout, rewards, logprobs, ((rollout, rewards),))
 
 
 def test_groups_take_each_others_place_whatever_their_padding():
@@ -172,13 +180,14 @@ class MorePrompts:
         return prompt_batch(*(f"new {n}" for n in range(count)))
 
 
-def sampling_of(found, dynamic_sampling_attempts, **settings):
+def sampling_of(found, dynamic_sampling_attempts, comm=None, **settings):
     """Dynamic sampling, and the prompts that it takes."""
     answers, source = Answers(found), MorePrompts()
+    learner = FakeLearner() if comm is None else FakeLearner(comm=comm)
     dynamic = DynamicSampling(
-        answers, answers, dynamic_sampling_attempts, torch.device("cpu"), **settings
+        answers, answers, learner, dynamic_sampling_attempts, torch.device("cpu"), **settings
     )
-    dynamic.connect(source)
+    dynamic.draw_prompts = source.draw
     return dynamic, source
 
 
@@ -187,15 +196,19 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
     dynamic, source = sampling_of({1: 0, 2: 1, 3: None}, dynamic_sampling_attempts=8)
     first = said(prompt_batch(*"abcd"), length=1, token=9)
     rewards = table([0, 1], [1, 1], [0, 0], [1, 0])
-    rollout, rewards, stats = dynamic.replace_zero_variance_groups(first, rewards, 7)
+    experience = dynamic(experience_of(first, rewards), 7)
+    rollout, rewards, stats = experience.rollout, experience.rewards, experience.stats
     # Missing 2, found 2 of 4: ask 4. Then 2 of 8: 8, limited to 4. Then missing 1, 3 of 12: 4.
     assert source.counts == [4, 4, 4]
     assert dynamic.rollouter.attempts == [1, 2, 3]
     assert rollout.completion_ids[:, 0].tolist() == [9, 9, 2, 2, 3, 3, 9, 9]
     assert rollout.prompts.prompts == ["a", "new 0", "new 0", "d"]
     assert groups_with_variance(rewards).all()
-    dynamic_stats = {n: float(value) for n, value in stats.items() if n.startswith("dynamic/")}
-    assert dynamic_stats == {
+    # New rows have their own log-probabilities.
+    assert experience.logprobs.old.tolist() == rollout.sampler_logprobs.tolist()
+    assert experience.logprobs.ref.tolist() == (2 * rollout.sampler_logprobs).tolist()
+    assert [len(rewards.total) for _, rewards in experience.scored] == [4, 4, 4, 4]
+    assert {name: float(value) for name, value in stats.items()} == {
         "dynamic/resamples": 3,
         "dynamic/prompts_sampled": 16,
         "dynamic/informative_frac": 0.5,
@@ -207,12 +220,11 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
 def test_where_shapes_are_static_as_many_prompts_are_taken_as_at_first(static_shapes, count):
     dynamic, source = sampling_of({1: None}, 1, static_shapes=static_shapes)
     first = said(prompt_batch(*"abcd"), length=1, token=9)
-    rollout, _, stats = dynamic.replace_zero_variance_groups(
-        first, table([0, 1], [1, 1], [0, 1], [1, 0]), 7
-    )
+    rewards = table([0, 1], [1, 1], [0, 1], [1, 0])
+    experience = dynamic(experience_of(first, rewards), 7)
     assert source.counts == [count]
-    assert rollout.prompts.prompts == ["a", "new 0", "c", "d"]
-    assert stats["dynamic/filled_frac"] == 1
+    assert experience.rollout.prompts.prompts == ["a", "new 0", "c", "d"]
+    assert experience.stats["dynamic/filled_frac"] == 1
 
 
 def test_all_processes_resample_while_one_of_them_misses_a_group():
@@ -227,31 +239,30 @@ def test_all_processes_resample_while_one_of_them_misses_a_group():
 
     dynamic, source = sampling_of({1: None, 2: None}, 8, comm=Elsewhere())
     first = said(prompt_batch(*"abcd"), length=1, token=9)
-    rollout, _, stats = dynamic.replace_zero_variance_groups(first, table(*[[0, 1]] * 4), 7)
+    experience = dynamic(experience_of(first, table(*[[0, 1]] * 4)), 7)
     assert source.counts == [4, 4]
-    assert rollout.completions == first.completions
-    assert stats["dynamic/resamples"] == 2
+    assert experience.rollout.completions == first.completions
+    assert experience.stats["dynamic/resamples"] == 2
 
 
 def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
     dynamic, _ = sampling_of({1: 0, 2: 0}, dynamic_sampling_attempts=2)
     first = said(prompt_batch("a", "b"), length=1, token=9)
-    rollout, rewards, stats = dynamic.replace_zero_variance_groups(first, table([1, 1], [0, 1]), 7)
-    assert rollout.completions == first.completions
-    assert rewards.total.tolist() == [[1, 1], [0, 1]]
-    assert stats["dynamic/resamples"] == 2
-    assert stats["dynamic/filled_frac"] == 0.5
+    experience = dynamic(experience_of(first, table([1, 1], [0, 1])), 7)
+    assert experience.rollout.completions == first.completions
+    assert experience.rewards.total.tolist() == [[1, 1], [0, 1]]
+    assert experience.stats["dynamic/resamples"] == 2
+    assert experience.stats["dynamic/filled_frac"] == 0.5
 
 
-def test_the_statistics_are_those_of_the_prompts_that_came_first():
+def test_the_prompts_that_came_first_are_kept_for_the_statistics():
     dynamic, _ = sampling_of({1: None}, dynamic_sampling_attempts=8)
     first, rewards = said(prompt_batch("a", "b"), length=3, token=9), table([1, 1], [0, 1])
-    rollout, replaced, stats = dynamic.replace_zero_variance_groups(first, rewards, 7)
-    assert rollout.prompts.prompts == ["new 0", "b"]
-    assert replaced.total.tolist() == [[0, 1], [0, 1]]
-    assert stats["reward/mean"] == 0.75
-    assert stats["completion/len_mean"] == 3
-    assert stats["dynamic/resamples"] == 1
+    experience = dynamic(experience_of(first, rewards), 7)
+    assert experience.rollout.prompts.prompts == ["new 0", "b"]
+    assert experience.rewards.total.tolist() == [[0, 1], [0, 1]]
+    assert experience.scored[0] == (first, rewards)
+    assert experience.stats["dynamic/resamples"] == 1
 
 
 def long_prompts_only(prompts, completions):
@@ -273,7 +284,7 @@ def test_a_batch_is_filled_with_informative_prompts_and_the_limit_holds():
 
     class Seeing(Callback):
         def on_train_batch_end(self, trainer, module, outputs, *rest):
-            seen.append(outputs["rollout"])
+            seen.append(outputs["iteration"].rollout)
 
     grpo = learner(max_iterations=4)
     runner = train(grpo, PromptData(TEXTS, batch_size=4), callbacks=[Seeing()])

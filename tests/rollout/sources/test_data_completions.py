@@ -12,9 +12,9 @@ from litgrpo.data.modules import PairData, PromptData
 from litgrpo.learning.controllers import Controllers, EntropyTarget
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
-from litgrpo.modules.data_completions import DataCompletions
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sources.data_completions import DataCompletions
 from tests.support.models import byte_tokenizer, tiny_policy
 from tests.support.raises import raises_for
 from tests.support.training import module, train
@@ -36,7 +36,7 @@ def given(frac=0.0):
 def distilling(frac=0.0, *, reference="the teacher", **settings):
     """A module that learns from a teacher, of which only some iterations sample."""
     defaults = {"objective": DISTILLING, "group_size": 1, "check_invariants": False}
-    defaults |= {"reward_runner": Runner(num_workers=0), "data_completions": given(frac)}
+    defaults |= {"reward_runner": Runner(num_workers=0), "source": given(frac)}
     grpo = module(reference=reference, **defaults | settings)
     grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
     return grpo
@@ -83,20 +83,20 @@ def test_the_gradient_is_that_of_the_divergence_at_the_tokens_of_the_data():
     moved = start - torch.cat([p.flatten() for p in grpo.policy.parameters()])
     assert (moved - expected).norm() < 1e-4 * expected.norm()
     assert metrics["policy/kl"] == pytest.approx(float(loss.detach() / tokens), rel=1e-4)
-    assert outputs["rollout"].truncated.tolist() == [False, False, False, True]
+    assert outputs["iteration"].rollout.truncated.tolist() == [False, False, False, True]
 
 
 def test_rows_of_data_have_the_log_probabilities_of_the_policy_and_no_entropy():
     grpo = distilling(max_iterations=2)
     first, second = seen_by(grpo, data_of())
     for outputs, metrics in (first, second):
-        assert outputs["rollout"].completions[:3] == ["2", "17!", "b c"]
+        assert outputs["iteration"].rollout.completions[:3] == ["2", "17!", "b c"]
         assert metrics["data/on_policy"] == 0
         assert metrics["policy/sampler_mismatch"] == pytest.approx(0, abs=1e-6)
         assert metrics["perf/generated_tokens"] == 0
         assert "policy/entropy" not in metrics
     # A forward pass of the initial policy, over 2 + 4 + 4 + 6 tokens.
-    rollout = first[0]["rollout"]
+    rollout = first[0]["iteration"].rollout
     with torch.no_grad():
         expected = tiny_policy("qwen2").logprobs(rollout.tokens).logprobs
     torch.testing.assert_close(rollout.sampler_logprobs, expected)
@@ -129,7 +129,7 @@ def test_the_tokens_are_those_of_supervised_fine_tuning(chat, tmp_path):
     grpo = distilling(max_completion_length=40)
     grpo.policy.tokenizer = tokenizer
     ((outputs, _),) = seen_by(grpo, data_of(**settings))
-    rollout = outputs["rollout"]
+    rollout = outputs["iteration"].rollout
     prompts = zip(rollout.prompts.prompt_ids, rollout.prompts.prompt_mask, strict=True)
     found = [
         ids[mask].tolist() + completion
@@ -144,13 +144,13 @@ def test_encoder_decoders_learn_from_data():
         objective=DISTILLING,
         reference="the teacher",
         group_size=1,
-        data_completions=given(),
+        source=given(),
         check_invariants=False,
     )
     grpo.reference = FrozenReference(tiny_policy("t5", seed=1))
     ((outputs, metrics),) = seen_by(grpo, data_of())
     assert metrics["policy/kl"] > 0
-    assert outputs["rollout"].completions[0] == "2"
+    assert outputs["iteration"].rollout.completions[0] == "2"
 
 
 # --- which iterations ---
@@ -171,7 +171,7 @@ def test_iterations_alternate_between_samples_and_data():
     assert {*sampled} == {True, False}
     assert [bool(metrics["data/on_policy"]) for _, metrics in seen] == sampled
     for (outputs, metrics), was_sampled in zip(seen, sampled, strict=True):
-        assert (outputs["rollout"].completions[:3] == ["2", "17!", "b c"]) != was_sampled
+        assert (outputs["iteration"].rollout.completions[:3] == ["2", "17!", "b c"]) != was_sampled
         assert metrics["policy/kl"] > 0
 
 
@@ -213,31 +213,29 @@ def with_objective(**changes):
         (with_objective(kl_in_reward=KLInReward(0.1)), "model.objective.kl_in_reward"),
         (with_objective(positive_nll=PositiveNLL(0.1)), "model.objective.positive_nll"),
         (with_objective(advantages=ReMax()), "model.objective.advantages"),
-        ({"update": UpdateConfig(staleness=1)}, "model.update.staleness"),
         ({"dynamic_sampling_attempts": 2}, "model.dynamic_sampling_attempts"),
-        ({"stored_rollouts": "runs/other"}, "model.stored_rollouts"),
         ({"controllers": ENTROPY_TARGET}, "model.controllers.entropy"),
     ],
 )
 def test_options_that_need_sampled_completions_are_rejected(settings, named):
-    with raises_for("model.data_completions", named):
+    with raises_for("model.source is DataCompletions", named):
         distilling(**settings)
 
 
 def test_a_fraction_of_all_iterations_is_rejected():
     for frac in (-0.1, 1.0):
-        with raises_for("model.data_completions.on_policy_frac", str(frac)):
+        with raises_for("model.source.on_policy_frac", str(frac)):
             DataCompletions("solution", frac)
 
 
 @pytest.mark.parametrize("value", ["", None, 7, ["b"]])
 def test_a_prompt_without_a_completion_is_rejected_before_training(value):
-    with raises_for("model.data_completions.column", "value 1"):
+    with raises_for("model.source.column", "value 1"):
         train(distilling(), data_of([ROWS[0], {"prompt": "b", "solution": value}]))
 
 
 def test_a_missing_column_is_named_with_those_that_are_there():
-    grpo = distilling(data_completions=DataCompletions("solutoin"))
+    grpo = distilling(source=DataCompletions("solutoin"))
     with raises_for("solutoin", "did you mean", "solution"):
         train(grpo, data_of())
 

@@ -10,8 +10,7 @@ from lightning import Trainer
 from litgrpo.algorithms.advantages import Normalized, ReMax
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.algorithms.turn_credit import GiGPO
-from litgrpo.checkpointing.files import digest, read_file, write_file
-from litgrpo.checkpointing.rollouts import pack_rollout, rollout_file, unpack_rollout
+from litgrpo.callbacks.rollouts import SaveRollouts
 from litgrpo.data.modules import PromptData
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
@@ -19,8 +18,12 @@ from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.groups import pack_rollout, unpack_rollout
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sources.ahead import Ahead
+from litgrpo.rollout.sources.stored import StoredRollouts, rollout_file
 from litgrpo.run_folder import lock_run_folder
+from litgrpo.tensor_files import digest, read_file, write_file
 from tests.support.echo import Echo
 from tests.support.models import tiny_policy
 from tests.support.raises import raises_for
@@ -36,12 +39,22 @@ class Seen(GRPO):
 
     def training_step(self, prompts, batch_idx):
         shown = super().training_step(prompts, batch_idx)
-        self.seen = [*vars(self).get("seen", []), shown["rollout"]]
+        self.seen = [*vars(self).get("seen", []), shown["iteration"].rollout]
         return shown
 
 
-def run(folder, ckpt=None, iterations=ITERATIONS, data=None, policy=None, **settings):
-    """A finished run in `folder`."""
+def run(
+    folder,
+    ckpt=None,
+    iterations=ITERATIONS,
+    data=None,
+    policy=None,
+    *,
+    save=False,
+    stored=None,
+    **settings,
+):
+    """A finished run in `folder`, which saves its rollouts, or trains on those of a folder."""
     settings = {
         "group_size": GROUP,
         "max_completion_length": LENGTH,
@@ -51,6 +64,8 @@ def run(folder, ckpt=None, iterations=ITERATIONS, data=None, policy=None, **sett
         "rewards": {"letters": Reward(letters)},
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     } | settings
+    if stored is not None:
+        settings["source"] = StoredRollouts(stored)
     grpo = Seen("", max_iterations=iterations, **settings)
     grpo.policy = policy or tiny_policy("qwen2")
     if grpo.reference_path is not None:
@@ -58,6 +73,7 @@ def run(folder, ckpt=None, iterations=ITERATIONS, data=None, policy=None, **sett
     silent = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer = Trainer(
         **silent,
+        callbacks=[SaveRollouts()] if save else [],
         accelerator="cpu",
         max_epochs=-1,
         enable_model_summary=False,
@@ -102,7 +118,7 @@ RUNS = {
     ),
     "one-step off-policy": (
         {"update": TWO_STEPS},
-        {"update": replace(TWO_STEPS, staleness=1)},
+        {"source": Ahead()},
     ),
     "episodes": (
         EPISODES | {"update": TWO_STEPS, "objective": replace(CORRECTED, advantages=GiGPO())},
@@ -115,15 +131,17 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_stored_rollouts_is_the_run_that_wrote_them(name, tmp_path):
     both, sampling = RUNS[name]
-    written = run(tmp_path / "a", save_rollouts=True, **(both | sampling))
+    written = run(tmp_path / "a", save=True, **(both | sampling))
     assert len(list((tmp_path / "a" / "rollouts").iterdir())) == ITERATIONS
     # Another order of prompts and other random numbers: no training rollout is sampled.
     shuffled = PromptData(ROWS, batch_size=2, seed=3)
-    given = both | {"data": shuffled, "seed": 7, "stored_rollouts": str(tmp_path / "a")}
+    given = both | {"data": shuffled, "seed": 7, "stored": str(tmp_path / "a")}
     again = run(tmp_path / "b", **given)
     assert same_weights(again, written)
     for one, other in zip(written.seen, again.seen, strict=True):
-        assert digest(pack_rollout(one)) == digest(pack_rollout(other))
+        assert other.provenance == "stored"
+        same = replace(other, provenance=one.provenance)
+        assert digest(pack_rollout(one)) == digest(pack_rollout(same))
     if "dynamic_sampling_attempts" in sampling:
         assert written.generated_tokens > again.generated_tokens
     else:
@@ -131,11 +149,9 @@ def test_a_run_on_stored_rollouts_is_the_run_that_wrote_them(name, tmp_path):
 
 
 def test_objectives_are_compared_on_equal_data(tmp_path):
-    written = run(tmp_path / "a", save_rollouts=True)
+    written = run(tmp_path / "a", save=True)
     objective = replace(CORRECTED, advantages=Normalized(scale="none"))
-    other = run(
-        tmp_path / "b", stored_rollouts=str(tmp_path / "a" / "rollouts"), objective=objective
-    )
+    other = run(tmp_path / "b", stored=str(tmp_path / "a" / "rollouts"), objective=objective)
     pairs = list(zip(written.seen, other.seen, strict=True))
     assert all(torch.equal(a.completion_ids, b.completion_ids) for a, b in pairs)
     assert not same_weights(other, written)
@@ -143,9 +159,9 @@ def test_objectives_are_compared_on_equal_data(tmp_path):
 
 def test_stored_log_probabilities_are_corrected_and_never_taken_for_the_policys(tmp_path):
     several = {"update": UpdateConfig(num_mini_batches=2), "objective": Objective()}
-    written = run(tmp_path / "a", save_rollouts=True, **several)
+    written = run(tmp_path / "a", save=True, **several)
     assert written.learner.reuse_sampler_logprobs
-    again = run(tmp_path / "b", stored_rollouts=str(tmp_path / "a"), **several)
+    again = run(tmp_path / "b", stored=str(tmp_path / "a"), **several)
     assert not again.learner.reuse_sampler_logprobs
     assert again.coefficients.objective.importance_correction == ImportanceCorrection()
     # Equal up to rounding: the policy computes again what its sampler has computed.
@@ -153,14 +169,14 @@ def test_stored_log_probabilities_are_corrected_and_never_taken_for_the_policys(
         torch.testing.assert_close(again.policy.state_dict()[name], weight, rtol=1e-4, atol=1e-5)
     # The weights of another policy are far from the sampler's.
     policy = tiny_policy("qwen2", seed=1)
-    far = run(tmp_path / "c", stored_rollouts=str(tmp_path / "a"), policy=policy, **several)
+    far = run(tmp_path / "c", stored=str(tmp_path / "a"), policy=policy, **several)
     near = again.trainer.callback_metrics["policy/sampler_mismatch"]
     assert far.trainer.callback_metrics["policy/sampler_mismatch"] > 10 * near
 
 
 def test_a_run_resumes_in_the_middle_and_ends_with_the_rollouts(tmp_path, caplog):
-    run(tmp_path / "a", save_rollouts=True)
-    stored = {"stored_rollouts": str(tmp_path / "a")}
+    run(tmp_path / "a", save=True)
+    stored = {"stored": str(tmp_path / "a")}
     with caplog.at_level("INFO"):
         whole = run(tmp_path / "b", iterations=100, **stored)
     assert whole.iteration == ITERATIONS
@@ -173,11 +189,11 @@ def test_a_run_resumes_in_the_middle_and_ends_with_the_rollouts(tmp_path, caplog
 
 
 def test_a_resumed_run_removes_the_rollouts_that_it_replaces(tmp_path):
-    run(tmp_path, iterations=2, save_rollouts=True).trainer.save_checkpoint(tmp_path / "two.ckpt")
+    run(tmp_path, iterations=2, save=True).trainer.save_checkpoint(tmp_path / "two.ckpt")
     stale = [rollout_file(tmp_path / "rollouts", number, 0) for number in (3, 9)]
     for path in stale:
         path.touch()
-    run(tmp_path, ckpt=tmp_path / "two.ckpt", iterations=3, save_rollouts=True)
+    run(tmp_path, ckpt=tmp_path / "two.ckpt", iterations=3, save=True)
     assert stale[0].stat().st_size
     assert not stale[1].exists()
 
@@ -194,7 +210,7 @@ def test_every_field_of_a_rollout_is_stored(tmp_path):
 def stored(tmp_path_factory):
     """The run folder of a run of two iterations, which wrote its rollouts."""
     folder = tmp_path_factory.mktemp("stored") / "run"
-    run(folder, iterations=2, save_rollouts=True)
+    run(folder, iterations=2, save=True)
     return folder
 
 
@@ -233,8 +249,8 @@ def with_another_tokenizer():
 
 # {name: (change of the folder, settings, texts of the message)}
 BROKEN = {
-    "no folder": (shutil.rmtree, {}, ("no rollouts", "save_rollouts")),
-    "texts": (keep_texts_only, {}, ("no rollouts", "save_rollouts", "samples")),
+    "no folder": (shutil.rmtree, {}, ("no rollouts", "SaveRollouts")),
+    "texts": (keep_texts_only, {}, ("no rollouts", "SaveRollouts", "samples")),
     "truncated": (truncate, {}, ("iteration-000001-rank-0.pt", "cut off")),
     "damaged": (flip_a_bit, {}, ("iteration-000001-rank-0.pt", "damaged")),
     "a checkpoint": (
@@ -274,33 +290,31 @@ def test_rollouts_that_do_not_fit_raise_a_clear_error(name, stored, tmp_path):
     if "policy" in settings:
         settings = {"policy": settings["policy"]()}
     with raises_for(*expected):
-        run(tmp_path / "new", stored_rollouts=str(folder), **settings)
+        run(tmp_path / "new", stored=str(folder), **settings)
 
 
 def test_rollouts_that_a_training_is_writing_are_not_read(stored, tmp_path):
-    with lock_run_folder(stored), raises_for("stored_rollouts", "--run_dir"):
-        run(tmp_path, stored_rollouts=str(stored))
-    run(tmp_path, stored_rollouts=str(stored), iterations=1)
+    with lock_run_folder(stored), raises_for("StoredRollouts", "--run_dir"):
+        run(tmp_path, stored=str(stored))
+    run(tmp_path, stored=str(stored), iterations=1)
 
 
 @pytest.mark.parametrize(
     ("settings", "option"),
     [
         ({"dynamic_sampling_attempts": 2}, "dynamic_sampling_attempts"),
-        ({"update": UpdateConfig(staleness=1)}, "update.staleness"),
-        ({"save_rollouts": True}, "save_rollouts"),
         (EPISODES | {"objective": replace(CORRECTED, advantages=ReMax())}, "ReMax"),
     ],
 )
 def test_options_that_need_sampled_rollouts_are_rejected(settings, option, tmp_path):
-    with raises_for("stored_rollouts", option):
-        run(tmp_path, stored_rollouts="runs/demo", **settings)
+    with raises_for("StoredRollouts", option):
+        run(tmp_path, stored="runs/demo", **settings)
 
 
 def test_a_rollout_that_cannot_be_written_costs_its_file(tmp_path):
     (tmp_path / "rollouts").touch()
     with pytest.warns(UserWarning, match="writing rollouts"):
-        grpo = run(tmp_path, iterations=2, save_rollouts=True)
+        grpo = run(tmp_path, iterations=2, save=True)
     assert grpo.iteration == 2
 
 
@@ -320,7 +334,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_rollout_that_no_policy_sampled_is_rejected_by_name(tmp_path):
-    run(tmp_path / "a", save_rollouts=True, iterations=1)
+    run(tmp_path / "a", save=True, iterations=1)
     path = rollout_file(tmp_path / "a" / "rollouts", 1, 0)
     good = read_file(path)
     changed = [
@@ -331,4 +345,4 @@ def test_a_rollout_that_no_policy_sampled_is_rejected_by_name(tmp_path):
     for content in [*changed, good | {"settings": [1]}, good | {"rollout": None}]:
         write_file(content, path)
         with raises_for(path.name):
-            run(tmp_path / "b", stored_rollouts=str(tmp_path / "a"), iterations=1)
+            run(tmp_path / "b", stored=str(tmp_path / "a"), iterations=1)

@@ -9,17 +9,17 @@ import torch
 
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.algorithms.turn_credit import GiGPO
-from litgrpo.checkpointing.files import digest
 from litgrpo.data.modules import PromptData
-from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.export import export
 from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
-from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.groups import join_rollouts, pack_rollout, select_groups
 from litgrpo.rollout.servers.vllm import ServerEngine
+from litgrpo.rollout.sources.ahead import Ahead, InFlight
+from litgrpo.rollout.sources.base import SourceParts
+from litgrpo.tensor_files import digest
 from litgrpo.types import Rollout
 from tests.learning.parts import rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
@@ -69,8 +69,8 @@ class Recording(GRPO):
 
     def training_step(self, prompts, batch_idx):
         shown = super().training_step(prompts, batch_idx)
-        self.versions = [*vars(self).get("versions", []), shown["rollout"].policy_version]
-        self.rollouts = [*vars(self).get("rollouts", []), shown["rollout"]]
+        self.versions = [*vars(self).get("versions", []), shown["iteration"].rollout.policy_version]
+        self.rollouts = [*vars(self).get("rollouts", []), shown["iteration"].rollout]
         return shown
 
 
@@ -85,7 +85,8 @@ def run(kind=Recording, staleness=1, engine=None, ckpt=None, saved=None, **setti
         ckpt: checkpoint that it continues.
         saved: (iterations, file) of a checkpoint that it writes.
     """
-    settings = {"update": UpdateConfig(staleness=staleness)} | settings
+    if staleness:
+        settings = {"source": Ahead(staleness)} | settings
     sizes = {"group_size": GROUP, "max_completion_length": LENGTH, "max_iterations": ITERATIONS}
     given = {"engine": engine or LocalEngine(), "rewards": {"letters": Reward(letters)}}
     grpo = kind("", **given | sizes | settings)
@@ -137,7 +138,7 @@ def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
     with StandIn(tmp_path) as server:
         given = {"engine": ServerEngine([server.url], send_uniforms=True)}
         found = run(staleness=steps, **given)
-        found.rollouter.prefetch.wait()
+        found.source.pending.wait()
         expected = sequential(steps, objective=CORRECTED, **given)
     assert_same_weights(found, expected)
     assert found.versions == [max(0, n - steps) for n in range(ITERATIONS)]
@@ -147,7 +148,7 @@ def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
 def test_a_run_goes_on_with_the_rollouts_that_were_pending(tmp_path, steps, iterations):
     file = tmp_path / "first.ckpt"
     whole = run(staleness=steps, saved=(iterations, file))
-    kept = torch.load(file, weights_only=True)["ahead"]
+    kept = torch.load(file, weights_only=True)["source"]
     assert [each["iteration"] for each in kept] == [*range(iterations, iterations + steps)]
     resumed = run(staleness=steps, ckpt=file)
     assert_same_weights(resumed, whole)
@@ -217,9 +218,9 @@ def state_of(*parts, iteration=2):
 
 def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompts():
     parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
-    prefetch = Prefetch(lambda ahead: None)
-    prefetch.load_state_dict(state_of(*parts))
-    kept = prefetch.queue[0].future.result()
+    source = Ahead()
+    source.load_state_dict(state_of(*parts))
+    kept = source.pending.queue[0].future.result()
     assert kept.completion_ids.tolist()[1:6] == [
         [4, 4, 0],
         [7, 7, 0],
@@ -235,13 +236,18 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
     assert mixed.prompts.prompts == ["2", "7"]
 
 
+def source_of(*parts):
+    """A source with pending rollouts."""
+    source, rollouter = Ahead(), rollouter_of(tiny_policy("qwen2"), group_size=2)
+    source.connect(SourceParts(rollouter, lambda ahead: prompt_batch("a", "b"), None, 2))
+    source.load_state_dict(state_of(*parts))
+    return source
+
+
 def test_a_process_takes_the_groups_of_its_prompts_from_what_is_pending():
-    rollouter = rollouter_of(tiny_policy("qwen2"), group_size=2)
-    rollouter.prefetch = Prefetch(lambda ahead: prompt_batch("a", "b"))
     parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
-    rollouter.prefetch.load_state_dict(state_of(*parts))
     prompts = replace(prompt_batch("2", "7"), index=torch.tensor([2, 7]))
-    rollout = rollouter.generate(prompts, "train", 2)
+    rollout = source_of(*parts).take(prompts, 2)
     assert rollout.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
     assert rollout.prompts.index.tolist() == [2, 7]
 
@@ -255,12 +261,10 @@ def test_rows_of_one_segment_are_joined_with_rows_of_several():
 
 def test_a_rollout_of_another_iteration_or_of_other_prompts_is_not_used():
     for iteration, asked in ((3, [4, 7]), (2, [4, 8])):
-        rollouter = rollouter_of(tiny_policy("qwen2"), group_size=2)
-        rollouter.prefetch = Prefetch(lambda ahead: prompt_batch("a", "b"))
-        rollouter.prefetch.load_state_dict(state_of(rollout_of([4, 7], [1, 2, 2, 1])))
+        source = source_of(rollout_of([4, 7], [1, 2, 2, 1]))
         prompts = replace(prompt_batch("a", "b"), index=torch.tensor(asked))
         with pytest.raises(ValueError, match=f"those of iteration {iteration}: the data have"):
-            rollouter.generate(prompts, "train", iteration)
+            source.take(prompts, iteration)
 
 
 def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys():
@@ -272,39 +276,33 @@ def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys(
 
 
 def test_other_loaders_do_not_say_what_comes_next():
-    with pytest.raises(ValueError, match=r"need litgrpo\.PromptData"):
-        train(module(update=UpdateConfig(staleness=1)), batches("a", "hello there"))
+    with pytest.raises(ValueError, match=r"source is Ahead, which needs litgrpo\.PromptData"):
+        train(module(source=Ahead()), batches("a", "hello there"))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"staleness": -1}, r"update\.staleness is -1"),
-        ({"max_staleness": -2}, r"update\.max_staleness is -2"),
-        ({"staleness": 1, "max_staleness": 2}, "staleness is 1 and max_staleness is 2"),
-    ],
-)
-def test_impossible_staleness_is_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        UpdateConfig(**given)
+def test_impossible_staleness_is_refused():
+    with pytest.raises(ValueError, match=r"source\.staleness is 0"):
+        Ahead(0)
+    with pytest.raises(ValueError, match=r"source\.max_staleness is -2"):
+        InFlight(-2)
 
 
 def test_an_engine_without_updates_in_flight_is_refused():
-    with pytest.raises(ValueError, match=r"LocalEngine does not.*update\.staleness to 2"):
-        module(update=UpdateConfig(max_staleness=2))
+    with pytest.raises(ValueError, match=r"LocalEngine does not\. Use Ahead"):
+        module(source=InFlight(2))
 
 
-def test_without_a_source_it_samples_as_others():
-    grpo = module(update=UpdateConfig(staleness=1))
-    grpo.configure_model()
-    assert grpo.rollouter.prefetch is None
-    assert len(grpo.rollouter.generate(batches("a").dataset[0], "train").completions) > 0
+def test_a_source_serves_one_module_and_its_options_others():
+    source = Ahead()
+    one, other = module(source=source), module(source=source)
+    assert one.source is not other.source
+    assert one.source.pending is not other.source.pending
 
 
 def test_an_iteration_that_a_signal_drops_keeps_its_rollout():
-    prefetch = run(max_iterations=3).rollouter.prefetch
+    source = run(max_iterations=3).source
     for iteration, versions in ((3, {3: 2}), (2, {2: 1, 3: 2}), (4, {})):
-        state = prefetch.state_dict(iteration)
+        state = source.state_dict(iteration)
         found = {each["iteration"]: each["parts"][0]["policy_version"] for each in state}
         assert found == versions
 
@@ -325,8 +323,7 @@ def test_weights_change_while_a_server_generates_and_each_token_knows_which(tmp_
     export(tiny_policy("qwen2"), tmp_path)
     with StandIn(tmp_path, at_once=1) as server:
         engine = ServerEngine([server.url], send_uniforms=True)
-        update = UpdateConfig(max_staleness=steps)
-        found = run(Remembering, update=update, engine=engine)
+        found = run(Remembering, source=InFlight(steps), engine=engine)
     ages = []
     for iteration, rollout in enumerate(found.rollouts):
         sampled = rollout.loss_mask

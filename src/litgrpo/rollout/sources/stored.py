@@ -10,25 +10,26 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from filelock import FileLock, Timeout
-from lightning.pytorch import Callback, Trainer
 from transformers import PreTrainedTokenizerBase
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import require
-from litgrpo.checkpointing.files import copy_to_host, read_file, write_file
-from litgrpo.distributed.messages import warn_once_on_failure
-from litgrpo.rollout.groups import pack_rollout, unpack_rollout
+from litgrpo.rollout.groups import unpack_rollout
 from litgrpo.rollout.servers.served import MAX_LOGPROB
-from litgrpo.run_folder import LOCK, ROLLOUTS, run_folder
-from litgrpo.types import Rollout
+from litgrpo.rollout.sources.base import RolloutSource
+from litgrpo.run_folder import LOCK, ROLLOUTS
+from litgrpo.run_options import RunOptions
+from litgrpo.tensor_files import read_file
+from litgrpo.types import PromptBatch, Provenance, Rollout
 
 NAME = re.compile(r"iteration-(\d{6,})-rank-(\d+)\.pt")
-OPTION = "model.stored_rollouts"
+OPTION = "model.source (StoredRollouts)"
 PARTS = {"rollout", "settings"}
 
 
@@ -68,104 +69,75 @@ def describe_settings(
     }
 
 
-class SaveRollouts(Callback):
-    """Writes each training rollout of each rank to `rollouts/` in the run folder.
+@check_field_types
+@dataclass
+class StoredRollouts(RolloutSource):
+    """Rollouts that another run wrote (callback `SaveRollouts`), iteration by iteration.
 
-    It is the rollout that the iteration trained on, after dynamic sampling. A file that cannot be
-    written is skipped with a warning, and training continues.
-
-    Example:
-        `GRPO(..., save_rollouts=True)` adds it; `GRPO(..., stored_rollouts="runs/demo")` reads.
-    """
-
-    def __init__(self) -> None:
-        self.settings: dict[str, Any] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove rollouts of iterations that this run is about to repeat or replace."""
-        self.settings = describe_settings(pl_module, pl_module.policy.tokenizer, trainer.world_size)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        folder = run_folder(trainer) / ROLLOUTS
-        for iteration, ranks in find_rollout_files(folder).items():
-            if iteration > pl_module.iteration and trainer.global_rank in ranks:
-                rollout_file(folder, iteration, trainer.global_rank).unlink()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Write the rollout that `training_step` returned."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        folder = run_folder(trainer) / ROLLOUTS
-        with warn_once_on_failure(f"writing rollouts to {folder}"):
-            content = {
-                "rollout": copy_to_host(pack_rollout(outputs["rollout"])),
-                "settings": self.settings,
-            }
-            write_file(content, rollout_file(folder, pl_module.iteration, trainer.global_rank))
-
-
-@dataclass(frozen=True)
-class StoredRollouts:
-    """Rollouts that another run wrote, one per iteration and rank.
+    Rewards are computed again, evaluation samples as always, and training ends after the last
+    stored rollout. An importance correction is added to the objective.
 
     Args:
-        folder: with the files.
-        settings: of this run, see `describe_settings`; those of each file must be equal.
-        rank: rank of this process.
-        last: last iteration with files of all ranks.
+        run_dir: run folder of that run, or its `rollouts`.
 
-    Example::
-
-        stored = StoredRollouts.find("runs/demo", settings, rank=0, world_size=1)
-        rollout = stored.read(0, "cpu")  # of iteration-000001-rank-0.pt
+    Example:
+        `GRPO(..., source=StoredRollouts("runs/demo"))`
     """
 
-    folder: Path
-    settings: dict[str, Any]
-    rank: int
-    last: int
+    run_dir: str
+    provenance: ClassVar[Provenance] = "stored"
+    fixed_shapes: ClassVar[bool] = False
 
-    @staticmethod
-    def find(given: str, settings: dict[str, Any], rank: int, world_size: int) -> StoredRollouts:
-        """Find the rollouts of a folder, and compare the settings of the first with this run's.
+    def check(self, run: RunOptions) -> None:
+        """Check that no other option needs training rollouts that are sampled.
 
-        Args:
-            given: a run folder, or its `rollouts`.
-            settings: of this run.
-            rank: rank of this process.
-            world_size: number of ranks.
+        Raises:
+            ValueError: one does.
+        """
+        sampled: dict[str, object] = {
+            "model.dynamic_sampling_attempts": run.dynamic_sampling_attempts
+        }
+        if run.environment is not None:  # stored prompts have the openings of their episodes
+            name = f"{type(run.objective.advantages).__name__} with model.environment"
+            sampled[name] = run.objective.advantages.needs_greedy
+        for name, is_on in sampled.items():
+            require(
+                not is_on,
+                f"{OPTION} reads the training rollouts of {self.run_dir}, so none are sampled, "
+                f"which does not allow {name}. Leave out one of the two.",
+            )
+
+    def setup(self, module: Any) -> None:
+        """Find the rollouts, and compare the settings of the first with this run's.
 
         Raises:
             ValueError: there are none, a training is writing to the folder, a file is damaged, or
                 the settings differ.
         """
-        folder = Path(given)
-        if (folder / ROLLOUTS).is_dir():
-            folder /= ROLLOUTS
-        found = find_rollout_files(folder)
-        texts = "samples/*.jsonl have texts, without token ids and log-probabilities"
+        trainer = module.trainer
+        self.settings = describe_settings(module, module.fit_tokenizer(), trainer.world_size)
+        self.rank = trainer.global_rank
+        self.folder = Path(self.run_dir)
+        if (self.folder / ROLLOUTS).is_dir():
+            self.folder /= ROLLOUTS
+        ranks_of = find_rollout_files(self.folder)
         require(
-            bool(found),
-            f"{OPTION} is {given}, which has no rollouts (iteration-*-rank-*.pt). Write them in a "
-            f"run with --model.save_rollouts true; {texts}.",
+            bool(ranks_of),
+            f"{OPTION} is {self.run_dir}, which has no rollouts (iteration-*-rank-*.pt). Write "
+            "them in a run with --trainer.callbacks+ SaveRollouts; samples/*.jsonl have texts, "
+            "without token ids and log-probabilities.",
         )
-        if rank == 0:
-            check_not_in_use(folder.parent)
-        complete = [number for number, ranks in found.items() if ranks >= {*range(world_size)}]
-        stored = StoredRollouts(folder, settings, rank, max(complete, default=0))
-        first = min(complete, default=min(found))
-        stored._read_values(rollout_file(folder, first, rank if complete else min(found[first])))
-        return stored
+        if self.rank == 0:
+            check_not_in_use(self.folder.parent)
+        needed = {*range(trainer.world_size)}
+        complete = [iteration for iteration, ranks in ranks_of.items() if ranks >= needed]
+        self.last = max(complete, default=0)
+        first = min(complete, default=min(ranks_of))
+        rank = self.rank if complete else min(ranks_of[first])
+        self._read_values(rollout_file(self.folder, first, rank))
 
-    def read(self, iteration: int, device: torch.device | str, vocab_size: int) -> Rollout:
-        """Read the rollout of an iteration.
-
-        Args:
-            iteration: number of finished iterations.
-            device: where the tensors are put.
-            vocab_size: of the policy.
+    def take(self, prompts: PromptBatch, iteration: int) -> Rollout:
+        """Read the rollout of an iteration, which has its own prompts.
 
         Raises:
             ValueError: the file is missing or damaged, was written with other settings, or holds
@@ -175,28 +147,30 @@ class StoredRollouts:
         require(
             path.exists(),
             f"{OPTION}: {path} is missing. Continue at an iteration that is there "
-            "(--ckpt_path), or write the rollouts again with --model.save_rollouts true.",
+            "(--ckpt_path), or write the rollouts again with --trainer.callbacks+ SaveRollouts.",
         )
         try:
-            rollout = unpack_rollout(self._read_values(path), device)
+            rollout = unpack_rollout(self._read_values(path), prompts.prompt_ids.device)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{OPTION}: {path} was not written by this version ({error})."
             ) from error
-        problem = find_impossible(rollout, vocab_size)
+        rollouter = self.parts.rollouter
+        problem = find_impossible(rollout, rollouter.policy.vocab_size)
         require(not problem, f"{OPTION}: {path} cannot be trained on: {problem}.")
-        return rollout
+        rollouter.count_tokens(rollout)
+        return replace(rollout, provenance="stored")
 
     def _read_values(self, path: Path) -> dict[str, Any]:
         content = read_file(path)
         is_rollout = all(isinstance(content.get(name), dict) for name in PARTS)
         require(is_rollout, f"{OPTION}: {path} is not a rollout.")
-        theirs = content["settings"]
-        for name, own in self.settings.items():
+        written = content["settings"]
+        for name, value in self.settings.items():
             require(
-                theirs.get(name) == own,
-                f"{OPTION}: {path} was written by a run with {name} {theirs.get(name)!r}, but "
-                f"this run has {own!r}. Both need the same.",
+                written.get(name) == value,
+                f"{OPTION}: {path} was written by a run with {name} {written.get(name)!r}, but "
+                f"this run has {value!r}. Both need the same.",
             )
         return dict(content["rollout"])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from litgrpo.checkpointing.files import (
+from litgrpo.tensor_files import (
     MANIFEST,
     DamagedCheckpoint,
     build_manifest,

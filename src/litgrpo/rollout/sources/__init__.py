@@ -1,0 +1,1 @@
+"""Sources of rollouts: where the completions come from that an iteration trains on."""

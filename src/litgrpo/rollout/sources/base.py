@@ -1,0 +1,112 @@
+"""Where the completions come from that an iteration trains on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.run_options import RunOptions
+from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
+
+
+@dataclass(frozen=True)
+class SourceParts:
+    """What a source works with.
+
+    Args:
+        rollouter: samples completions.
+        next_prompts: returns the prompts of the k-th next iteration, k = 1, 2, ...
+        add_policy_logprobs: returns completions with the policy's log-probabilities as those of the
+            sampler.
+        end_id: token that ends a completion.
+    """
+
+    rollouter: Rollouter
+    next_prompts: Callable[[int], PromptBatch]
+    add_policy_logprobs: Callable[[Rollout], Rollout]
+    end_id: int
+
+
+class RolloutSource(ABC):
+    """Where the completions come from that an iteration trains on; an option of `GRPO`.
+
+    Evaluations, and stages that need further completions, always sample with the current weights.
+    A source has its options as arguments; the run calls `check`, `setup` before a fit, and
+    `connect` with the parts that it needs, in this order.
+    """
+
+    # Of the rollouts: `fresh` ones are sampled with the current weights, `stale` ones with earlier
+    # weights, `stored` ones by another run; those of the `data` were not sampled.
+    provenance: ClassVar[Provenance] = "fresh"
+    fixed_shapes: ClassVar[bool] = True  # completions are padded to the limit where XLA needs that
+    last: int | None = None  # last iteration that has completions; None: there is no last one
+
+    @property
+    def is_off_policy(self) -> bool:
+        """True if completions are sampled with other weights than those that train on them."""
+        return self.provenance in ("stale", "stored")
+
+    def check(self, run: RunOptions) -> None:  # noqa: B027 (optional)
+        """Check that the options of a run go together with this source.
+
+        Raises:
+            ValueError: they do not; the message names both options.
+        """
+
+    def setup(self, module: Any) -> None:  # noqa: B027 (optional)
+        """Check, before a fit loads a model, that completions are there.
+
+        Args:
+            module: a `GRPO`, attached to its trainer.
+
+        Raises:
+            ValueError: they are not.
+        """
+
+    def connect(self, parts: SourceParts) -> None:
+        """Use these parts from now on."""
+        self.parts = parts
+
+    @abstractmethod
+    def take(self, prompts: PromptBatch, iteration: int) -> Rollout:
+        """Return the completions of an iteration, with their texts.
+
+        Args:
+            prompts: B prompts of the iteration.
+            iteration: number of finished iterations.
+        """
+
+    def stats(self, rollout: Rollout, iteration: int) -> Stats:
+        """Return what to log about a rollout of this source."""
+        return {}
+
+    def state_dict(self, iteration: int) -> list[dict[str, Any]]:
+        """Return what an iteration that resumes from a checkpoint needs; every rank must call it.
+
+        Args:
+            iteration: number of finished iterations.
+        """
+        return []
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:  # noqa: B027 (optional)
+        """Restore what `state_dict` returned."""
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """End what runs in the background."""
+
+
+@dataclass
+class OnPolicy(RolloutSource):
+    """Completions that are sampled with the current weights, the default.
+
+    Example:
+        >>> OnPolicy().is_off_policy
+        False
+    """
+
+    def take(self, prompts: PromptBatch, iteration: int) -> Rollout:
+        """Sample completions of the prompts."""
+        return self.parts.rollouter.generate(prompts, "train", iteration)
