@@ -264,7 +264,7 @@ def test_an_unreachable_server_ends_the_run_with_exit_code_75(program, tmp_path,
     words += ["--model.engine.init_args.wait_s", "0", "--run_dir", tmp_path / "run"]
     assert program("fit", *words, "--trainer.accelerator", "cpu") == 75
     error = capsys.readouterr().err
-    assert "error: No vLLM server responds: http://127.0.0.1:9 unavailable" in error
+    assert "error: No server responds: http://127.0.0.1:9 unavailable" in error
     assert "Traceback" not in error
 
 

@@ -17,8 +17,8 @@ from litgrpo.models.loading.load import build_policy
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.servers.client import ServersUnavailable
 from litgrpo.rollout.servers.vllm import ServerEngine
-from litgrpo.rollout.servers.vllm_client import ServersUnavailable
 from tests.learning.parts import learner_of, rewards_of
 from tests.support.agent_rollouts import GROUP, KEY, agent_episodes, play_agents
 from tests.support.algorithms import PUBLISHED
@@ -361,7 +361,7 @@ def test_a_rollout_ends_with_its_server_and_is_repeated_with_the_next_one(
             return sample(body, *args)
 
         server.sample = die_in_the_second_round
-        with pytest.raises(ServersUnavailable, match="No vLLM server responds"):
+        with pytest.raises(ServersUnavailable, match="No server responds"):
             play_agents(episodes, "talk", policy=policy, engine=engine)
     with StandIn(tmp_path, server.server_address[1]):
         found = play_agents(episodes, "talk", policy=policy, engine=engine)

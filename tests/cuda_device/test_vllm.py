@@ -1,6 +1,7 @@
 """vLLM in the trainer's process, and weights for its servers, on the device; vLLM is a stand-in."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,7 +12,9 @@ from litgrpo.models.adapters import LoRA
 from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import load_policy
 from litgrpo.rewards.runner import Runner
+from litgrpo.rollout.servers.client import ServerUnavailable
 from litgrpo.rollout.servers.vllm import RESERVED_FRAC, ColocatedEngine
+from litgrpo.rollout.servers.vllm_client import VllmServer
 from litgrpo.rollout.servers.weight_transfer import NcclTransfer
 from tests.cuda_device.run import on_cuda
 from tests.support.models import tiny_policy
@@ -129,15 +132,18 @@ def install_weight_transfer():
         sys.modules[f"vllm.distributed.weight_transfer.{name}"] = module
 
 
-def server(version="1"):
-    return SimpleNamespace(
-        url="http://a", version=version, timeout_s=1.0, read=lambda *_, kind: kind(1)
-    )
+class Server(VllmServer):
+    """A server with one worker that holds the weights of a version."""
+
+    version = "1"
+
+    def read(self, model, *_):
+        return model(world_size=1)
 
 
 @on_cuda()
 @pytest.mark.parametrize("lora", [False, True])
-def test_nccl_sends_the_policys_tensors_and_later_its_copies(lora, tmp_path):
+def test_nccl_sends_the_policys_tensors_while_they_are_published(lora, tmp_path):
     from tests.cuda_device.device import count_work
 
     install_weight_transfer()
@@ -148,10 +154,10 @@ def test_nccl_sends_the_policys_tensors_and_later_its_copies(lora, tmp_path):
         for name, weight in policy.named_parameters():
             if "lora_B" in name:
                 weight.data.normal_()
-    sender = NcclTransfer("localhost").sender()
-    sender.prepare(policy, "1")
+    sender, server = NcclTransfer("localhost").sender(), Server("http://a")
+    weights = sender.prepare(policy, "1")
     with count_work() as work:
-        sender.send(server())
+        server._load_model(weights)
     own = {each.data_ptr() for each in policy.parameters()}
     (sent,) = Trainers.sent
     moved = [name for name, weight in sent.items() if weight.data_ptr() not in own]
@@ -161,16 +167,12 @@ def test_nccl_sends_the_policys_tensors_and_later_its_copies(lora, tmp_path):
     assert lora or not work.launches
     assert "lm_head.weight" not in sent  # tied
     assert not any("lora" in name for name in sent)
-    sender.finish_publish()
-    expected = {name: weight.cpu() for name, weight in sent.items()}
+    before = sent["model.norm.weight"].cpu()
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(1.0)
-    sender.send(server("default"))  # restarted during the update
-    again = Trainers.sent[-1]
-    assert all(torch.equal(again[name].cpu(), expected[name]) for name in expected)
-    sender.prepare(policy, "2")
-    sender.send(server())
-    sender.finish_publish()
+    with pytest.raises(ServerUnavailable, match="next iteration"):  # restarted during the update
+        server._load_model(replace(weights, tensors=None))
+    server._load_model(sender.prepare(policy, "2"))
     newer = Trainers.sent[-1]["model.norm.weight"].cpu()
-    assert torch.equal(newer, expected["model.norm.weight"] + 1)
+    assert torch.equal(newer, before + 1)

@@ -22,10 +22,11 @@ from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.servers.client import ServerFailure
 from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference
 from litgrpo.rollout.servers.vllm import ServerEngine
-from litgrpo.rollout.servers.vllm_client import ServerFailure
-from litgrpo.rollout.servers.weight_transfer import AdapterTransfer, FolderSender
+from litgrpo.rollout.servers.vllm_client import VllmServer
+from litgrpo.rollout.servers.weight_transfer import AdapterTransfer
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.types import PromptBatch, pad_left
 from tests.faults.running import Run, weights_of
@@ -223,21 +224,21 @@ def test_an_adapter_is_sampled_beside_the_base_model(tmp_path, monkeypatch):
                     if parameter.requires_grad:
                         parameter.add_(0.05 * torch.randn_like(parameter))
             assert gap(policy, found) > 0.01
-        names = engine.pool.servers[0].list_models()
+        names = engine.servers.clients[0].list_models()
         assert len(names) == 2  # the base model and the last adapter
 
 
-class Forgets(FolderSender):
+class Forgets(VllmServer):
     """Says that it sent, and did not."""
 
-    def send(self, server):
+    def _load_model(self, weights):
         """Nothing."""
 
 
 def test_other_weights_are_refused_by_the_invariants(uniforms, folder):
     engine = ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(load_policy(str(folder)), 0)  # back to those of another model
-    engine.pool.sender.__class__ = Forgets
+    engine.servers.clients[0].__class__ = Forgets
     with pytest.raises(ValueError, match="1 cached decoding equals the full forward"):
         train_weights(engine)
 
@@ -260,7 +261,7 @@ def test_a_skipped_publish_is_refused_by_its_version(uniforms):
     mine, other = (ServerEngine([uniforms], send_uniforms=True, retries=n) for n in (0, 1))
     mine.sync_weights(policy, 0)
     other.sync_weights(policy, 0)
-    with raises_for(other.pool.version, error=ServerFailure):
+    with raises_for(other.servers.weights.version, error=ServerFailure):
         mine.generate(requests_for(policy))
 
 

@@ -9,8 +9,8 @@ from litgrpo.models.loading.load import Precision, load_policy, resolve_pretrain
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.servers.client import ServerFailure
 from litgrpo.rollout.servers.vllm import ServerEngine
-from litgrpo.rollout.servers.vllm_client import ServerFailure
 from litgrpo.rollout.servers.weight_transfer import AdapterTransfer, FolderTransfer
 from litgrpo.types import PromptBatch, pad_left
 from tests.support import vllm_stand_in

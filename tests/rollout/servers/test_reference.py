@@ -16,9 +16,10 @@ from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import build_policy, load_policy
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.servers.client import ServerFailure, ServersUnavailable
 from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference, probe_text
 from litgrpo.rollout.servers.vllm import ServerEngine
-from litgrpo.rollout.servers.vllm_client import Server, ServerFailure, ServersUnavailable
+from litgrpo.rollout.servers.vllm_client import VllmServer
 from tests.learning.parts import build_training_batch, gradient_of, learner_of
 from tests.support.hostile_server import RESPONSES, HostileServer
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -190,7 +191,7 @@ def test_rows_of_an_unavailable_server_go_to_the_other_one(server, folder, caplo
         assert torch.equal(reference.logprobs(rows).logprobs, expected)
         assert other.asked
     assert torch.equal(reference.logprobs(rows).logprobs, expected)
-    assert f"vLLM server is unavailable: {other.url}" in caplog.text
+    assert f"server is unavailable: {other.url}" in caplog.text
 
 
 def test_without_a_server_the_run_stops_after_a_while_with_the_setting(folder):
@@ -244,14 +245,14 @@ def alter_entries(change):
 def test_what_a_server_returns_is_checked_before_it_is_used(server, alter):
     server.alter = alter
     with raises_for(server.url, error=ServerFailure):
-        Server(server.url, 20.0).prompt_logprobs([1, 5, 6], 1)
+        VllmServer(server.url, 20.0).prompt_logprobs([1, 5, 6], 1)
 
 
 def test_the_least_log_probability_of_vllm_is_accepted(server):
     server.alter = alter_entries(
         lambda entries: next(iter(entries[-1].values())).update(logprob=-9999.0)
     )
-    assert Server(server.url, 20.0).prompt_logprobs([1, 5, 6], 2) == [-9999.0]
+    assert VllmServer(server.url, 20.0).prompt_logprobs([1, 5, 6], 2) == [-9999.0]
 
 
 @pytest.mark.parametrize("name", ["HTML", "silence"])

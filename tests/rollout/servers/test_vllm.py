@@ -17,22 +17,19 @@ from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.servers import vllm as vllm_engine
-from litgrpo.rollout.servers.served import SampleRequest
-from litgrpo.rollout.servers.vllm import ColocatedEngine, ServerEngine
-from litgrpo.rollout.servers.vllm_client import (
-    Server,
+from litgrpo.rollout.servers.client import (
+    SampleRequest,
     ServerFailure,
     ServersUnavailable,
     ServerUnavailable,
     StaleWeights,
+    Weights,
 )
-from litgrpo.rollout.servers.weight_transfer import (
-    HEAD_FILE,
-    FolderTransfer,
-    NcclTransfer,
-    find_head_source,
-    write_head,
-)
+from litgrpo.rollout.servers.pool import sample_turn
+from litgrpo.rollout.servers.vllm import ColocatedEngine, ServerEngine
+from litgrpo.rollout.servers.vllm_client import VllmServer
+from litgrpo.rollout.servers.vllm_head import HEAD_FILE, write_head
+from litgrpo.rollout.servers.weight_transfer import FolderTransfer, NcclTransfer, find_tied_head
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.servers.two_processes import one_of_two
 from tests.support.engines import GROUP, LENGTH, TEXTS, assert_same, spread_lengths, uniforms_for
@@ -128,7 +125,7 @@ def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_p
     found = sync(engine, policy, 1).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     (last,) = (tmp_path / "versions").iterdir()
-    assert last.name == engine.pool.version == server.version
+    assert last.name == engine.servers.weights.version == server.version
     asides = ("/server_info", "/weight_info", GENERATE)
     order = [path for path in server.seen if path not in asides]
     one = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
@@ -154,7 +151,7 @@ def test_a_tied_head_is_named_in_the_index_of_several_files(tmp_path):
     policy = build_policy(tiny_model("llama", tie_word_embeddings=True), byte_tokenizer())
     policy.model.save_pretrained(tmp_path, max_shard_size="20KB")
     for _ in range(2):  # the second server finds the file
-        write_head(tmp_path, find_head_source(policy))
+        write_head(tmp_path, find_tied_head(policy))
     weight = load_file(tmp_path / HEAD_FILE)["lm_head.weight"]
     assert torch.equal(weight, policy.model.get_input_embeddings().weight)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -195,7 +192,7 @@ def test_a_server_that_keeps_its_weights_is_refused_by_their_version(folder):
 def test_https_for_a_server_without_tls_is_not_retried(server):
     address = server.url.replace("http://", "https://")
     with raises_for(address, "Use http://", error=ServerFailure):
-        Server(address).post("/pause")
+        VllmServer(address).post("/pause")
 
 
 def test_what_breaks_off_is_asked_again(server):
@@ -211,9 +208,9 @@ def test_rows_of_an_unavailable_server_go_to_the_other_one(server, folder, caplo
         engine = sync(engine_of(server, other), policy)
     found = engine.generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
-    assert f"vLLM server is unavailable: {other.url}" in caplog.text
+    assert f"server is unavailable: {other.url}" in caplog.text
     sync(engine, policy, 1)  # a publish does without it, too
-    assert server.version == engine.pool.version
+    assert server.version == engine.servers.weights.version
 
 
 def test_where_no_server_answers_the_run_stops_after_a_while_with_their_addresses(folder):
@@ -293,9 +290,7 @@ def test_responses_that_do_not_match_the_request_are_rejected(server, alter, nam
 
 
 ENDS = (2,)
-REQUEST = SampleRequest(
-    0, 0, [5, 6], {"max_tokens": 4, "stop_token_ids": list(ENDS), "temperature": 1.0}, 100
-)
+REQUEST = SampleRequest(0, 0, [5, 6], max_tokens=4, end_ids=ENDS, vocab_size=100)
 
 
 def completion(ids=(7, 8, 2), logprobs=(-0.5, -0.25, -0.125), reason="stop", **changes):
@@ -314,8 +309,7 @@ def completion(ids=(7, 8, 2), logprobs=(-0.5, -0.25, -0.125), reason="stop", **c
 def complete(response, timeout_s=20.0):
     answer = response if callable(response) else lambda: send_reply(response)
     with HostileServer(answer) as server:
-        client = Server(server.url, timeout_s)
-        return client.complete(REQUEST, "v")
+        return sample_turn(VllmServer(server.url, timeout_s), REQUEST, Weights("v"))
 
 
 def test_a_valid_response_gives_its_tokens_and_log_probabilities():
@@ -334,7 +328,7 @@ def test_a_version_that_this_run_cannot_have_set_is_another_version(found):
     spans = [{"version": f"6-7-{RUN}", "start": 0}, {"version": f"{found}{RUN}", "start": 1}]
     response = completion(choice={"weight_versions": spans})
     with HostileServer(lambda: send_reply(response)) as server, pytest.raises(StaleWeights):
-        Server(server.url, 20.0).complete(REQUEST, f"6-7-{RUN}", in_flight=True)
+        sample_turn(VllmServer(server.url), REQUEST, Weights(f"6-7-{RUN}", in_flight=True))
 
 
 @pytest.mark.timeout(120)
@@ -420,18 +414,18 @@ def test_what_a_retry_may_mend_is_no_failure(found, error):
 @pytest.mark.parametrize("found", [{}, {"weight_version": None}, {"weight_version": [1]}, [], "v"])
 def test_settings_of_a_server_are_checked(found):
     with HostileServer(lambda: send_reply(found)) as server:
-        client = Server(server.url, 20.0)
+        client = VllmServer(server.url)
         with pytest.raises(ServerFailure):
             _ = client.version
         with pytest.raises(ServerFailure):
-            client.check_logprobs("raw_logprobs")
+            client.check()
 
 
 def test_control_characters_of_a_server_are_shown_as_numbers():
     said = b"\x1b[2J\nerror: \xe2\x80\xaeyour disk is full"
     answer = HostileServer(lambda: send_reply(said, b"400 Bad Request"))
     with answer as server, pytest.raises(ServerFailure) as caught:
-        Server(server.url, 20.0).post("/pause")
+        VllmServer(server.url, 20.0).post("/pause")
     assert "[U+001B]" in str(caught.value)
     assert not {"\x1b", "\n", "\u202e"}.intersection(str(caught.value))
 
@@ -455,14 +449,14 @@ def test_invalid_settings_are_rejected(settings, named):
 
 
 def test_public_addresses_and_names_that_resolve_to_them_need_allow_public(monkeypatch):
-    assert ServerEngine(["http://8.8.8.8:8000"], allow_public=True).pool.servers
+    assert ServerEngine(["http://8.8.8.8:8000"], allow_public=True).servers.clients
     where = [(0, 0, 0, "", ("8.8.4.4", 80))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: where)
     with raises_for("model.engine.allow_public"):
-        Server("http://somewhere.example:80").post("/pause")
+        VllmServer("http://somewhere.example:80").post("/pause")
     monkeypatch.undo()
     with pytest.raises(ServerUnavailable, match="nowhere"):
-        Server("http://nowhere.invalid:80").post("/pause")
+        VllmServer("http://nowhere.invalid:80").post("/pause")
 
 
 @pytest.mark.parametrize(
@@ -548,7 +542,7 @@ def test_another_logprobs_mode_is_rejected(server, send_uniforms, mode, other):
 def test_nccl_transfer_needs_a_gpu():
     require(not torch.cuda.is_available(), "this test is of a machine without one")
     with raises_for("model.engine.weight_transfer"):
-        _ = ServerEngine(["http://127.0.0.1:1"], NcclTransfer()).pool
+        _ = ServerEngine(["http://127.0.0.1:1"], NcclTransfer()).servers
 
 
 @pytest.mark.timeout(900)
@@ -588,11 +582,11 @@ def test_vllm_wakes_and_sleeps_once_per_rollout_and_loads_the_weights_from_memor
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(engine.llm.did[-1]))
-    folder = engine.sender.location
+    folder = engine.exported_folder
     with torch.no_grad():
         policy.model.lm_head.weight.mul_(1.5)
     engine.sync_weights(policy, 1)
-    assert engine.sender.location == folder  # nothing was written
+    assert engine.exported_folder == folder  # nothing was written
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
     engine.generate(requests_for(policy))  # of an evaluation, with the same weights
     again = ["wake", "reload_weights", "reset", "generate", "sleep"]

@@ -23,8 +23,8 @@ def one_of_two(rank, url, file, folder):
     asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     found = (
         is_distributed(),
-        engine.pool.version,
-        engine.pool.sender.location,
+        engine.servers.weights.version,
+        engine.servers.weights.folder,
         engine.generate(asked),
     )
     torch.save((*found[:3], found[3].token_lists()), f"{folder}/{rank}.pt")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -15,8 +15,10 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.rollout.servers.pool import ServerRing
-from litgrpo.rollout.servers.vllm_client import Server, ServerFailure, normalize_url
+from litgrpo.rollout.servers.client import ServerClient, ServerFailure
+from litgrpo.rollout.servers.http_client import normalize_url
+from litgrpo.rollout.servers.pool import Servers
+from litgrpo.rollout.servers.vllm_client import VllmServer
 from litgrpo.types import TokenLogprobs, TokenRows
 
 SERVER_SCHEMES = ("http://", "https://")  # of `reference`, given as an address
@@ -59,6 +61,10 @@ class ReferenceServers:
         urls = [normalize_url(url, True, "model.reference.urls") for url in self.urls]
         object.__setattr__(self, "urls", urls)
 
+    def connect(self, url: str) -> ServerClient:
+        """Return the client of a server; a subclass may connect to another kind."""
+        return VllmServer(url, self.timeout_s, allow_public=True)
+
 
 class ServedReference(Reference):
     """Log-probabilities under the model of vLLM servers.
@@ -84,8 +90,8 @@ class ServedReference(Reference):
             "it from a folder or Hub id.",
         )
         self.settings, self.tokenizer = servers, policy.tokenizer
-        clients = [Server(url, servers.timeout_s, allow_public=True) for url in servers.urls]
-        self.ring = ServerRing(clients, servers.wait_s, "model.reference")
+        clients = [servers.connect(url) for url in servers.urls]
+        self.servers = Servers(clients, servers.wait_s, "model.reference")
         self.unchecked = {client.url for client in clients}
 
     @property
@@ -105,13 +111,13 @@ class ServedReference(Reference):
             ServersUnavailable: no server responds.
             ServerFailure: a server cannot compute the rows of this run.
         """
-        self.ring.ask(0, threading.Event(), lambda server: self._check(server, max_tokens))
+        self.servers.ask(0, threading.Event(), lambda server: self._check(server, max_tokens))
 
-    def _check(self, server: Server, max_tokens: int = 0) -> None:
+    def _check(self, server: ServerClient, max_tokens: int = 0) -> None:
         text = probe_text(self.tokenizer)
         expected = self.tokenizer(text, add_special_tokens=False).input_ids
-        found, longest = server.tokenize(text)
-        if found != expected:
+        ids, longest = server.tokenize(text)
+        if ids != expected:
             raise ServerFailure(
                 f"{server.url} has another tokenizer than the policy, so their log-probabilities "
                 "cannot be compared. Set model.reference to servers of a model of the same family."
@@ -136,32 +142,27 @@ class ServedReference(Reference):
         if rows.segments is not None:
             split, places = rows.split_segments()
             return self.logprobs(split).to_positions(places, rows.completion_ids.shape)
-        masks, stop = rows.on_host, threading.Event()
+        masks = rows.on_host
         prompt_ids, ids = rows.prompt_ids.cpu(), rows.completion_ids.cpu()
         lengths = masks.completion_mask.sum(1).tolist()
 
-        def request(row: int) -> list[float]:
-            prompt = int(masks.prompt_of[row])
-            before = prompt_ids[prompt][masks.prompt_mask[prompt]].tolist()
-            whole = before + ids[row, : lengths[row]].tolist()
+        def score(row: int, server: ServerClient) -> list[float]:
+            if server.url in self.unchecked:
+                self._check(server)
+            prompt = prompt_ids[masks.prompt_of[row]][masks.prompt_mask[masks.prompt_of[row]]]
+            tokens = prompt.tolist() + ids[row, : lengths[row]].tolist()
+            return server.prompt_logprobs(tokens, len(prompt))
 
-            def send(server: Server) -> list[float]:
-                if server.url in self.unchecked:
-                    self._check(server)
-                return server.prompt_logprobs(whole, len(before))
-
-            return self.ring.ask(prompt, stop, send) if lengths[row] else []
-
-        num_threads = min(self.settings.max_concurrent_requests, len(rows))
-        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="litgrpo-reference")
-        try:
-            found = list(threads.map(request, range(len(rows))))
-        finally:  # after a failure without waiting for the other rows
-            stop.set()
-            threads.shutdown(wait=False, cancel_futures=True)
         values = torch.zeros(ids.shape)
-        for row, each in enumerate(found):
-            values[row, : len(each)] = torch.tensor(each)
+        num_threads = min(self.settings.max_concurrent_requests, len(rows))
+        with self.servers.requests(num_threads) as submit:
+            scores = {
+                row: submit(int(masks.prompt_of[row]), partial(score, row))
+                for row in range(len(rows))
+                if lengths[row]
+            }
+            for row, logprobs in scores.items():
+                values[row, : lengths[row]] = torch.tensor(logprobs.result())
         values = torch.where(masks.generated & masks.completion_mask, values, 0.0)
         values = values.to(rows.completion_ids.device)
         return TokenLogprobs(values, torch.zeros_like(values))

@@ -1,124 +1,35 @@
-"""Base class for engines backed by an external sampler such as vLLM.
+"""Base classes for engines backed by an external sampler, in this process or behind HTTP.
 
 litgrpo applies limits, turns and random numbers; the sampler holds weights, caches and batches.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import queue
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from litgrpo.arguments import require
-from litgrpo.http import MalformedReply, repr_of
+from litgrpo.argument_types import check_field_types
+from litgrpo.arguments import above, at_least, require
+from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
+from litgrpo.rollout.servers.client import SampleRequest, SampleResult, ServerClient
+from litgrpo.rollout.servers.http_client import normalize_url
+from litgrpo.rollout.servers.pool import Servers
+from litgrpo.rollout.servers.weight_transfer import FolderTransfer, WeightTransfer
 from litgrpo.types import Rollout
 
-# Seconds between checks for sampler results while environments are also being waited for.
+# Seconds between checks for results while environments are also being waited for.
 POLL_S = 0.02
-# Rounding may give a certain token a log-probability slightly above 0; vLLM reports -9999 instead
-# of minus infinity.
-MAX_LOGPROB, MIN_LOGPROB = 1e-3, -1e4
-
-
-@dataclass(frozen=True)
-class SampleRequest:
-    """Request for the next turn of a row.
-
-    Args:
-        row: number of the row.
-        prompt: number of the row's prompt; all rows of a group use the same server.
-        ids: tokens of the row so far, including its prompt.
-        params: vLLM's `SamplingParams` as plain values.
-        vocab_size: V of the policy.
-
-    Example::
-
-        SampleRequest(9, prompt=1, ids=[1, 306], params={"max_tokens": 64}, vocab_size=32000)
-    """
-
-    row: int
-    prompt: int
-    ids: list[int]
-    params: dict[str, Any]
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """Tokens generated for a request, and their log-probabilities; see `check_result`.
-
-    Args:
-        ids: token ids, at least one.
-        logprobs: log-probability of each.
-        finish_reason: `stop` after an end token or a stop string, `length` after `max_tokens`.
-        versions: number of finished iterations of the weights that sampled each token; empty: those
-            of the last `sync_weights` sampled all.
-
-    Example:
-        >>> SampleResult(ids=[29896, 2], logprobs=[-0.11, -0.02], finish_reason="stop").ids
-        [29896, 2]
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    versions: list[int] = field(default_factory=list)
-
-
-def check_result(request: SampleRequest, result: SampleResult) -> None:
-    """Check everything that a sampler says about a turn, before any of it is used.
-
-    Raises:
-        MalformedReply: tokens, log-probabilities, lengths or the finish reason are impossible.
-    """
-
-    def check(holds: bool, problem: str) -> None:
-        if not holds:
-            raise MalformedReply(problem)
-
-    ids, logprobs, reason = result.ids, result.logprobs, result.finish_reason
-    most, ends = request.params["max_tokens"], set(request.params["stop_token_ids"])
-    check(bool(ids), "no tokens")
-    check(len(ids) <= most, f"{len(ids)} tokens; at most {most} were requested")
-    check(len(ids) == len(logprobs), f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
-    for token in ids:
-        valid = type(token) is int and 0 <= token < request.vocab_size
-        check(valid, f"token {repr_of(token)}; expected 0 to {request.vocab_size - 1}")
-    for value in logprobs:
-        valid = type(value) in (int, float) and MIN_LOGPROB <= value <= MAX_LOGPROB
-        check(valid, f"log-probability {repr_of(value)}; expected {MIN_LOGPROB:g} to 0")
-    check(not ends.intersection(ids[:-1]), "tokens after an end token")
-    check(reason in ("stop", "length"), f"finish_reason {repr_of(reason)}")
-    # Where a stop string ends is decided by litgrpo's tokenizer, see `ServedRows.add_turn`.
-    stopped = ids[-1] in ends or bool(request.params.get("stop"))
-    check(reason != "stop" or stopped, "finish_reason 'stop' without an end token")
-    check(
-        reason != "length" or len(ids) == most,
-        f"a row that ends after {len(request.ids) + len(ids)} tokens; start the server with "
-        f"--max-model-len {len(request.ids) + most} or more",
-    )
-
-
-class SampleChannel(ABC):
-    """Takes requests and returns results in any order."""
-
-    @abstractmethod
-    def put(self, requests: Sequence[SampleRequest]) -> None:
-        """Submit requests."""
-
-    @abstractmethod
-    def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
-        """Return (row, result) of finished requests.
-
-        Args:
-            timeout_s: longest time to wait for the first one; None: no limit.
-        """
+# Starts to sample turns, and returns a future for each.
+SampleTurns = Callable[[Sequence[SampleRequest]], Sequence[Future[SampleResult]]]
 
 
 class ServedEngine(RolloutEngine):
@@ -142,8 +53,8 @@ class ServedEngine(RolloutEngine):
         return True
 
     @abstractmethod
-    def channel(self, request: RolloutRequest) -> AbstractContextManager[SampleChannel]:
-        """Open a channel to the sampler for one rollout."""
+    def sampling(self, request: RolloutRequest) -> AbstractContextManager[SampleTurns]:
+        """Open the sampler for one rollout."""
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
@@ -154,20 +65,33 @@ class ServedEngine(RolloutEngine):
         """
         check_request(request, self.takes_uniforms)
         rows = ServedRows(request, self.takes_uniforms)
-        in_flight = set(range(request.num_rows))  # rows whose request has no result yet
-        with self.channel(request) as channel:
-            channel.put([rows.next_request(row) for row in sorted(in_flight)])
+        in_flight: dict[Future[SampleResult], int] = {}  # {turn that is being sampled: its row}
+        finished: queue.SimpleQueue[Future[SampleResult]] = queue.SimpleQueue()
+        with self.sampling(request) as sample:
+
+            def start(numbers: Sequence[int]) -> None:
+                turns = sample([rows.next_request(row) for row in numbers]) if numbers else ()
+                in_flight.update(zip(turns, numbers, strict=True))
+                for turn in turns:
+                    turn.add_done_callback(finished.put)
+
+            start(range(request.num_rows))
             while in_flight or rows.awaiting_observation:
-                results: list[tuple[int, SampleResult]] = []
                 if in_flight:
-                    results = channel.take(POLL_S if rows.awaiting_observation else None)
-                for row, result in results:
-                    rows.add_turn(row, result)
-                    in_flight.remove(row)
-                resumed = rows.add_observations(wait=not in_flight)
-                in_flight.update(resumed)
-                channel.put([rows.next_request(row) for row in resumed])
+                    for turn in _take(finished, POLL_S if rows.awaiting_observation else None):
+                        rows.add_turn(in_flight.pop(turn), turn.result())
+                start(rows.add_observations(wait=not in_flight))
         return rows.rollout()
+
+
+def _take(
+    finished: queue.SimpleQueue[Future[SampleResult]], timeout_s: float | None
+) -> Iterator[Future[SampleResult]]:
+    """Yield finished turns; wait up to `timeout_s` seconds for the first one."""
+    with suppress(queue.Empty):
+        yield finished.get(timeout=timeout_s)
+        while True:
+            yield finished.get_nowait()
 
 
 def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
@@ -182,8 +106,8 @@ def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
     require(
         not sampling.truncated,
         f"model.sampling has top_k {sampling.top_k}, top_p {sampling.top_p} and min_p "
-        f"{sampling.min_p}, but vLLM does not return the candidate sets of these filters. Set them "
-        "to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",
+        f"{sampling.min_p}, but this engine's sampler does not return the candidate sets of these "
+        "filters. Set them to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",
     )
     require(
         not takes_uniforms or sampling.temperature in (0, 1),
@@ -259,27 +183,19 @@ class ServedRows:
         here, request, uniforms = self.rows[row], self.request, self.uniforms[row]
         done, listener = len(here.ids), request.listener
         left = len(uniforms) - done
-        params: dict[str, Any] = {
-            "max_tokens": left if listener is None else min(listener.max_turn_tokens, left),
-            "temperature": request.sampling.temperature,
-            "stop_token_ids": list(request.end_ids),
-            "ignore_eos": True,  # `end_ids` contains the model's end tokens
-            "seed": int(uniforms[done] * 2**31),
-            "logprobs": 0,
-            # vLLM takes missing values from the model's generation_config.json, so set all of them.
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
-        if self.takes_uniforms and not request.sampling.greedy:
-            params["extra_args"] = {"uniforms": uniforms[done : done + params["max_tokens"]]}
-        if request.stops is not None:
-            params["stop"] = list(request.stops.stops)
-            params["include_stop_str_in_output"] = True
-            params["skip_special_tokens"] = False  # stop strings may be special tokens
+        max_tokens = left if listener is None else min(listener.max_turn_tokens, left)
+        sends_uniforms = self.takes_uniforms and not request.sampling.greedy
         return SampleRequest(
-            row, row // request.group_size, here.prompt + here.ids, params, self.vocab_size
+            row,
+            row // request.group_size,
+            here.prompt + here.ids,
+            max_tokens,
+            end_ids=request.end_ids,
+            vocab_size=self.vocab_size,
+            temperature=request.sampling.temperature,
+            stops=() if request.stops is None else tuple(request.stops.stops),
+            seed=int(uniforms[done] * 2**31),
+            uniforms=uniforms[done : done + max_tokens] if sends_uniforms else None,
         )
 
     def add_turn(self, row: int, result: SampleResult) -> None:
@@ -342,3 +258,66 @@ class ServedRows:
             token_versions=versions if bool((versions >= 0).any()) else None,
             turns=None if request.listener is None else turns,
         )
+
+
+@check_field_types
+@dataclass(frozen=True)
+class RemoteEngine(ServedEngine):
+    """Samples with servers, which receive the policy's weights before each rollout.
+
+    A subclass connects to one kind of server with `connect`, and sets `takes_uniforms` if its
+    servers can draw with litgrpo's random numbers; tests/support/other_server.py is an example.
+    Every reply names the version of the weights that sampled it, and replies of another version are
+    rejected. A restarted server gets the weights again, and its rows are requested again.
+
+    Args: see `litgrpo.ServerEngine`.
+    """
+
+    urls: list[str]
+    weight_transfer: WeightTransfer = FolderTransfer()  # noqa: RUF009 (frozen)
+    timeout_s: float = 600.0
+    wait_s: float = 300.0
+    retries: int = 2
+    max_concurrent_requests: int = 256
+    allow_public: bool = False
+
+    def __post_init__(self) -> None:
+        """Check addresses and ranges."""
+        require(bool(self.urls), "model.engine.urls is empty; set the address of a server.")
+        for url in self.urls:
+            normalize_url(url, self.allow_public)
+        above("model.engine.timeout_s", self.timeout_s, 0)
+        at_least("model.engine.wait_s", self.wait_s, 0)
+        at_least("model.engine.retries", self.retries, 0)
+        at_least("model.engine.max_concurrent_requests", self.max_concurrent_requests, 1)
+
+    @abstractmethod
+    def connect(self, url: str) -> ServerClient:
+        """Return the client of a server."""
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """True: servers keep the weights of the last `sync_weights`."""
+        return True
+
+    @cached_property
+    def servers(self) -> Servers:
+        """The servers."""
+        clients = [self.connect(normalize_url(url, self.allow_public)) for url in self.urls]
+        sender = self.weight_transfer.sender()
+        return Servers(clients, self.wait_s, "model.engine", sender, self.retries)
+
+    def sync_weights(self, policy: Policy, version: int) -> None:
+        """Send the weights to all servers; see `RolloutEngine.sync_weights`."""
+        self.servers.publish(policy, version)
+
+    def update_in_flight(self, policy: Policy, version: int) -> None:
+        """Send the weights to all servers, which go on with the rows that they sample."""
+        self.servers.publish(policy, version, in_flight=True)
+
+    @contextmanager
+    def sampling(self, request: RolloutRequest) -> Iterator[SampleTurns]:
+        """See `ServedEngine.sampling`; has up to `max_concurrent_requests` threads."""
+        num_threads = min(self.max_concurrent_requests, request.num_rows)
+        with self.servers.requests(num_threads) as submit:
+            yield lambda requests: [self.servers.sample(submit, turn) for turn in requests]

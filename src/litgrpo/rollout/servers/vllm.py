@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import above, at_least, require, require_trusted
+from litgrpo.arguments import at_least, require, require_trusted
 from litgrpo.distributed.collectives import is_distributed
 from litgrpo.http import MalformedReply
 from litgrpo.models.adapters import is_quantized
 from litgrpo.models.loading.sharded_weights import iterate_weights
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.servers.pool import ServerChannel, ServerPool
-from litgrpo.rollout.servers.served import (
-    SampleChannel,
+from litgrpo.rollout.servers.client import (
     SampleRequest,
     SampleResult,
-    ServedEngine,
+    ServerFailure,
     check_result,
 )
-from litgrpo.rollout.servers.vllm_client import Server, ServerFailure, has_head, normalize_url
+from litgrpo.rollout.servers.served import RemoteEngine, SampleTurns, ServedEngine
+from litgrpo.rollout.servers.vllm_client import VllmServer, sampling_params
+from litgrpo.rollout.servers.vllm_head import has_head, iterate_with_head, write_head
 from litgrpo.rollout.servers.weight_transfer import (
-    HEAD,
     FolderSender,
     FolderTransfer,
-    WeightTransfer,
-    find_head_source,
-    write_head,
+    find_tied_head,
 )
 
 # Fractions of a device's memory. A vLLM that stays awake shares it with the update; one that sleeps
@@ -47,7 +44,7 @@ AWAKE_FRAC, RESERVED_FRAC = 0.4, 0.05
 
 @check_field_types
 @dataclass(frozen=True)
-class ServerEngine(ServedEngine):
+class ServerEngine(RemoteEngine):
     """Samples with vLLM servers, which receive the policy's weights before each rollout.
 
     Every response names the version of the weights that sampled it, and responses of another
@@ -58,10 +55,6 @@ class ServerEngine(ServedEngine):
     Args:
         urls: addresses of the servers, in a private network; prompts are distributed over them.
         weight_transfer: how servers receive the weights.
-        send_uniforms: send each row's random numbers to servers that sample with them
-            (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
-            log-probabilities count as the policy's own, which holds in float32. By default each
-            row gets a seed derived from its random numbers.
         timeout_s: seconds that a request or a weight update may take, to the last byte of the
             response.
         wait_s: if no server responds, retry for this many seconds.
@@ -70,75 +63,29 @@ class ServerEngine(ServedEngine):
         max_concurrent_requests: maximal rows requested at the same time by this process; servers
             queue them.
         allow_public: allow public addresses. Anyone who reaches such a server can run code there.
+        send_uniforms: send each row's random numbers to servers that sample with them
+            (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
+            log-probabilities count as the policy's own, which holds in float32. By default each
+            row gets a seed derived from its random numbers.
 
     Example:
         >>> ServerEngine(["http://10.0.0.2:8000", "http://10.0.0.3:8000"]).exact_logprobs
         False
     """
 
-    urls: list[str]
-    weight_transfer: WeightTransfer = FolderTransfer()  # noqa: RUF009 (frozen)
     send_uniforms: bool = False
-    timeout_s: float = 600.0
-    wait_s: float = 300.0
-    retries: int = 2
-    max_concurrent_requests: int = 256
-    allow_public: bool = False
-
-    def __post_init__(self) -> None:
-        """Check addresses and ranges."""
-        require(bool(self.urls), "model.engine.urls is empty; set the address of a vLLM server.")
-        for url in self.urls:
-            normalize_url(url, self.allow_public)
-        above("model.engine.timeout_s", self.timeout_s, 0)
-        at_least("model.engine.wait_s", self.wait_s, 0)
-        at_least("model.engine.retries", self.retries, 0)
-        at_least("model.engine.max_concurrent_requests", self.max_concurrent_requests, 1)
-
-    @property
-    def samples_elsewhere(self) -> bool:
-        """True: servers keep the weights of the last `sync_weights`."""
-        return True
 
     @property
     def takes_uniforms(self) -> bool:  # type: ignore[override]
         """Return `send_uniforms`."""
         return self.send_uniforms
 
-    @cached_property
-    def pool(self) -> ServerPool:
-        """The servers."""
-        urls = [normalize_url(url, self.allow_public) for url in self.urls]
-        servers = [Server(url, self.timeout_s, self.allow_public) for url in urls]
+    def connect(self, url: str) -> VllmServer:
+        """See `RemoteEngine.connect`."""
         # A server that draws with litgrpo's random numbers masks all tokens but the drawn one, so
         # its processed log-probabilities would all be 0.
         mode = "raw_logprobs" if self.send_uniforms else "processed_logprobs"
-        return ServerPool(servers, self.weight_transfer.sender(), mode, self.wait_s, self.retries)
-
-    def sync_weights(self, policy: Policy, version: int) -> None:
-        """Send the weights to all servers; see `RolloutEngine.sync_weights`.
-
-        Raises:
-            ServerFailure: no server accepts them.
-        """
-        self.pool.publish(policy, version)
-
-    def update_in_flight(self, policy: Policy, version: int) -> None:
-        """Send the weights to all servers; see `RolloutEngine.update_in_flight`.
-
-        Servers pause, load them, compute the keys and values of running rows again, and continue.
-
-        Raises:
-            ServerFailure: no server accepts them.
-        """
-        self.pool.publish(policy, version, in_flight=True)
-
-    @contextmanager
-    def channel(self, request: RolloutRequest) -> Iterator[SampleChannel]:
-        """See `ServedEngine.channel`; has up to `max_concurrent_requests` threads."""
-        num_threads = min(self.max_concurrent_requests, request.num_rows)
-        with ServerChannel(self.pool, num_threads) as channel:
-            yield channel
+        return VllmServer(url, self.timeout_s, self.allow_public, mode)
 
 
 @dataclass
@@ -149,7 +96,7 @@ class RunningVllm:
         llm: vLLM's `LLM`.
         loads_from_memory: the policy's weights have the names that files have; if not, vLLM reads
             them from files.
-        copies_head: it samples with a copy of the output head; see `weight_transfer.HEAD`.
+        copies_head: it samples with a copy of the output head; see `vllm_head`.
         has_weights: it holds the weights of the last `sync_weights`.
         asleep: its memory is released.
     """
@@ -208,6 +155,11 @@ class ColocatedEngine(ServedEngine):
         return FolderSender(FolderTransfer())
 
     @property
+    def exported_folder(self) -> str:
+        """Folder of the weights that were written last."""
+        return str(self.sender.written[-1])
+
+    @property
     def llm(self) -> Any:
         """VLLM's `LLM`; None before the first rollout."""
         return self._started[0].llm if self._started else None
@@ -238,10 +190,10 @@ class ColocatedEngine(ServedEngine):
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": self.enable_sleep_mode,
         }
-        llm = LLM(self.sender.location, **defaults | self.engine_args)
-        on_cpu = policy.model.device.type == "cpu" and find_head_source(policy) is not None
+        llm = LLM(self.exported_folder, **defaults | self.engine_args)
+        on_cpu = policy.model.device.type == "cpu" and find_tied_head(policy) is not None
         copies_head = on_cpu and has_head(str(llm.collective_rpc("get_model_inspection")))
-        from_memory = has_names_of_files(policy, Path(self.sender.location))
+        from_memory = has_names_of_files(policy, Path(self.exported_folder))
         return RunningVllm(llm, from_memory, copies_head)
 
     def _choose_memory(self, policy: Policy) -> float:
@@ -298,24 +250,40 @@ class ColocatedEngine(ServedEngine):
                 running.llm.sleep(level=2)
 
     def _load_weights(self, running: RunningVllm, policy: Policy) -> None:
-        head_source = find_head_source(policy) if running.copies_head else None
-        source: dict[str, Any] = {"weights_path": self.sender.location}
+        head = find_tied_head(policy) if running.copies_head else None
+        source: dict[str, Any] = {"weights_path": self.exported_folder}
         if running.loads_from_memory:
-            source = {"weights_iterator": iterate_with_head(policy, head_source)}
-        elif head_source is not None:
-            write_head(Path(self.sender.location), head_source)
+            source = {"weights_iterator": iterate_with_head(policy, head)}
+        elif head is not None:
+            write_head(Path(self.exported_folder), head)
         running.llm.collective_rpc("reload_weights", kwargs=source)
         running.llm.reset_prefix_cache()
         running.has_weights = True
 
     @contextmanager
-    def channel(self, request: RolloutRequest) -> Iterator[SampleChannel]:
-        """See `ServedEngine.channel`."""
+    def sampling(self, request: RolloutRequest) -> Iterator[SampleTurns]:
+        """See `ServedEngine.sampling`; requests that begin together are one batch."""
         device = request.policy.model.device
         devices = [device.index] if device.type == "cuda" else []
         with self.awake(request.policy) as llm, torch.random.fork_rng(devices):
             torch.manual_seed(int(request.uniforms[0, 0] * 2**31))
-            yield ColocatedChannel(llm)
+            yield partial(sample_batch, llm)
+
+
+def sample_batch(llm: Any, requests: Sequence[SampleRequest]) -> list[Future[SampleResult]]:
+    """Sample requests together; the futures have their results."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": request.ids} for request in requests]
+    # Requests with a seed are drawn one after another by vLLM.
+    params = [SamplingParams(**sampling_params(request) | {"seed": None}) for request in requests]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    turns = []
+    for request, output in zip(requests, outputs, strict=True):
+        turn: Future[SampleResult] = Future()
+        turn.set_result(to_sample_result(request, output))
+        turns.append(turn)
+    return turns
 
 
 def has_names_of_files(policy: Policy, folder: Path) -> bool:
@@ -333,47 +301,6 @@ def has_names_of_files(policy: Policy, folder: Path) -> bool:
     return names == {name for name, _ in iterate_weights(policy.model)}
 
 
-def iterate_with_head(policy: Policy, head_source: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights, and a tied output head under its own name.
-
-    Args:
-        policy: has the weights.
-        head_source: name of the tensor that is the head; None: do not repeat it.
-    """
-    for name, weight in iterate_weights(policy.model):
-        yield name, weight
-        if name == head_source:
-            yield HEAD, weight
-
-
-class ColocatedChannel(SampleChannel):
-    """Samples all requests since the last `take` in one batch.
-
-    Args:
-        llm: vLLM's `LLM`.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
-        self.pending: list[SampleRequest] = []
-
-    def put(self, requests: Sequence[SampleRequest]) -> None:
-        """See `SampleChannel.put`."""
-        self.pending += requests
-
-    def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
-        """See `SampleChannel.take`."""
-        from vllm import SamplingParams
-
-        requests, self.pending = self.pending, []
-        prompts = [{"prompt_token_ids": request.ids} for request in requests]
-        # Requests with a seed are drawn one after another by vLLM.
-        params = [SamplingParams(**request.params | {"seed": None}) for request in requests]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        pairs = zip(requests, outputs, strict=True)
-        return [(request.row, to_sample_result(request, output)) for request, output in pairs]
-
-
 def to_sample_result(request: SampleRequest, output: Any) -> SampleResult:
     """Convert vLLM's output for a request.
 
@@ -383,7 +310,7 @@ def to_sample_result(request: SampleRequest, output: Any) -> SampleResult:
     (choice,) = output.outputs
     ids = list(choice.token_ids)
     pairs = zip(ids, choice.logprobs, strict=True)
-    logprobs = [found[token].logprob for token, found in pairs]
+    logprobs = [entry[token].logprob for token, entry in pairs]
     result = SampleResult(ids, logprobs, choice.finish_reason)
     try:
         check_result(request, result)

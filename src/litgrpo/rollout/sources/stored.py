@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import require
 from litgrpo.rollout.groups import unpack_rollout
-from litgrpo.rollout.servers.served import MAX_LOGPROB
+from litgrpo.rollout.servers.client import MAX_LOGPROB
 from litgrpo.rollout.sources.base import RolloutSource
 from litgrpo.run_folder import LOCK, ROLLOUTS
 from litgrpo.run_options import RunOptions
