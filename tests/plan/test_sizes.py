@@ -101,3 +101,21 @@ def test_products_have_the_dtype_of_the_trainer_or_of_the_model(words, dtype, ca
     assert recipe.work.cache_bytes == cache_bytes
     compute = recipe.models.compute
     assert (None if compute is None else str(compute.dtype)) == (dtype and f"torch.{dtype}")
+
+
+@pytest.mark.parametrize(
+    ("words", "sampling", "queues"),
+    [
+        ([], "trainer", True),
+        (["--model.engine", "StaticEngine"], "trainer", False),
+        (["--model.engine", "ColocatedEngine"], "colocated", False),
+        (["--model.engine", "ServerEngine"], "servers", False),
+        # An engine that is not litgrpo's.
+        (["--model.engine", "tests.support.other_server.OtherEngine"], "servers", False),
+    ],
+)
+def test_the_engine_says_where_it_samples(words, sampling, queues):
+    if sampling == "servers":
+        words = [*words, "--model.engine.urls", "[http://127.0.0.1:8000]"]
+    recipe = sizes("-c", str(CONFIGS / "quickstart.yaml"), *words)
+    assert (recipe.work.sampling, recipe.can_queue) == (sampling, queues)

@@ -56,12 +56,10 @@ class ScriptedEngine(RolloutEngine):
         end_id: of the end token.
     """
 
+    allows = frozenset({"episodes"})
+
     script: Callable[[str], str]
     end_id: int
-
-    @property
-    def supports_episodes(self):
-        return True
 
     def generate(self, request):
         tokenizer, rows = request.policy.tokenizer, []

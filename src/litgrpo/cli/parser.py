@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -110,9 +111,10 @@ def configure_jsonargparse() -> None:
 
 
 def import_named_classes() -> None:
-    """Import the classes that recipes may name without their module, such as `Ahead`."""
-    for name in ("Ahead", "DataCompletions", "SaveRollouts", "StoredRollouts"):
-        getattr(litgrpo, name)
+    """Import classes of the public API that recipes may name without their module."""
+    for module in set(litgrpo.PUBLIC.values()):
+        if module.startswith(("litgrpo.rollout.", "litgrpo.callbacks.")):
+            importlib.import_module(module)
 
 
 class OneLineParser(ArgumentParser):

@@ -74,7 +74,7 @@ def check_environment(
             f"environment is {environment!r:.80}, which has no `reset(row, seed)` or "
             f"`step(action)`; see {find_page('docs/reference/environments.md')}."
         )
-    if not engine.supports_episodes:
+    if "episodes" not in engine.allows:
         raise ValueError(
             f"{type(engine).__name__} does not support episodes: it cannot insert observations "
             "between generated tokens. Set engine: {class_path: LocalEngine}."

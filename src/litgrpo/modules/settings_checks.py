@@ -32,7 +32,6 @@ from litgrpo.rollout.servers.reference import (
     ReferenceServers,
     ServedReference,
 )
-from litgrpo.rollout.servers.vllm import ServerEngine
 from litgrpo.rollout.sources.base import RolloutSource
 from litgrpo.types import TASK
 
@@ -180,7 +179,7 @@ def check_sharded_source(policy: Policy, engine: RolloutEngine, source: RolloutS
     Raises:
         ValueError: the engine samples ahead with the policy's own weights, which are sharded.
     """
-    if source.provenance == "stale" and is_sharded(policy) and not engine.samples_elsewhere:
+    if source.provenance == "stale" and is_sharded(policy) and engine.samples_in != "servers":
         raise ValueError(
             f"model.source is {type(source).__name__}, but this engine generates with weights that "
             "trainer.strategy shards. Leave out the source, or use trainer.strategy ddp or a "
@@ -258,9 +257,7 @@ def read_reference(
             "model.controllers.reference moves the weights of the reference, but those of servers "
             "stay as they are: leave it out"
         )
-    elif isinstance(engine, ServerEngine) and {url.rstrip("/") for url in engine.urls} & {
-        *given.urls
-    }:
+    elif {*engine.addresses} & {*given.urls}:
         problem = (
             "model.engine.urls has the same server, whose weights become the policy's: start "
             "another one"
@@ -336,7 +333,7 @@ def check_device(
     """
     if not backend(device).static_shapes:
         return
-    if not engine.static_shapes:
+    if "static shapes" not in engine.allows:
         raise ValueError(
             f"engine is {type(engine).__name__}, whose shapes follow the completions, but this "
             "device compiles a program for each shape. Set engine: {class_path: StaticEngine}, as "

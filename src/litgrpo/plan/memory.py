@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from litgrpo.plan.sharding import Sharding, total_bytes
+from litgrpo.rollout.engines.base import Place
 from litgrpo.tensors import head_chunk
 
 MemoryPhase = Literal["always", "rollout", "learning"]
@@ -85,7 +86,7 @@ class IterationSizes:
     max_rows: int | None = None
     step_rows: int = 0
     prompt_sharing: int = 1
-    sampling: Literal["trainer", "servers", "colocated"] = "trainer"
+    sampling: Place = "trainer"
 
 
 @dataclass(frozen=True)

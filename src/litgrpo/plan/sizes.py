@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -43,13 +43,9 @@ from litgrpo.plan.sharding import (
     SingleDevice,
     XLASharding,
 )
+from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.servers.reference import SERVER_SCHEMES
 
-# Engines that do not generate with the trainer's own model.
-SAMPLING: dict[str, Literal["servers", "colocated"]] = {
-    "ServerEngine": "servers",
-    "ColocatedEngine": "colocated",
-}
 # {trainer.precision: dtype of matrix products}, with Lightning's short names.
 AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
 
@@ -90,7 +86,7 @@ class RecipeSizes:
         work: sizes of an iteration.
         strategy: class path or name of the trainer's strategy.
         sharding: what the strategy shards.
-        can_queue: rows of a rollout can wait for a free slot, as in `LocalEngine`.
+        can_queue: rows of a rollout can wait for a free slot: the engine has `max_rows`.
         reward_models: names of reward models, whose memory is not counted.
 
     Example:
@@ -187,14 +183,14 @@ def read_sizes(settings: Namespace, static_shapes: bool = True) -> RecipeSizes:
         work=work,
         strategy=strategy.class_path,
         sharding=sharding,
-        can_queue=is_grpo and class_name(model.engine) == "LocalEngine",
+        can_queue=is_grpo and "max_rows" in read_engine(model)[1],
         reward_models=tuple(_find_reward_models(model.get("rewards") or {})),
     )
 
 
-def class_name(spec: Namespace) -> str:
-    """Return the name of a class without its module."""
-    return str(spec.class_path).rpartition(".")[2]
+def read_engine(model: Namespace) -> tuple[type[RolloutEngine], Namespace]:
+    """Return the class of the engine of GRPO, which says what it is, and its options."""
+    return import_by_path(model.engine.class_path), model.engine.get("init_args", Namespace())
 
 
 def build_models(settings: Namespace, sharding: Sharding, static_shapes: bool) -> RecipeModels:
@@ -341,7 +337,7 @@ def grpo_sizes(
         if ragged.model_type in ARCHITECTURES and model.precision.share_prompts:
             sharing = model.group_size
         update = update.resolve_auto(linear_outputs(MetaModel(ragged)))
-    engine = model.engine.get("init_args", Namespace())
+    kind, engine = read_engine(model)
     prompt_len = pad_length(data.pad_to_multiple_of, data.max_prompt_length)
     prompt_len = pad_length(engine.get("prompt_buckets") or 1, prompt_len)
     length = row_length(prompt_len, model.max_completion_length, sharing)
@@ -363,7 +359,7 @@ def grpo_sizes(
         step_rows=step_rows,
         max_rows=engine.get("max_rows"),
         prompt_sharing=sharing,
-        sampling=SAMPLING.get(class_name(model.engine), "trainer"),
+        sampling=kind.samples_in,
     )
 
 

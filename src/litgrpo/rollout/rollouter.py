@@ -200,7 +200,7 @@ class Rollouter:
         engine = self.engine
         # Sharded weights (FSDP) are gathered for the whole rollout: rows end at different tokens,
         # so ranks cannot meet for collectives within it. Engines with own weights need none.
-        weights = nullcontext() if engine.has_own_weights else gathered(self.policy)
+        weights = gathered(self.policy) if engine.samples_in == "trainer" else nullcontext()
         rows_in_use = request.num_rows
 
         def generate_rows(max_rows: int | None) -> Rollout:
@@ -212,7 +212,7 @@ class Rollouter:
                 return self.episodes.play(engine, limited, key)
             rollout = engine.generate(limited)
             if request.stops is not None:
-                shapes = engine.static_shapes
+                shapes = "static shapes" in engine.allows
                 rollout = request.stops.cut_tokens(
                     rollout, self.policy.pad_id, static_shapes=shapes
                 )

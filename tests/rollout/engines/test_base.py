@@ -9,7 +9,10 @@ from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.servers.vllm import ColocatedEngine, ServerEngine
 from tests.support.models import prompt_batch, tiny_policy
+
+ADDRESS = "http://127.0.0.1:8000"
 
 
 class MinimalEngine(RolloutEngine):
@@ -29,9 +32,10 @@ def test_an_engine_only_has_to_define_generate():
     engine, requests = MinimalEngine(), requests_for()
     engine.sync_weights(requests.policy, 0)
     assert engine.exact_logprobs
-    assert not engine.static_shapes
+    assert engine.samples_in == "trainer"
+    assert not engine.allows
     assert engine.max_rows is None
-    assert not engine.supports_episodes
+    assert engine.addresses == ()
     assert len(engine.generate(requests).completion_ids) == requests.num_rows == 6
 
 
@@ -46,16 +50,19 @@ def test_requests_are_immutable():
 
 
 @pytest.mark.parametrize(
-    ("engine", "exact", "static_shapes", "max_rows", "episodes"),
+    ("engine", "place", "exact", "max_rows", "allowed"),
     [
-        (LocalEngine(), True, False, None, True),
-        (LocalEngine(max_rows=6), True, False, 6, True),
-        (LocalEngine(dtype="bfloat16"), False, False, None, True),
-        (StaticEngine(), True, True, None, False),
+        (LocalEngine(), "trainer", True, None, {"episodes"}),
+        (LocalEngine(max_rows=6), "trainer", True, 6, {"episodes"}),
+        (LocalEngine(dtype="bfloat16"), "trainer", False, None, {"episodes"}),
+        (StaticEngine(), "trainer", True, None, {"static shapes"}),
+        (ColocatedEngine(), "colocated", False, None, {"episodes"}),
+        (ServerEngine([ADDRESS]), "servers", False, None, {"episodes", "in-flight updates"}),
     ],
 )
-def test_engines_state_their_capabilities(engine, exact, static_shapes, max_rows, episodes):
+def test_engines_say_what_they_are(engine, place, exact, max_rows, allowed):
+    assert engine.samples_in == place
     assert engine.exact_logprobs == exact
-    assert engine.static_shapes == static_shapes
     assert engine.max_rows == max_rows
-    assert engine.supports_episodes == episodes
+    assert engine.allows == allowed
+    assert engine.addresses == ((ADDRESS,) if place == "servers" else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
+
+Place = Literal["trainer", "servers", "colocated"]
+Feature = Literal["episodes", "in-flight updates", "static shapes"]
 
 
 class TurnListener(Protocol):
@@ -91,13 +94,21 @@ class RolloutRequest:
 
 
 class RolloutEngine(ABC):
-    """Samples completions for prompts.
+    """Samples completions for prompts, and says what it is.
 
     The result is a pure function of weights, prompts, uniforms and sampling: engines with
-    `exact_logprobs` return the same tokens, up to ties at rounding.
+    `exact_logprobs` return the same tokens, up to ties at rounding. `plan` reads `samples_in` and
+    `allows` of the class, without an object.
 
     Example: an engine in 20 lines is in docs/project/contributing.md.
     """
+
+    # Where it samples: with the policy itself; on servers, so training may update the policy
+    # meanwhile; or with a copy of the weights on the device of the trainer.
+    samples_in: ClassVar[Place] = "trainer"
+    # `episodes`: requests with a listener. `in-flight updates`: new weights while it generates.
+    # `static shapes`: all tensor shapes follow from the request's shapes, as XLA needs.
+    allows: ClassVar[frozenset[Feature]] = frozenset()
 
     @property
     def exact_logprobs(self) -> bool:
@@ -109,34 +120,14 @@ class RolloutEngine(ABC):
         return True
 
     @property
-    def samples_elsewhere(self) -> bool:
-        """True if `generate` reads no weight of the policy, so training may update it meanwhile."""
-        return False
-
-    @property
-    def has_own_weights(self) -> bool:
-        """True if the engine has a copy of the weights, which `sync_weights` receives."""
-        return type(self).sync_weights is not RolloutEngine.sync_weights
-
-    @property
-    def static_shapes(self) -> bool:
-        """True if all tensor shapes follow from the request's shapes, as XLA needs."""
-        return False
-
-    @property
     def max_rows(self) -> int | None:
         """Return the configured number of rows decoded at once; None: all."""
         return None
 
     @property
-    def supports_episodes(self) -> bool:
-        """True if the engine accepts requests with a listener (multi-turn episodes)."""
-        return False
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """True if the engine can receive weights while it generates."""
-        return type(self).update_in_flight is not RolloutEngine.update_in_flight
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the servers that sample."""
+        return ()
 
     def sync_weights(self, policy: Policy, version: int) -> None:  # noqa: B027 (optional)
         """Receive updated weights; a no-op for engines that sample with the policy itself.

@@ -61,6 +61,8 @@ class LocalEngine(RolloutEngine):
         64
     """
 
+    allows = frozenset({"episodes"})  # see `TurnDecoder`
+
     max_rows: int | None = None
     compaction_frac: float = 0.03
     sync_every_tokens: int | None = None
@@ -76,11 +78,6 @@ class LocalEngine(RolloutEngine):
     def exact_logprobs(self) -> bool:
         """True unless it decodes in lower precision."""
         return self.dtype is None
-
-    @property
-    def supports_episodes(self) -> bool:
-        """True; see `TurnDecoder`."""
-        return True
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:

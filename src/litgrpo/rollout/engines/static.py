@@ -39,6 +39,8 @@ class StaticEngine(RolloutEngine):
         16
     """
 
+    allows = frozenset({"static shapes"})
+
     prompt_buckets: int | tuple[int, ...] = 64
     sync_every_tokens: int = 16
 
@@ -50,11 +52,6 @@ class StaticEngine(RolloutEngine):
             "of tokens or several, each at least 1.",
         )
         at_least("model.engine.sync_every_tokens", self.sync_every_tokens, 1)
-
-    @property
-    def static_shapes(self) -> bool:
-        """See `RolloutEngine.static_shapes`."""
-        return True
 
     @property
     def _widths(self) -> tuple[int, ...]:

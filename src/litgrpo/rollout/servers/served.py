@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
+from litgrpo.rollout.engines.base import Feature, RolloutEngine, RolloutRequest
 from litgrpo.rollout.servers.client import SampleRequest, SampleResult, ServerClient
 from litgrpo.rollout.servers.http_client import normalize_url
 from litgrpo.rollout.servers.pool import Servers
@@ -39,6 +40,7 @@ class ServedEngine(RolloutEngine):
     applies.
     """
 
+    allows: ClassVar[frozenset[Feature]] = frozenset({"episodes"})  # see `ServedRows`
     # True if a row's random numbers are sent to the sampler, instead of a seed derived from them.
     takes_uniforms = False
 
@@ -46,11 +48,6 @@ class ServedEngine(RolloutEngine):
     def exact_logprobs(self) -> bool:
         """True if the sampler draws with litgrpo's random numbers."""
         return self.takes_uniforms
-
-    @property
-    def supports_episodes(self) -> bool:
-        """True; see `ServedRows`."""
-        return True
 
     @abstractmethod
     def sampling(self, request: RolloutRequest) -> AbstractContextManager[SampleTurns]:
@@ -273,6 +270,9 @@ class RemoteEngine(ServedEngine):
     Args: see `litgrpo.ServerEngine`.
     """
 
+    samples_in = "servers"
+    allows = frozenset({"episodes", "in-flight updates"})
+
     urls: list[str]
     weight_transfer: WeightTransfer = FolderTransfer()  # noqa: RUF009 (frozen)
     timeout_s: float = 600.0
@@ -283,9 +283,7 @@ class RemoteEngine(ServedEngine):
 
     def __post_init__(self) -> None:
         """Check addresses and ranges."""
-        require(bool(self.urls), "model.engine.urls is empty; set the address of a server.")
-        for url in self.urls:
-            normalize_url(url, self.allow_public)
+        require(bool(self.addresses), "model.engine.urls is empty; set the address of a server.")
         above("model.engine.timeout_s", self.timeout_s, 0)
         at_least("model.engine.wait_s", self.wait_s, 0)
         at_least("model.engine.retries", self.retries, 0)
@@ -296,14 +294,14 @@ class RemoteEngine(ServedEngine):
         """Return the client of a server."""
 
     @property
-    def samples_elsewhere(self) -> bool:
-        """True: servers keep the weights of the last `sync_weights`."""
-        return True
+    def addresses(self) -> tuple[str, ...]:
+        """See `RolloutEngine.addresses`."""
+        return tuple(normalize_url(url, self.allow_public) for url in self.urls)
 
     @cached_property
     def servers(self) -> Servers:
         """The servers."""
-        clients = [self.connect(normalize_url(url, self.allow_public)) for url in self.urls]
+        clients = [self.connect(url) for url in self.addresses]
         sender = self.weight_transfer.sender()
         return Servers(clients, self.wait_s, "model.engine", sender, self.retries)
 

@@ -131,6 +131,8 @@ class ColocatedEngine(ServedEngine):
         True
     """
 
+    samples_in = "colocated"
+
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     enable_sleep_mode: bool = True

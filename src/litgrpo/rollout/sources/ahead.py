@@ -90,7 +90,7 @@ class AheadOfTraining(RolloutSource):
         def sample() -> Rollout:
             return replace(rollouter.sample(request, key), policy_version=now)
 
-        if rollouter.engine.samples_elsewhere:
+        if rollouter.engine.samples_in == "servers":
             # The environments of a rollout are reset for the next one.
             together = self.in_flight and rollouter.episodes is None
             threads = self._threads if together else self._one_thread
@@ -208,7 +208,7 @@ class InFlight(AheadOfTraining):
             ValueError: it does not.
         """
         require(
-            run.engine.updates_in_flight,
+            "in-flight updates" in run.engine.allows,
             "model.source is InFlight, which needs an engine that receives weights while it "
             f"samples (ServerEngine); {type(run.engine).__name__} does not. Use Ahead.",
         )
