@@ -7,9 +7,12 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from litgrpo.data.messages import Messages
+from litgrpo.http import repr_of
 
 MAX_CHOICES, MAX_STOPS = 128, 16
 MAX_DEPTH = 64  # of lists and objects in each other
@@ -28,17 +31,11 @@ SAMPLING_PARAMETERS: dict[str, Any] = {
     "response_format": {"type": "text"},
     "tool_choice": "auto",
 }
-ROLES = {"developer": "system"}  # chat templates know the older name
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class ApiError(Exception):
-    """Error that is returned to the agent.
-
-    Args:
-        status: HTTP status.
-        message: what was wrong, in one line.
-        code: machine-readable name.
+    """Error that is returned to the agent, with an HTTP status and a machine-readable code.
 
     Example:
         >>> ApiError(404, "no such page", "not_found").body["error"]["code"]
@@ -57,31 +54,113 @@ class ApiError(Exception):
 
 
 def check(condition: bool, message: str, code: str = "invalid_request") -> None:
-    """Reject a request.
-
-    Raises:
-        ApiError: 400, if the condition does not hold.
-    """
+    """Reject a request if the condition does not hold."""
     if not condition:
         raise ApiError(400, message, code)
+
+
+# --- the JSON of a request; fields that have no effect on the tokens are ignored ---
+
+
+def _join_parts(content: Any) -> str:
+    """Return the text of a content; parts that are images or audio are rejected."""
+    content = "" if content is None else content
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = ""
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        if not is_text or not isinstance(part.get("text"), str):
+            raise ValueError("must be a text or parts of type text")
+        text += part["text"]
+    return text
+
+
+def _text(value: Any) -> str:
+    return str(value or "")
+
+
+class CalledFunction(BaseModel):
+    """A called function: its name, and arguments as JSON."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(BaseModel):
+    """A call of a function."""
+
+    id: Annotated[str, BeforeValidator(_text)] = ""
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_join_parts)] = ""
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, BeforeValidator(_text)] = ""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it."""
+        # Templates know the older name of developers.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content}
+        if role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        if role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.model_dump()}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class Parameters(BaseModel):
+    """JSON schema of a function's arguments."""
+
+    properties: dict[str, dict[str, Any]] = {}
+    required: list[str] = []
+
+    @model_validator(mode="after")
+    def _check_required(self) -> Parameters:
+        if not self.properties.keys() >= set(self.required):
+            raise ValueError("required names must be properties")
+        return self
+
+
+class DeclaredFunction(BaseModel):
+    """A function that the policy may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Parameters | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the request declares."""
+
+    function: DeclaredFunction
+
+
+class RequestBody(BaseModel):
+    """What of a request is used as it is."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] = []
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+        Field(max_length=MAX_STOPS),
+    ] = []
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
 
 @dataclass(frozen=True)
 class ChatRequest:
     """A checked request for chat completions.
-
-    Args:
-        messages: with texts as contents.
-        tools: JSON schemas.
-        model: name that the agent gave; any.
-        max_tokens: limit that the agent set; None: that of the run.
-        stop: texts at which the reply ends; they are not part of it.
-        num_choices: replies to the same messages.
-        parse_tools: False if the agent forbids calls (`tool_choice: none`).
-        logprobs: return the log-probability of each token.
-        stream: send the reply as events.
-        include_usage: end the stream with the numbers of tokens.
-        ignored: {name: value} of sampling parameters that have no effect.
 
     Example:
         >>> asked = {"messages": [{"role": "user", "content": "6*7?"}], "max_tokens": 8}
@@ -89,17 +168,17 @@ class ChatRequest:
         8
     """
 
-    messages: Messages
+    messages: Messages  # with texts as contents
     tools: list[dict[str, Any]] = field(default_factory=list)
-    model: str = "policy"
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    model: str = "policy"  # any name
+    max_tokens: int | None = None  # None: as many as the run allows
+    stop: tuple[str, ...] = ()  # texts at which the reply ends; they are not part of it
     num_choices: int = 1
-    parse_tools: bool = True
+    parse_tools: bool = True  # False if the agent forbids calls (`tool_choice: none`)
     logprobs: bool = False
     stream: bool = False
-    include_usage: bool = False
-    ignored: dict[str, Any] = field(default_factory=dict)
+    include_usage: bool = False  # end the stream with the numbers of tokens
+    ignored: dict[str, Any] = field(default_factory=dict)  # sampling parameters without an effect
 
     @staticmethod
     def read(body: Any) -> ChatRequest:
@@ -109,39 +188,27 @@ class ChatRequest:
             ApiError: 400, it is malformed or asks for something that is not supported.
         """
         check(isinstance(body, dict), "the body must be a JSON object")
-        body = _clean(body)
-        given = {name: value for name, value in body.items() if value is not None}
-        messages = given.get("messages")
-        check(isinstance(messages, list) and bool(messages), "messages must be a list of messages")
+        given = {name: value for name, value in _clean(body).items() if value is not None}
         for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
             check(name not in given, f"{name} is not supported; use {instead}")
         check(not given.get("top_logprobs"), "top_logprobs is not supported; use logprobs")
         check(given.get("modalities", ["text"]) == ["text"], "only text is supported")
-        stop = given.get("stop", [])
-        stop = [stop] if isinstance(stop, str) else stop
-        valid = isinstance(stop, list) and all(isinstance(each, str) and each for each in stop)
-        check(
-            valid and len(stop) <= MAX_STOPS,
-            f"stop must be a text or a list of at most {MAX_STOPS} texts",
-        )
-        max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
-        check(
-            max_tokens is None or (type(max_tokens) is int and max_tokens >= 1),
-            "max_tokens must be a whole number of at least 1",
-        )
-        choices = given.get("n", 1)
-        check(
-            type(choices) is int and 1 <= choices <= MAX_CHOICES,
-            f"n must be a whole number from 1 to {MAX_CHOICES}",
-        )
+        try:
+            read = RequestBody.model_validate(given, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])
+            problem = first["msg"].removeprefix("Value error, ")
+            got = "" if first["type"] == "missing" else f", got {repr_of(first['input'])}"
+            raise ApiError(400, f"{place[1:]}: {problem}{got}") from error
         options = given.get("stream_options")
         return ChatRequest(
-            messages=[_read_message(each, number) for number, each in enumerate(messages or ())],
-            tools=_read_tools(given.get("tools", [])),
+            messages=[message.plain() for message in read.messages],
+            tools=[_describe_tool(tool["function"]) for tool in given.get("tools", [])],
             model=str(given.get("model", "policy")),
-            max_tokens=max_tokens,
-            stop=tuple(stop),
-            num_choices=choices,
+            max_tokens=read.max_completion_tokens or read.max_tokens,
+            stop=tuple(read.stop),
+            num_choices=read.n,
             parse_tools=given.get("tool_choice") != "none",
             logprobs=given.get("logprobs") is True,
             stream=given.get("stream") is True,
@@ -164,109 +231,30 @@ def _clean(value: Any, depth: int = 0) -> Any:
         return value.encode("utf-8", "replace").decode()
     check(depth <= MAX_DEPTH, f"the body is nested more than {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [_clean(each, depth + 1) for each in value]
+        return [_clean(part, depth + 1) for part in value]
     if isinstance(value, dict):
-        return {_clean(name): _clean(each, depth + 1) for name, each in value.items()}
+        return {_clean(name): _clean(part, depth + 1) for name, part in value.items()}
     return value
 
 
-def _read_message(given: Any, number: int) -> dict[str, Any]:
-    """Return role, content and calls of a message; other fields have no effect on the tokens."""
-    place = f"messages[{number}]"
-    check(isinstance(given, dict), f"{place} must be an object")
-    role = given.get("role")
-    known = ("system", "developer", "user", "assistant", "tool")
-    check(role in known, f"{place}.role is {role!r:.40}; it must be one of {', '.join(known)}")
-    message = {"role": ROLES.get(role, role), "content": _read_content(given, place)}
-    if role == "tool":
-        message["tool_call_id"] = str(given.get("tool_call_id") or "")
-    calls = given.get("tool_calls") or []
-    check(isinstance(calls, list), f"{place}.tool_calls must be a list")
-    if role == "assistant" and calls:
-        message["tool_calls"] = [_read_call(call, place) for call in calls]
-    return message
-
-
-def _read_content(given: dict[str, Any], place: str) -> str:
-    content = given.get("content")
-    if content is None:
-        return ""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [_read_part(part) for part in parts]
-    check(None not in texts, f"{place}.content must be a text or parts of type text")
-    return "".join(filter(None, texts))
-
-
-def _read_part(part: Any) -> str | None:
-    """Return the text of a part of a message; None for images, audio and malformed parts."""
-    if not (isinstance(part, dict) and part.get("type") in TEXT_PARTS):
-        return None
-    text = part.get("text")
-    return text if isinstance(text, str) else None
-
-
-def _read_call(given: Any, place: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    valid = (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments", ""), str)
-    )
-    check(valid, f"{place}.tool_calls must be calls of functions with arguments as JSON texts")
-    assert isinstance(function, dict)
-    called = {"name": function["name"], "arguments": function.get("arguments", "")}
-    return {"id": str(given.get("id") or ""), "type": "function", "function": called}
-
-
-def _read_tools(given: Any) -> list[dict[str, Any]]:
-    check(isinstance(given, list), "tools must be a list")
-    tools = []
-    for number, each in enumerate(given):
-        place = f"tools[{number}]"
-        function = each.get("function") if isinstance(each, dict) else None
-        check(
-            isinstance(function, dict) and isinstance(function.get("name"), str),
-            f"{place} must be a function with a name",
-        )
-        assert isinstance(function, dict)
-        parameters = function.get("parameters") or {}
-        text = function.get("description") or ""
-        check(
-            isinstance(parameters, dict) and isinstance(text, str),
-            f"{place}.function needs a text as description and an object as parameters",
-        )
-        parameters = {"type": "object", "properties": {}} | parameters
-        properties, required = parameters["properties"], parameters.get("required", [])
-        check(
-            isinstance(properties, dict)
-            and all(isinstance(one, dict) for one in properties.values())
-            and isinstance(required, list)
-            and all(isinstance(name, str) and name in properties for name in required),
-            f"{place}.function.parameters must be a JSON schema of an object",
-        )
-        described = {**function, "description": text, "parameters": parameters}
-        tools.append({"type": "function", "function": described})
-    return tools
+def _describe_tool(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates expect it; the order of names is part of the prompt."""
+    parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+    described = {"description": function.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function | described}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One reply of the policy.
-
-    Args:
-        message: as the API returns it.
-        finish_reason: `stop`, `length` or `tool_calls`.
-        num_tokens: number of its tokens.
-        tokens: their texts, if log-probabilities were asked for.
-        logprobs: log-probability of each token.
+    """One reply of the policy; `tokens` and `logprobs` are listed if the agent asks for them.
 
     Example:
         >>> Choice({"role": "assistant", "content": "42"}, "stop", 2).finish_reason
         'stop'
     """
 
-    message: dict[str, Any]
-    finish_reason: str
+    message: dict[str, Any]  # as the API returns it
+    finish_reason: str  # `stop`, `length` or `tool_calls`
     num_tokens: int
     tokens: Sequence[str] = ()
     logprobs: Sequence[float] = ()
@@ -290,13 +278,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """Replies to a request.
-
-    Args:
-        request: the request.
-        choices: its replies.
-        prompt_tokens: tokens of the messages.
-        name: its id.
+    """Replies to a request, as one object or as a stream.
 
     Example:
         >>> request = ChatRequest([{"role": "user", "content": "6*7?"}])
@@ -328,6 +310,9 @@ class ChatReply:
             "model": self.request.model,
         }
 
+    def _list_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        return choice.logprobs_body if self.request.logprobs else None
+
     @property
     def body(self) -> dict[str, Any]:
         """The whole reply as one JSON object."""
@@ -335,7 +320,7 @@ class ChatReply:
             {
                 "index": number,
                 "message": choice.message,
-                "logprobs": choice.logprobs_body if self.request.logprobs else None,
+                "logprobs": self._list_logprobs(choice),
                 "finish_reason": choice.finish_reason,
             }
             for number, choice in enumerate(self.choices)
@@ -350,11 +335,11 @@ class ChatReply:
             if "tool_calls" in delta:
                 calls = enumerate(delta["tool_calls"])
                 delta["tool_calls"] = [{"index": place, **call} for place, call in calls]
-            logprobs = choice.logprobs_body if self.request.logprobs else None
             for part, reason in ((delta, None), ({}, choice.finish_reason)):
-                one = {"index": number, "delta": part, "finish_reason": reason}
-                one["logprobs"] = None if reason else logprobs
-                yield json.dumps(envelope | {"choices": [one]})
+                logprobs = None if reason else self._list_logprobs(choice)
+                chunk = {"index": number, "delta": part, "logprobs": logprobs}
+                chunk["finish_reason"] = reason
+                yield json.dumps(envelope | {"choices": [chunk]})
         if self.request.include_usage:
             yield json.dumps(envelope | {"choices": [], "usage": self.usage})
         yield "[DONE]"
