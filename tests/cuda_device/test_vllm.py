@@ -13,6 +13,7 @@ from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import load_policy
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.servers.client import ServerUnavailable
+from litgrpo.rollout.servers.pool import Servers
 from litgrpo.rollout.servers.vllm import RESERVED_FRAC, ColocatedEngine
 from litgrpo.rollout.servers.vllm_client import VllmServer
 from litgrpo.rollout.servers.weight_transfer import NcclTransfer
@@ -171,8 +172,11 @@ def test_nccl_sends_the_policys_tensors_while_they_are_published(lora, tmp_path)
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(1.0)
-    with pytest.raises(ServerUnavailable, match="next iteration"):  # restarted during the update
-        server._load_model(replace(weights, tensors=None))
+    servers = Servers([server], 0.0, "model.engine")
+    servers.unchecked.clear()
+    servers.weights = replace(weights, version="2", tensors=None)
+    with pytest.raises(ServerUnavailable, match="next weights"):  # restarted during the update
+        servers.update(server)
     server._load_model(sender.prepare(policy, "2"))
     newer = Trainers.sent[-1]["model.norm.weight"].cpu()
     assert torch.equal(newer, before + 1)

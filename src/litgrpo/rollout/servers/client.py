@@ -60,8 +60,8 @@ class Weights:
         folder: exported model or adapter, which trainer and server see under this path.
         is_adapter: `folder` has an adapter, to be loaded beside the base model as `version`.
         tied_head: name of the tensor in `folder` that is the output head, too; None: not tied.
-        tensors: {name: tensor} to be sent by a collective, instead of `folder`. Rank 0 has them
-            while it publishes; afterwards, and on other ranks, a server has to wait for the next.
+        tensors: {name: tensor} to be sent by a collective, instead of `folder`; rank 0 has them
+            while it publishes.
         sender: address of rank 0 as servers see it, for this collective; empty: its host name.
 
     Example:

@@ -203,6 +203,9 @@ class Servers:
                 self.unchecked.discard(url)
             try:
                 if not client.has(self.weights):
+                    # Rank 0 is about to send them, or they were tensors of the policy.
+                    if not (self.weights.folder or self.weights.tensors):
+                        raise ServerUnavailable(f"{url} (it gets the next weights)")
                     client.load(self.weights)
                     log.log(logging.WARNING if reason else logging.DEBUG, "%s%s", url, reason)
             except WeightsRejected as error:

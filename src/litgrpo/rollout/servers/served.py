@@ -55,11 +55,7 @@ class ServedEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Sample completions; see `RolloutEngine.generate`.
-
-        Raises:
-            ValueError: the sampler cannot compute this sampling or this kind of model.
-        """
+        """Sample completions; see `RolloutEngine.generate`."""
         check_request(request, self.takes_uniforms)
         rows = ServedRows(request, self.takes_uniforms)
         in_flight: dict[Future[SampleResult], int] = {}  # {turn that is being sampled: its row}
@@ -92,14 +88,9 @@ def _take(
 
 
 def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
-    """Raise for requests whose samples could not be trained on.
-
-    Raises:
-        ValueError: filters are set: the sampler does not return the candidate set, over which
-            training would have to normalize. Or the temperature is not 1 with litgrpo's random
-            numbers. Or the model is an encoder-decoder.
-    """
+    """Raise for requests whose samples could not be trained on."""
     sampling = request.sampling
+    # Training would have to normalize over the candidate set of the filters.
     require(
         not sampling.truncated,
         f"model.sampling has top_k {sampling.top_k}, top_p {sampling.top_p} and min_p "
@@ -120,26 +111,18 @@ def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
 
 @dataclass
 class ServedRow:
-    """Tokens of a row so far.
+    """Tokens of a row so far; in observations their log-probability is 0, turn and version are -1.
 
-    Args:
-        prompt: token ids of its prompt.
-        ids: token ids of its completion.
-        logprobs: log-probability of each; 0 for observation tokens.
-        turns: turn number of each; -1 for observation tokens.
-        versions: number of finished iterations of the weights that sampled each; -1 for observation
-            tokens, and for all if the sampler does not say.
-        turn: number of the current turn.
-        truncated: a token limit ended its last turn.
+    `versions` are numbers of finished iterations of the weights, or -1 if the sampler does not say.
     """
 
     prompt: list[int]
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # of the completion, as the lists below
     logprobs: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    turn: int = 0
-    truncated: bool = False
+    turn: int = 0  # the current one
+    truncated: bool = False  # a token limit ended the last turn
 
     def add(
         self, ids: Sequence[int], logprobs: Sequence[float], turn: int, versions: Sequence[int] = ()
@@ -152,12 +135,7 @@ class ServedRow:
 
 
 class ServedRows:
-    """The rows of a rollout while they are sampled.
-
-    Args:
-        request: request for the rollout.
-        takes_uniforms: the sampler draws with litgrpo's random numbers.
-    """
+    """The rows of a rollout while they are sampled."""
 
     def __init__(self, request: RolloutRequest, takes_uniforms: bool) -> None:
         self.request, self.takes_uniforms = request, takes_uniforms
@@ -177,15 +155,15 @@ class ServedRows:
         Its seed is a function of the row's random numbers, and thus of prompt and iteration: it
         depends neither on batch size nor on the server.
         """
-        here, request, uniforms = self.rows[row], self.request, self.uniforms[row]
-        done, listener = len(here.ids), request.listener
+        state, request, uniforms = self.rows[row], self.request, self.uniforms[row]
+        done, listener = len(state.ids), request.listener
         left = len(uniforms) - done
         max_tokens = left if listener is None else min(listener.max_turn_tokens, left)
         sends_uniforms = self.takes_uniforms and not request.sampling.greedy
         return SampleRequest(
             row,
             row // request.group_size,
-            here.prompt + here.ids,
+            state.prompt + state.ids,
             max_tokens,
             end_ids=request.end_ids,
             vocab_size=self.vocab_size,
@@ -197,26 +175,22 @@ class ServedRows:
 
     def add_turn(self, row: int, result: SampleResult) -> None:
         """Append a generated turn, and pass it to the listener."""
-        here, stops, ids = self.rows[row], self.request.stops, result.ids
+        state, stops, ids = self.rows[row], self.request.stops, result.ids
         if stops is not None:
             ids = ids[: stops.length(ids)]  # a server may return tokens after the stop string
-        here.add(ids, result.logprobs[: len(ids)], here.turn, result.versions[: len(ids)])
+        state.add(ids, result.logprobs[: len(ids)], state.turn, result.versions[: len(ids)])
         has_end = ids[-1] in self.request.end_ids
         if stops is not None:
             has_end = has_end or stops.completes(ids)
-        here.truncated = not has_end
+        state.truncated = not has_end
         if self.request.listener is not None:
-            self.request.listener.on_turn_end(row, ids, truncated=here.truncated)
+            self.request.listener.on_turn_end(row, ids, truncated=state.truncated)
             self.awaiting_observation.add(row)
 
     def add_observations(self, *, wait: bool) -> list[int]:
-        """Append the observations that have arrived.
+        """Append the observations that have arrived, and return the rows that go on.
 
-        Args:
-            wait: if a row is waiting for its observation, block until one arrives.
-
-        Returns:
-            Rows that continue with another turn.
+        With `wait` it blocks until one arrives, if a row is waiting for its observation.
         """
         listener = self.request.listener
         if listener is None or not self.awaiting_observation:

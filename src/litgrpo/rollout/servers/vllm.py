@@ -90,22 +90,13 @@ class ServerEngine(RemoteEngine):
 
 @dataclass
 class RunningVllm:
-    """VLLM's `LLM` in this process, and its state.
-
-    Args:
-        llm: vLLM's `LLM`.
-        loads_from_memory: the policy's weights have the names that files have; if not, vLLM reads
-            them from files.
-        copies_head: it samples with a copy of the output head; see `vllm_head`.
-        has_weights: it holds the weights of the last `sync_weights`.
-        asleep: its memory is released.
-    """
+    """VLLM's `LLM` in this process, and its state."""
 
     llm: Any
-    loads_from_memory: bool
-    copies_head: bool = False
-    has_weights: bool = True
-    asleep: bool = False
+    loads_from_memory: bool  # if not, vLLM reads weights from files; see `has_names_of_files`
+    copies_head: bool = False  # samples with a copy of the output head; see `vllm_head`
+    has_weights: bool = True  # those of the last `sync_weights`
+    asleep: bool = False  # its memory is released
 
 
 @check_field_types
@@ -167,11 +158,7 @@ class ColocatedEngine(ServedEngine):
         return self._started[0].llm if self._started else None
 
     def _start(self, policy: Policy) -> RunningVllm:
-        """Start vLLM with the weights that `sync_weights` wrote.
-
-        Raises:
-            ValueError: vLLM is not installed, or the run is distributed.
-        """
+        """Start vLLM with the weights that `sync_weights` wrote."""
         require(
             not is_distributed(),
             "ColocatedEngine supports a single process. For distributed training use ServerEngine.",
@@ -199,11 +186,7 @@ class ColocatedEngine(ServedEngine):
         return RunningVllm(llm, from_memory, copies_head)
 
     def _choose_memory(self, policy: Policy) -> float:
-        """Return the fraction of the device's memory for vLLM.
-
-        Raises:
-            ValueError: nothing is left.
-        """
+        """Return the fraction of the device's memory for vLLM."""
         if self.gpu_memory_utilization is not None:
             return self.gpu_memory_utilization
         if not self.enable_sleep_mode or policy.model.device.type != "cuda":
@@ -211,7 +194,8 @@ class ColocatedEngine(ServedEngine):
         free, total = torch.cuda.mem_get_info(policy.model.device)
         # Adam's two running means come with the first update. A resumed run has them already, and
         # its KV cache is smaller than it could be.
-        states = sum(2 * each.nbytes for each in policy.parameters() if each.requires_grad)
+        trained = (weight for weight in policy.parameters() if weight.requires_grad)
+        states = sum(2 * weight.nbytes for weight in trained)
         share = (free - states) / total - RESERVED_FRAC
         require(
             share > 0,
@@ -223,12 +207,10 @@ class ColocatedEngine(ServedEngine):
 
     def sync_weights(self, policy: Policy, version: int) -> None:
         """Let the next rollout load the weights; see `RolloutEngine.sync_weights`."""
-        if self._started and self._started[0].loads_from_memory:
-            self._started[0].has_weights = False
-            return
-        self.sender.prepare(policy, str(version))
-        if self._started:
-            self._started[0].has_weights = False
+        if not (self._started and self._started[0].loads_from_memory):
+            self.sender.prepare(policy, str(version))
+        for running in self._started:
+            running.has_weights = False
 
     @contextmanager
     def awake(self, policy: Policy) -> Iterator[Any]:
@@ -304,13 +286,14 @@ def has_names_of_files(policy: Policy, folder: Path) -> bool:
 
 
 def to_sample_result(request: SampleRequest, output: Any) -> SampleResult:
-    """Convert vLLM's output for a request.
-
-    Raises:
-        ServerFailure: the output does not match the request.
-    """
+    """Convert vLLM's output for a request, and check it."""
     (choice,) = output.outputs
     ids = list(choice.token_ids)
+    if choice.finish_reason == "length" and len(ids) < request.max_tokens:
+        raise ServerFailure(
+            f"vLLM ended a row after {len(request.ids) + len(ids)} tokens. Set "
+            f"model.engine.max_model_len to {len(request.ids) + request.max_tokens} or more."
+        )
     pairs = zip(ids, choice.logprobs, strict=True)
     logprobs = [entry[token].logprob for token, entry in pairs]
     result = SampleResult(ids, logprobs, choice.finish_reason)

@@ -288,8 +288,6 @@ class VllmServer(HttpServer):
 
     def _send_tensors(self, weights: Weights) -> None:
         """Send tensors over NCCL, in a group of the server's workers and rank 0 of the trainer."""
-        if weights.tensors is None:
-            raise ServerUnavailable(f"{self.url} (it gets its weights with the next iteration)")
         # A restarted server has lost its group; it reports the version "default".
         if self.nccl is None or self.version == "default":
             self.nccl = self._join_group(weights)

@@ -23,10 +23,7 @@ HEAD_FILE = "lm_head.safetensors"
 
 
 def has_head(inspection: str) -> bool:
-    """Return True if vLLM's model has a module for the output head, also for a tied one.
-
-    Args:
-        inspection: vLLM's listing of the modules.
+    """Return True if vLLM's listing of a model's modules has an output head, also a tied one.
 
     Example:
         >>> has_head("LlamaForCausalLM()((lm_head): ParallelLMHead(num_embeddings=265))")
@@ -64,12 +61,7 @@ def write_head(folder: Path, source: str) -> None:
 
 
 def iterate_with_head(policy: Policy, source: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights, and a tied output head under its own name.
-
-    Args:
-        policy: has the weights.
-        source: name of the tensor that is the head; None: do not repeat it.
-    """
+    """Yield the policy's weights, and the tensor `source` also under the head's own name."""
     for name, weight in iterate_weights(policy.model):
         yield name, weight
         if name == source:

@@ -72,11 +72,7 @@ class FolderTransfer(WeightTransfer):
 
 
 class FolderSender(WeightSender):
-    """Exports weights in Hugging Face format to a folder, which servers then load.
-
-    Args:
-        settings: folder and dtype.
-    """
+    """Exports weights in Hugging Face format to a folder, which servers then load."""
 
     def __init__(self, settings: FolderTransfer) -> None:
         self.settings = settings
@@ -93,13 +89,7 @@ class FolderSender(WeightSender):
         return Path(self.settings.path).resolve()
 
     def prepare(self, policy: Policy, version: str) -> Weights:
-        """See `WeightSender.prepare`.
-
-        Every rank writes its own shard of sharded weights, so that no rank needs all of them.
-
-        Raises:
-            ValueError: a rank that has to write a shard does not see the folder.
-        """
+        """See `WeightSender.prepare`; ranks write their shards, so that none needs all weights."""
         if is_sharded(policy):
             folder = self._make_shared_folder(version)
         elif rank() == 0:
@@ -160,38 +150,27 @@ class AdapterTransfer(WeightTransfer):
 
 
 class AdapterSender(FolderSender):
-    """Writes the trained adapter in PEFT's format, which servers load beside the base model.
-
-    Args:
-        settings: folder.
-    """
+    """Writes the trained adapter in PEFT's format, which servers load beside the base model."""
 
     def prepare(self, policy: Policy, version: str) -> Weights:
-        """See `WeightSender.prepare`.
-
-        Raises:
-            ValueError: vLLM has no adapters of this kind.
-        """
+        """See `WeightSender.prepare`."""
         check_adapter(policy)
         folder = self.root / version if rank() == 0 else Path()
         save_adapter(policy.model, folder)
-        if rank() == 0:
-            for file in folder.iterdir():
-                file.chmod(0o644)  # the server may run as another user
-            # A row that is still being sampled may need the adapter of an earlier version.
-            self.written.append(folder)
-            for previous in self.written[:-KEPT_ADAPTERS]:
-                shutil.rmtree(previous, ignore_errors=True)
-            self.written = self.written[-KEPT_ADAPTERS:]
+        if rank() != 0:
+            return Weights(version, is_adapter=True)
+        for file in folder.iterdir():
+            file.chmod(0o644)  # the server may run as another user
+        # A row that is still being sampled may need the adapter of an earlier version.
+        self.written.append(folder)
+        for previous in self.written[:-KEPT_ADAPTERS]:
+            shutil.rmtree(previous, ignore_errors=True)
+        self.written = self.written[-KEPT_ADAPTERS:]
         return Weights(version, folder=str(folder), is_adapter=True)
 
 
 def check_adapter(policy: Policy) -> None:
-    """Check that vLLM can load the policy's adapter.
-
-    Raises:
-        ValueError: there is none, or it is of a kind that vLLM does not have.
-    """
+    """Check that vLLM can load the policy's adapter."""
     name = "model.engine.weight_transfer is AdapterTransfer"
     remedy = "use litgrpo.rollout.servers.weight_transfer.FolderTransfer, which merges adapters."
     require(policy.has_adapter, f"{name}, but model.lora is not set. Set it, or {remedy}")
@@ -237,11 +216,7 @@ class NcclTransfer(WeightTransfer):
 
 
 class NcclSender(WeightSender):
-    """Hands out the policy's own tensors, of which only merged and gathered ones are copies.
-
-    Args:
-        settings: address of the trainer.
-    """
+    """Hands out the policy's own tensors, of which only merged and gathered ones are copies."""
 
     def __init__(self, settings: NcclTransfer) -> None:
         require(
