@@ -241,7 +241,17 @@ class RemoteEngine(ServedEngine):
     Every reply names the version of the weights that sampled it, and replies of another version are
     rejected. A restarted server gets the weights again, and its rows are requested again.
 
-    Args: see `litgrpo.ServerEngine`.
+    Args:
+        urls: addresses of the servers, in a private network; prompts are distributed over them.
+        weight_transfer: how servers receive the weights.
+        timeout_s: seconds that a request or a weight update may take, to the last byte of the
+            response.
+        wait_s: if no server responds, retry for this many seconds.
+        retries: how often a server with stale weights gets them again, per row, and how often a
+            server that fails to load weights gets them again.
+        max_concurrent_requests: maximal rows requested at the same time by this process; servers
+            queue them.
+        allow_public: allow public addresses. Anyone who reaches such a server can run code there.
     """
 
     samples_in = "servers"

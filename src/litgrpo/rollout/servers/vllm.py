@@ -47,22 +47,10 @@ AWAKE_FRAC, RESERVED_FRAC = 0.4, 0.05
 class ServerEngine(RemoteEngine):
     """Samples with vLLM servers, which receive the policy's weights before each rollout.
 
-    Every response names the version of the weights that sampled it, and responses of another
-    version are rejected. A restarted server gets the weights again, and its rows are requested
-    again. Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out
-    (docs/explanation/scale.md).
+    Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/explanation/scale.md). Further
+    options, such as `urls`, are those of `RemoteEngine`.
 
     Args:
-        urls: addresses of the servers, in a private network; prompts are distributed over them.
-        weight_transfer: how servers receive the weights.
-        timeout_s: seconds that a request or a weight update may take, to the last byte of the
-            response.
-        wait_s: if no server responds, retry for this many seconds.
-        retries: how often a server with stale weights gets them again, per row, and how often a
-            server that fails to load weights gets them again.
-        max_concurrent_requests: maximal rows requested at the same time by this process; servers
-            queue them.
-        allow_public: allow public addresses. Anyone who reaches such a server can run code there.
         send_uniforms: send each row's random numbers to servers that sample with them
             (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
             log-probabilities count as the policy's own, which holds in float32. By default each
