@@ -15,8 +15,9 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from litgrpo.algorithms import advantages, losses, turn_credit
-from litgrpo.algorithms.losses import Objective, PolicyGradient
+from litgrpo.algorithms import advantages, surrogates, turns
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.types import TokenLogprobs, TrainingBatch
 from tests.support.algorithms import DISTILLING, PUBLISHED
 from tests.support.recipes import parse
@@ -24,7 +25,7 @@ from tests.support.recipes import parse
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-MODULES = (advantages, losses, turn_credit)
+MODULES = (advantages, surrogates, turns)
 CHOICES = {name: value for module in MODULES for name, value in vars(module).items()}
 # A recipe that has chosen everything already, and nothing as any algorithm does.
 CONTRARY = """

@@ -169,7 +169,7 @@ def test_stale_names_are_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["litgrpo"])
     page = tmp_path / "page.md"
     page.write_text(
-        "`litgrpo.nowhere.Thing` `litgrpo.GRPO` `objectives/losses.py` `algorithms/losses.py`\n"
+        "`litgrpo.nowhere.Thing` `litgrpo.GRPO` `objectives/losses.py` `algorithms/objective.py`\n"
         "`model.learning.epochs` `model.update.epochs_per_rollout` `trainer.max_epoch: 1`\n"
         "[a](nowhere.md) [b](page.md)\n"
         "```bash\n"

@@ -18,7 +18,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.algorithms.losses import ImportanceCorrection
+from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import TextTemplate
 from litgrpo.data.sources import SourceRow

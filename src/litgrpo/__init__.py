@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from litgrpo.algorithms.advantages import Normalized
-    from litgrpo.algorithms.losses import Clipped, ImportanceCorrection, Objective
+    from litgrpo.algorithms.correction import ImportanceCorrection
+    from litgrpo.algorithms.objective import Objective
+    from litgrpo.algorithms.surrogates import Clipped
     from litgrpo.callbacks.progress import Progress
     from litgrpo.callbacks.rollouts import SaveRollouts
     from litgrpo.data.modules import PairData, PromptData
@@ -48,7 +50,9 @@ __version__ = "0.1.0"
 # {module: its public names}
 _PUBLIC_BY_MODULE = {
     "algorithms.advantages": ("Normalized",),
-    "algorithms.losses": ("Clipped", "ImportanceCorrection", "Objective"),
+    "algorithms.correction": ("ImportanceCorrection",),
+    "algorithms.objective": ("Objective",),
+    "algorithms.surrogates": ("Clipped",),
     "callbacks.progress": ("Progress",),
     "callbacks.rollouts": ("SaveRollouts",),
     "data.modules": ("PairData", "PromptData"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import RATIO_MAX
+from litgrpo.algorithms.objective import RATIO_MAX
 from litgrpo.distributed.collectives import Comm
 from litgrpo.types import LossOutput, RewardTable, Stats, StepReport, TrainingBatch
 

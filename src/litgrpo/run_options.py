@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from litgrpo.algorithms.losses import Objective
+    from litgrpo.algorithms.objective import Objective
     from litgrpo.learning.controllers import Controllers
     from litgrpo.learning.update_config import UpdateConfig
     from litgrpo.rollout.engines.base import RolloutEngine

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import GDPO, Normalized
-from litgrpo.algorithms.losses import KLInReward, Objective, PolicyGradient, PositiveNLL
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import PolicyGradient
+from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 from tests.support.comms import in_turns
 

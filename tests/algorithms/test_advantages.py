@@ -21,7 +21,7 @@ from litgrpo.algorithms.advantages import (
     Whitened,
     check_centered,
 )
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import RewardTable
 from tests.support.comms import in_turns

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgrpo.algorithms.divergences import DIVERGENCES, JSD, ForwardKL, ReverseKL
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.tensors import ComparedModel, token_logprobs
 
 ALL = [*DIVERGENCES.values(), JSD(0.1), JSD(0.9)]

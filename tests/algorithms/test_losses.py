@@ -8,31 +8,29 @@ import torch
 from jsonargparse import ArgumentParser
 
 from litgrpo.algorithms.advantages import GFPO, Normalized
-from litgrpo.algorithms.losses import (
+from litgrpo.algorithms.aggregation import (
+    ConstantLength,
+    MicroBatchTokenMean,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+)
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.kl import absolute, k1, k2, k3
+from litgrpo.algorithms.objective import RATIO_MAX, Objective
+from litgrpo.algorithms.surrogates import (
     CISPO,
     DPPO,
     GMPO,
     M2PO,
-    RATIO_MAX,
     SAPO,
     VESPO,
     ClipCov,
     Clipped,
-    ConstantLength,
-    ImportanceCorrection,
     KLCov,
-    MicroBatchTokenMean,
-    Objective,
     PolicyGradient,
-    SequenceMean,
-    SequenceSum,
     SurrogateInputs,
-    TokenMean,
-    absolute,
     binary_kl,
-    k1,
-    k2,
-    k3,
 )
 from litgrpo.tensors import row_mean, safe_exp
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
@@ -675,7 +673,7 @@ model:
       init_args: {k: [1, 2], lam: [3, 4]}
     loss_aggregation: sequence_sum
     kl_coef: 1e-3
-    kl_estimator: litgrpo.algorithms.losses.k2
+    kl_estimator: litgrpo.algorithms.kl.k2
     off_policy_mask_threshold: 0.5
     importance_correction: {level: sequence, mode: mask, max: null}
 """,

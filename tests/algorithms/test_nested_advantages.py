@@ -1,7 +1,7 @@
 """Every advantage estimator in every other one, two deep: it raises when built, or is exact.
 
 `combine_by_hand` returns values and the completions that have one. Single estimators are tested in
-`test_advantages` and `test_turn_credit`.
+`test_advantages` and `test_turns`.
 """
 
 from itertools import product
@@ -20,8 +20,9 @@ from litgrpo.algorithms.advantages import (
     TaskAdvantages,
     Whitened,
 )
-from litgrpo.algorithms.losses import KLInReward, Objective
-from litgrpo.algorithms.turn_credit import (
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.turns import (
     GTPO,
     MTGRPO,
     GiGPO,

@@ -11,14 +11,11 @@ from itertools import product
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import (
-    Clipped,
-    ImportanceCorrection,
-    KLInReward,
-    Objective,
-    PolicyGradient,
-    PositiveNLL,
-)
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import Clipped, PolicyGradient
+from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.types import TokenLogprobs, TrainingBatch
 
 FIRST, SECOND = torch.tensor([1, 3]), torch.tensor([[2, 2], [1, 3]])  # quarters, of the sampler

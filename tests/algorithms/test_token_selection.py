@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import (
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import (
     DPPO,
     M2PO,
     ClipCov,
     Clipped,
     KLCov,
-    Objective,
     PolicyGradient,
     Surrogate,
 )

@@ -60,7 +60,7 @@ def steps_of_litgrpo(
     import torch
     from lightning import Callback, Trainer, seed_everything
 
-    from litgrpo.algorithms.losses import Objective
+    from litgrpo.algorithms.objective import Objective
     from litgrpo.modules.grpo import GRPO
     from litgrpo.rewards.reward import Reward
 

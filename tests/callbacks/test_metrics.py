@@ -2,13 +2,11 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from litgrpo.algorithms.losses import (
-    ImportanceCorrection,
-    KLCov,
-    KLInReward,
-    Objective,
-    PositiveNLL,
-)
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import KLCov
+from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.callbacks.metrics import METRICS, TRL, VERL, definition, find_entry
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.modules import PairData, PromptData

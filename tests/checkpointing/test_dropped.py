@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import RngState
 from litgrpo.data.modules import PromptData

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checks import dry_run
 from litgrpo.checks.episode_checks import count_unreproducible_responses, find_deviations
 from litgrpo.checks.invariants import (

@@ -10,7 +10,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.losses import MicroBatchTokenMean, Objective, TokenMean
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean, TokenMean
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checks import invariants
 from litgrpo.checks.callback import InvariantChecks
 from litgrpo.checks.invariants import Conditions, Invariant

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.environments.agent import (
     MAX_OUTPUT,
     Agent,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.learning.learner import FixedCoefficients, Learner
 from litgrpo.learning.steppers import PlainStepper
 from litgrpo.learning.update_config import UpdateConfig

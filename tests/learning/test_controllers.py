@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.learning.controllers import (
     AdaptiveCoefficients,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning import Callback
 
-from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN, Turns
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.turns import GTPO, MTGRPO, ReBN, Turns
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import Clock

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checks.dry_run import DryRun
 from litgrpo.learning.learner import Learner
 from litgrpo.models.reference import FrozenReference

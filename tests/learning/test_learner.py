@@ -9,15 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.algorithms.advantages import Normalized, OptimalTokenBaseline
-from litgrpo.algorithms.losses import (
-    M2PO,
-    RATIO_MAX,
-    ImportanceCorrection,
-    KLCov,
-    KLInReward,
-    Objective,
-    PositiveNLL,
-)
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import RATIO_MAX, Objective
+from litgrpo.algorithms.surrogates import M2PO, KLCov
+from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.memory import free_memory, is_out_of_memory

@@ -9,7 +9,7 @@ from tests.cuda_device.run import on_cuda
 @on_cuda()
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_the_host_waits_once_for_a_step_and_for_padded_micro_batches(share_prompts):
-    from litgrpo.algorithms.losses import Objective
+    from litgrpo.algorithms.objective import Objective
     from litgrpo.learning.update_config import UpdateConfig
     from litgrpo.models.reference import FrozenReference
     from tests.cuda_device.device import count_work

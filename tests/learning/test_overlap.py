@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.update_config import UpdateConfig

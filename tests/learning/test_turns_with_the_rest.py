@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning import Trainer
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checks.invariants import gradient
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend

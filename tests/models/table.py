@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checks.invariants import CheckResult, Conditions, Invariant, measure_invariants
 from litgrpo.learning.steppers import PlainStepper
 from litgrpo.models.architectures import ARCHITECTURES

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.learning.controllers import Controllers, ReferenceSync
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading.export import export

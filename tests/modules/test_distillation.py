@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence
-from litgrpo.algorithms.losses import KLInReward, Objective
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
 from litgrpo.learning.controllers import Controllers, ReferenceSync

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from tests.support.training import LENGTH, batches, module, train
 
 EVERY_TOKEN, NO_TOKEN = tuple(range(259)), (10_000,)

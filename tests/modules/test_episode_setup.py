@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning import Trainer
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.callbacks.metrics import definition
 from litgrpo.environments import examples
 from litgrpo.environments.base import StepResult

@@ -5,7 +5,9 @@ import torch
 from lightning import Callback, Trainer
 
 from litgrpo.algorithms.advantages import ReMax
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective, PolicyGradient
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.data.modules import PromptData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.evaluator import Evaluation

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.learning.controllers import Controllers, KLTarget, ReferenceSync
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling

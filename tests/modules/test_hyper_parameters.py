@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 import litgrpo.rewards
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.hyper_parameters import (
@@ -140,7 +140,7 @@ ATTACKS = {
     ],
     "objective": [
         {
-            "class_path": "litgrpo.algorithms.losses.Objective",
+            "class_path": "litgrpo.algorithms.objective.Objective",
             "init_args": {"surrogate": {"class_path": f"{LOUD}.Surrogate", "init_args": {}}},
         },
         {"import_path": "litgrpo.arguments.import_by_path"},
@@ -325,7 +325,7 @@ def test_loggers_and_hparams_yaml_have_the_arguments(tmp_path):
     logger.save()
     written = yaml.unsafe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
     assert written["group_size"] == grpo.hparams.group_size == grpo.group_size
-    assert written["objective"]["class_path"] == "litgrpo.algorithms.losses.Objective"
+    assert written["objective"]["class_path"] == "litgrpo.algorithms.objective.Objective"
 
 
 # --- what is reached comes from the caller ---

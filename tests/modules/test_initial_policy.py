@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading.load import LoRA, load_policy

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning import Callback
 
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
 from litgrpo.callbacks.rollouts import SaveRollouts
 from litgrpo.checkpointing.resume import RngState, set_all_random_state
 from litgrpo.data.loader import BatchLoader, BatchOrder

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.models.loading.load import Precision
 from litgrpo.modules import settings_checks

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized, TaskAdvantages
-from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.turn_credit import GiGPO
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.turns import GiGPO
 from litgrpo.data import PromptData
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.environments import TaskEnvironments

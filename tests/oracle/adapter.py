@@ -16,16 +16,9 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
-from litgrpo.algorithms.losses import (
-    CISPO,
-    SAPO,
-    VESPO,
-    Clipped,
-    EntropyTotals,
-    ImportanceCorrection,
-    Objective,
-    Surrogate,
-)
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import EntropyTotals, Objective
+from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 
 Case = Mapping[str, Any]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import CISPO, Objective
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import CISPO
 from tests.oracle.adapter import advantages, importance, loss
 from tests.oracle.reference import ARRAYS, CASES
 

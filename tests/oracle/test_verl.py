@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized, PassAtK, ReMax, Whitened
-from litgrpo.algorithms.losses import (
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import (
     CISPO,
     DPPO,
     GMPO,
@@ -15,8 +17,6 @@ from litgrpo.algorithms.losses import (
     ClipCov,
     Clipped,
     KLCov,
-    KLInReward,
-    Objective,
     PolicyGradient,
 )
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch

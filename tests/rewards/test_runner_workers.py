@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.rewards import Reward, Runner, Scorer, pure, whole_batch
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.calls import Call, MalformedResult, Scores, UnusableReward, limit_rows

@@ -10,7 +10,8 @@ from litgrpo.algorithms.advantages import (
     Whitened,
 )
 from litgrpo.algorithms.divergences import JSD
-from litgrpo.algorithms.losses import (
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import (
     CISPO,
     DPPO,
     GMPO,
@@ -20,10 +21,9 @@ from litgrpo.algorithms.losses import (
     ClipCov,
     Clipped,
     KLCov,
-    Objective,
     PolicyGradient,
 )
-from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, SimpleTIR
+from litgrpo.algorithms.turns import GTPO, MTGRPO, GiGPO, ReBN, SimpleTIR
 
 CLIP_HIGHER = Clipped(0.2, 0.28)
 

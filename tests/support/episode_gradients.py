@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from litgrpo.algorithms.losses import MicroBatchTokenMean
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean
 from litgrpo.checks.invariants import gradient
 from litgrpo.learning.controllers import FixedCoefficients
 from litgrpo.learning.micro_batches import BatchLimits

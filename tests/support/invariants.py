@@ -3,7 +3,7 @@
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.models.reference import FrozenReference
 from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward

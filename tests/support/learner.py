@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from tests.support.models import prompt_batch
 
 

@@ -1,4 +1,4 @@
-"""Advantage estimators of whole completions; those of single turns are in `turn_credit`."""
+"""Advantage estimators of whole completions; those of single turns are in `turns`."""
 
 from __future__ import annotations
 

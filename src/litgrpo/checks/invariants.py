@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import MicroBatchTokenMean
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
     FULL_TOLERANCE,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_most
 from litgrpo.distributed.collectives import Comm

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import Groups
-from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
+from litgrpo.algorithms.turns import TurnAdvantages, Turns
 from litgrpo.arguments import require
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.collectives import SingleProcess

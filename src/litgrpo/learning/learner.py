@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from litgrpo.algorithms.advantages import check_centered
-from litgrpo.algorithms.losses import EntropyTotals, Objective
-from litgrpo.algorithms.turn_credit import Turns
+from litgrpo.algorithms.objective import EntropyTotals, Objective
+from litgrpo.algorithms.turns import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import EntropyTotals
+from litgrpo.algorithms.objective import EntropyTotals
 from litgrpo.distributed.collectives import Comm
 from litgrpo.distributed.fsdp.units import is_gathered
 from litgrpo.metrics import StepSums

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import EntropyTotals
+from litgrpo.algorithms.objective import EntropyTotals
 from litgrpo.distributed.device import Backend, to_host
 from litgrpo.learning.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching, Rows
 from litgrpo.metrics import StepSums

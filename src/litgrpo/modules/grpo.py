@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.curriculum import CurriculumFeedback
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from lightning import LightningModule
 
-from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
 from litgrpo.arguments import at_least, did_you_mean, find_page
 from litgrpo.data.modules import SourceData
 from litgrpo.data.pairs import PairSet

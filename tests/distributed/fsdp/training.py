@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import OptimizerOptions, RngState
 from litgrpo.data.modules import PairData, PromptData

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import build_policy, load_policy
 from litgrpo.rollout.engines.base import RolloutRequest

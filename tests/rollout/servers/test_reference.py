@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.divergences import DIVERGENCES
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
 from litgrpo.learning.controllers import Controllers, ReferenceSync

@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective
-from litgrpo.algorithms.turn_credit import GiGPO
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.turns import GiGPO
 from litgrpo.data.modules import PromptData
 from litgrpo.models.loading.export import export
 from litgrpo.modules.grpo import GRPO

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import ReMax
-from litgrpo.algorithms.losses import KLInReward, Objective, PositiveNLL
+from litgrpo.algorithms.kl import KLInReward
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.learning.controllers import Controllers, EntropyTarget

@@ -8,8 +8,9 @@ import torch
 from lightning import Trainer
 
 from litgrpo.algorithms.advantages import Normalized, ReMax
-from litgrpo.algorithms.losses import ImportanceCorrection, Objective
-from litgrpo.algorithms.turn_credit import GiGPO
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.turns import GiGPO
 from litgrpo.callbacks.rollouts import SaveRollouts
 from litgrpo.data.modules import PromptData
 from litgrpo.learning.update_config import UpdateConfig

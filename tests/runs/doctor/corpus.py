@@ -12,7 +12,7 @@ import torch
 import yaml
 from lightning import Callback, Trainer
 
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.guards import NonFinite
 from litgrpo.callbacks.loggers import MetricsCSV

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from lightning import Callback
 
-from litgrpo.algorithms.losses import Clipped, Objective
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.surrogates import Clipped
 from litgrpo.learning.optim import WarmupCosine
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.load import LoRA

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.turn_credit import (
+from litgrpo.algorithms.turns import (
     GTPO,
     MTGRPO,
     GiGPO,
