@@ -56,7 +56,7 @@ class HostMasks(NamedTuple):
     Args:
         prompt_mask, prompt_of, completion_mask: see `TokenRows`.
         generated: [M, C] True marks a token whose log-probability is computed: those that the
-            policy sampled, and others with a cross-entropy loss.
+            policy sampled, and others that a term of the loss is a mean over.
         has_gradient: [M] see `TrainingBatch`; None for `TokenRows`.
 
     Example:
@@ -827,9 +827,11 @@ class TrainingBatch:
             current policy is the old one (ratio 1), see `RolloutLogprobs`.
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
         selected: [M, C] True marks a token that the surrogate selected among all of the optimizer
-            step; None before `Objective.select_tokens`, or if the surrogate selects none.
-        nll_weights: [M, C] weight of -log p of each token in the loss of its optimizer step, which
-            adds a cross-entropy loss; None without one.
+            step; None before `Objective.prepare_step`, or if the surrogate selects none.
+        kept: [M, C] True marks a token that the step masks of the objective keep; None before
+            `Objective.prepare_step`, or if nothing of the step is needed.
+        term_weights: [M, C, K] weight of each token in the K terms of the loss that are means over
+            tokens of their own (`Objective.mean_terms`); None without one.
         ref_hidden: [M, C, E] hidden states of the reference; see `RolloutLogprobs`.
         segments: [M, C] see `TokenRows`.
 
@@ -863,7 +865,8 @@ class TrainingBatch:
     ref_hidden: Tensor | None = None
     candidate_ids: Tensor | None = None
     selected: Tensor | None = None
-    nll_weights: Tensor | None = None
+    kept: Tensor | None = None
+    term_weights: Tensor | None = None
     segments: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -882,23 +885,23 @@ class TrainingBatch:
     @property
     def predicted(self) -> Tensor:
         """[M, C] True marks a token whose log-probability the loss needs."""
-        if self.nll_weights is None:
+        if self.term_weights is None:
             return self.loss_mask
-        return self.loss_mask | (self.nll_weights != 0)
+        return self.loss_mask | (self.term_weights != 0).any(-1)
 
     @property
     def has_gradient(self) -> Tensor:
-        """[M] True marks a row with a gradient, if the objective has no KL or entropy term.
+        """[M] True marks a row with a gradient, if no term needs all rows.
 
         A token of it has a weight, and the row an advantage or a selected token, which may have a
-        penalty (`KLCov`); or a token has a weight of a cross-entropy loss.
+        penalty (`KLCov`); or a token has a weight of a term that is a mean.
         """
         pushed = self.advantages != 0
         if self.selected is not None:
             pushed = pushed | self.selected
         found = (pushed & (self.loss_weights != 0)).any(1)
-        if self.nll_weights is not None:
-            found = found | (self.nll_weights != 0).any(1)
+        if self.term_weights is not None:
+            found = found | (self.term_weights != 0).any(-1).any(1)
         return found
 
     @property
@@ -928,7 +931,8 @@ class TrainingBatch:
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
             selected=self.selected,
-            nll_weights=self.nll_weights,
+            kept=self.kept,
+            term_weights=self.term_weights,
             ref_hidden=self.ref_hidden,
         )
 

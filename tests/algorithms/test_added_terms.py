@@ -10,20 +10,20 @@ from litgrpo.algorithms.advantages import GDPO, Normalized
 from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
-from litgrpo.algorithms.terms import PositiveNLL
+from litgrpo.algorithms.terms import PositiveNLL, StepTokens
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 from tests.support.comms import in_turns
 
 # Three completions: the policy's tokens (1), observations (2) and padding (0).
 KIND = torch.tensor([[1, 2, 2, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -4.0, -0.5], [-3.0, -1.0, 9.0, 9.0], [-1.0, -1.0, -2.0, 9.0]])
-CORRECT = torch.tensor([True, False, True])
+REWARDS = torch.tensor([1.0, 0.0, 1.5])
 BOTH = Objective(
     positive_nll=PositiveNLL(coef=0.5), observation_nll_coef=0.1, surrogate=PolicyGradient()
 )
 
 
-def batch(objective, kind=KIND, correct=CORRECT, logprobs=LOGPROBS):
+def batch(objective, kind=KIND, rewards=REWARDS, logprobs=LOGPROBS):
     mask, observed = kind == 1, kind == 2
     rows = TrainingBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
@@ -35,7 +35,7 @@ def batch(objective, kind=KIND, correct=CORRECT, logprobs=LOGPROBS):
         sampler_logprobs=logprobs,
         advantages=torch.zeros_like(logprobs),
         loss_weights=mask / mask.sum(),
-        nll_weights=objective.nll_weights(mask, observed, correct),
+        term_weights=objective.term_weights(StepTokens(mask, observed, mask, rewards)),
     )
     new = TokenLogprobs(logprobs.clone().requires_grad_(), torch.zeros_like(logprobs))
     return new, rows
@@ -69,7 +69,7 @@ def test_each_term_is_alone_without_the_other(objective, names):
 
 
 def test_a_step_without_correct_completions_or_observations_adds_nothing():
-    new, rows = batch(BOTH, kind=KIND.clamp(max=1), correct=torch.zeros(3, dtype=torch.bool))
+    new, rows = batch(BOTH, kind=KIND.clamp(max=1), rewards=torch.zeros(3))
 
     assert BOTH.loss(new, rows).loss.item() == 0
 
@@ -90,33 +90,39 @@ def test_padding_may_hold_anything(junk):
 @pytest.mark.parametrize("parts", [[1, 2], [2, 1], [1, 1, 1]])
 def test_micro_batches_add_up(parts):
     new, rows = batch(BOTH)
-    totals = BOTH.entropy_totals(rows.loss_weights)
     total = 0.0
     for part in torch.arange(3).split(parts):
         micro = rows.select(part)
         width = micro.loss_mask.shape[1]
         given = TokenLogprobs(new.logprobs[part, :width], new.entropy[part, :width])
-        total += BOTH.loss(given, micro, totals).loss.item()
+        total += BOTH.loss(given, micro).loss.item()
 
     assert total == pytest.approx(BOTH.loss(new, rows).loss.item())
 
 
 def test_two_processes_share_the_denominators():
-    expected = BOTH.nll_weights(KIND == 1, KIND == 2, CORRECT)
+    step = StepTokens(KIND == 1, KIND == 2, KIND == 1, REWARDS)
+    expected = BOTH.term_weights(step)
 
     def process(part):
-        kind = KIND[part]
-        return lambda comm: BOTH.nll_weights(kind == 1, kind == 2, CORRECT[part], comm)
+        own = StepTokens(*(x[part] for x in vars(step).values()))
+        return lambda comm: BOTH.term_weights(own, comm)
 
     parts = torch.arange(3).split([1, 2])
     torch.testing.assert_close(torch.cat(in_turns(*map(process, parts))), expected)
 
 
 def test_correct_completions_have_a_valid_reward_of_at_least_the_least_one():
-    table = table_of([[1.0, 0.99], [2.0, 1.0]], valid=[[True, True], [True, False]])
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    step = StepTokens(mask, ~mask, mask, torch.tensor([1.0, 0.99, 2.0, math.nan]).double())
 
-    assert PositiveNLL().find_correct(table).tolist() == [True, False, True, False]
-    assert PositiveNLL(min_reward=1.5).find_correct(table).tolist() == [False, False, True, False]
+    assert PositiveNLL().select(step).flatten().tolist() == [True, False, True, False]
+    assert PositiveNLL(min_reward=1.5).select(step).flatten().tolist() == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 # --- KL in the reward ---

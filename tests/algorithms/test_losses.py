@@ -16,8 +16,8 @@ from litgrpo.algorithms.aggregation import (
     TokenMean,
 )
 from litgrpo.algorithms.correction import ImportanceCorrection
-from litgrpo.algorithms.kl import absolute, k1, k2, k3
-from litgrpo.algorithms.objective import RATIO_MAX, Objective
+from litgrpo.algorithms.kl import KLInReward, absolute, k1, k2, k3
+from litgrpo.algorithms.objective import ALONE, RATIO_MAX, Objective
 from litgrpo.algorithms.surrogates import (
     CISPO,
     DPPO,
@@ -105,15 +105,14 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
 def gradients(objective, now, entropy, training_batch, groups):
     """Total loss and gradients over the given micro-batches, in that order."""
     now, entropy = now.clone().requires_grad_(), entropy.clone().requires_grad_()
-    totals = objective.entropy_totals(training_batch.loss_weights, entropy)
-    training_batch = objective.select_tokens(training_batch, TokenLogprobs(now, entropy))
+    training_batch = objective.prepare_step(training_batch, TokenLogprobs(now, entropy))
     total = 0.0
     for rows in groups:
         # A selection is as wide as its longest row; the whole batch keeps its padding.
         micro = training_batch if groups is ALL else training_batch.select(rows)
         width = micro.loss_weights.shape[1]
         new = TokenLogprobs(now[rows, :width], entropy[rows, :width])
-        loss = objective.loss(new, micro, totals).loss
+        loss = objective.loss(new, micro).loss
         loss.backward()
         total += loss.item()
     unused = torch.zeros_like(entropy)
@@ -317,14 +316,14 @@ def test_a_function_as_kl_estimator_equals_the_estimator_of_that_name():
     torch.testing.assert_close(gradients(given, now, entropy, training_batch, ALL), expected)
 
 
-def test_a_loss_without_totals_takes_its_rows_as_the_whole_step():
+def test_a_loss_takes_rows_that_are_not_prepared_as_the_whole_step():
     objective = Objective(top_entropy_quantile=0.4, entropy_coef=0.5)
     now, entropy, training_batch = batch(objective)
     new = TokenLogprobs(now, entropy)
-    totals = objective.entropy_totals(training_batch.loss_weights, entropy)
+    prepared = objective.prepare_step(training_batch, new)
 
     assert objective.loss(new, training_batch).loss == pytest.approx(
-        objective.loss(new, training_batch, totals).loss.item(), rel=1e-12
+        objective.loss(new, prepared).loss.item(), rel=1e-12
     )
 
 
@@ -430,22 +429,23 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
         loss_weights=objective.loss_weights(mask, torch.zeros(2, dtype=torch.bool), 3),
     )
 
-    totals = objective.entropy_totals(training_batch.loss_weights, entropy)
-    loss = objective.loss(TokenLogprobs(now, entropy), training_batch, totals).loss
+    training_batch = objective.prepare_step(training_batch, TokenLogprobs(now, entropy))
+    loss = objective.loss(TokenLogprobs(now, entropy), training_batch).loss
     loss.backward()
 
-    assert totals.num_tokens == 2
+    assert training_batch.kept.sum() == 2
     assert loss.item() == -0.5 * (3 + 4) / 2
     assert entropy.grad.tolist() == [[0, -0.25, 0], [-0.25, 0, 0]]
 
 
-def test_entropy_totals_count_the_tokens_of_all_ranks():
+def test_the_entropy_bonus_is_a_mean_over_the_tokens_of_all_ranks():
     objective = Objective(top_entropy_quantile=0.5, entropy_coef=0.5)
-    _, entropy, training_batch = batch(objective)
-    alone = objective.entropy_totals(training_batch.loss_weights, entropy)
-    twins = objective.entropy_totals(training_batch.loss_weights, entropy, Twins())
+    now, entropy, training_batch = batch(objective)
+    new = TokenLogprobs(now, entropy)
+    alone, twins = (objective.prepare_step(training_batch, new, x) for x in (ALONE, Twins()))
 
-    assert twins.num_tokens == 2 * alone.num_tokens == 2 * 9
+    assert alone.kept.sum() == twins.kept.sum() == (alone.term_weights != 0).sum() == 9
+    assert alone.term_weights.max() == 2 * twins.term_weights.max() == 1 / 9
 
 
 def test_the_entropy_threshold_is_the_quantile_of_all_ranks():
@@ -454,12 +454,11 @@ def test_the_entropy_threshold_is_the_quantile_of_all_ranks():
             return torch.cat([values, torch.full((18,), 0.05, dtype=values.dtype)])
 
     objective = Objective(top_entropy_quantile=0.5)
-    _, entropy, training_batch = batch(objective)
-    totals = objective.entropy_totals(training_batch.loss_weights, entropy, Other())
+    now, entropy, training_batch = batch(objective)
+    prepared = objective.prepare_step(training_batch, TokenLogprobs(now, entropy), Other())
 
     # All 18 tokens of the other rank have a lower entropy, so the upper half is this rank's.
-    assert totals.entropy_threshold <= entropy[training_batch.loss_mask].min()
-    assert totals.num_tokens == 2 * 18
+    assert torch.equal(prepared.kept, training_batch.loss_mask)
 
 
 def with_turns(objective, junk=0.0):
@@ -525,11 +524,16 @@ def test_weights_and_advantages_of_rows_with_turns_are_those_of_the_policys_toke
 
 def test_needs():
     assert not Objective().needs_reference
-    assert not Objective().needs_all_rows
+    assert not Objective().needs
     assert Objective(kl_coef=0.1).needs_reference
-    assert Objective(kl_coef=0.1).needs_all_rows
-    assert Objective(entropy_coef=0.1).needs_all_rows
-    assert Objective(top_entropy_quantile=0.2).needs_entropy
+    assert Objective(kl_coef=0.1).needs == {"ref_logprobs", "all_rows"}
+    assert Objective(kl_coef=0.1, kl_estimator="jsd").needs == {"ref_hidden", "all_rows"}
+    assert Objective(entropy_coef=0.1).needs == {"entropy_gradient", "all_rows"}
+    assert Objective(top_entropy_quantile=0.2).needs == {"before_step"}
+    assert Objective(surrogate=KLCov()).needs == {"before_step"}
+    in_reward = Objective(kl_in_reward=KLInReward())
+    assert in_reward.needs == {"ref_logprobs"}
+    assert replace(in_reward, old_policy="sampler").needs == {"ref_logprobs", "policy_logprobs"}
 
 
 @pytest.mark.parametrize(

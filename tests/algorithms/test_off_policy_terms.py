@@ -15,7 +15,7 @@ from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import Clipped, PolicyGradient
-from litgrpo.algorithms.terms import PositiveNLL
+from litgrpo.algorithms.terms import PositiveNLL, StepTokens
 from litgrpo.types import TokenLogprobs, TrainingBatch
 
 FIRST, SECOND = torch.tensor([1, 3]), torch.tensor([[2, 2], [1, 3]])  # quarters, of the sampler
@@ -70,7 +70,7 @@ def loss_of(objective, policy, old=None):
     entropy = -(policy.logp.exp() * policy.logp).sum(1)
     new = TokenLogprobs(policy.logprobs(), policy.per_row(entropy), divergence)
     sampler = torch.stack([SAMPLER[0], *SAMPLER[1]])
-    correct = REWARDS[TOKENS.unbind(1)] == 1
+    step = StepTokens(MASK, ~MASK, MASK, REWARDS[TOKENS.unbind(1)])
     rewards = REWARDS[TOKENS.unbind(1)][:, None].expand(16, 3)
     rows = TrainingBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
@@ -84,7 +84,9 @@ def loss_of(objective, policy, old=None):
         loss_weights=MASK / 16,  # the aggregation `sequence_sum`
         old_logprobs=None if old is None else old.logprobs().detach(),
         ref_logprobs=policy.per_row(REFERENCE),
-        nll_weights=objective.nll_weights(MASK, ~MASK, correct) if objective.adds_nll else None,
+        term_weights=objective.term_weights(step, dtype=torch.float64)
+        if objective.mean_terms
+        else None,
     )
     return objective.loss(new, rows).loss
 

@@ -127,7 +127,7 @@ def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):
     half = torch.arange(len(training_batch))[:, None] % 2
     training_batch = replace(training_batch, advantages=training_batch.advantages * half)
     skipped = gradient_of(learner, training_batch)
-    monkeypatch.setattr(Objective, "needs_all_rows", True)
+    monkeypatch.setattr(Objective, "needs", {"all_rows"})
     assert difference(skipped, gradient_of(learner, training_batch)) < 1e-5
 
 
@@ -515,11 +515,11 @@ def test_the_gradient_of_an_attempt_that_ran_out_of_memory_is_dropped():
     class Late(Objective):
         """Memory runs out once, after the first micro-batch has added its gradient."""
 
-        def loss(self, new, training_batch, *rest):
+        def loss(self, new, training_batch):
             calls.append(len(training_batch))
             if len(calls) == 2:
                 raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
-            return super().loss(new, training_batch, *rest)
+            return super().loss(new, training_batch)
 
     learner, training_batch = build_case("qwen2", Objective())
     late, _ = build_case("qwen2", Late(), config=replace(ONE_PASS, micro_batch_size=4))
@@ -533,7 +533,7 @@ def test_the_gradient_of_an_attempt_that_ran_out_of_memory_is_dropped():
 def test_memory_too_short_for_one_row_says_what_to_do():
     @dataclass(frozen=True)
     class TooTight(Objective):
-        def loss(self, new, training_batch, *rest):
+        def loss(self, new, training_batch):
             raise torch.OutOfMemoryError("out of memory")
 
     learner, training_batch = build_case("qwen2", TooTight())
@@ -641,12 +641,12 @@ def test_all_ranks_count_in_selections_and_cross_entropies():
     for comm in (SingleProcess(), Twins()):
         each = replace(learner, comm=comm)
         rows = each.build_batch(rollout, rewards, RolloutLogprobs())
-        weights.append(rows.nll_weights)
-        counts.append(int(each.prepare_step(rows)[0].selected.sum()))
+        weights.append(rows.term_weights)
+        counts.append(int(each.prepare_step(rows).selected.sum()))
 
     assert counts == [1, 2]
     torch.testing.assert_close(weights[1], weights[0] / 2)
-    torch.testing.assert_close(weights[0].sum(), torch.tensor(0.5))
+    torch.testing.assert_close(weights[0].sum(), torch.tensor(1.0))
 
 
 def test_observations_have_the_gradient_of_their_cross_entropy():

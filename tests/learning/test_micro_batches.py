@@ -112,7 +112,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batches(case):
         loss_weights=objective.loss_weights(mask, torch.zeros(len(lengths)).bool(), 5),
         ref_logprobs=torch.full(shape, -1.0),
     )
-    totals = objective.entropy_totals(rows.loss_weights)
+    rows = objective.prepare_step(rows)
     gradients = []
     for limits in (BatchLimits(), BatchLimits(max_rows, max_tokens, shared)):
         weight = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64, requires_grad=True)
@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batches(case):
             own = logits.flatten(0, 1)[micro.rows.completion_ids]
             scores = (own * weight).log_softmax(-1)
             new = TokenLogprobs(scores[..., 0], -(scores.exp() * scores).sum(-1))
-            objective.loss(new, micro.rows, totals).loss.backward()
+            objective.loss(new, micro.rows).loss.backward()
         gradients.append(weight.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
 
@@ -170,14 +170,17 @@ def test_rows_with_a_selected_token_or_a_cross_entropy_have_a_gradient():
     third, fourth = (rows.loss_mask & (torch.arange(4) == n)[:, None] for n in (2, 3))
 
     assert rows_with_gradient(replace(rows, selected=third)).tolist() == [1, 2]
-    assert rows_with_gradient(replace(rows, nll_weights=fourth.float())).tolist() == [1, 3]
+    assert rows_with_gradient(replace(rows, term_weights=fourth[..., None].float())).tolist() == [
+        1,
+        3,
+    ]
 
 
 def test_a_filler_has_no_weight_in_any_term():
     rows = training_batch([1.0, 1.0, 1.0, 1.0])
-    filler = _without_weight(replace(rows, nll_weights=rows.loss_weights))
+    filler = _without_weight(replace(rows, term_weights=rows.loss_weights[..., None]))
 
-    assert not any(x.any() for x in (filler.loss_weights, filler.advantages, filler.nll_weights))
+    assert not any(x.any() for x in (filler.loss_weights, filler.advantages, filler.term_weights))
 
 
 def test_rows_without_advantage_or_weight_are_left_out_but_never_all():

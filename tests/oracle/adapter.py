@@ -17,7 +17,7 @@ from torch import Tensor
 
 from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
 from litgrpo.algorithms.correction import ImportanceCorrection
-from litgrpo.algorithms.objective import EntropyTotals, Objective
+from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 
@@ -145,8 +145,6 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
         old_logprobs=old,
         ref_logprobs=_tensor(arrays, "ref_logps") if chosen.needs_reference else None,
     )
-    found = chosen.entropy_totals(training_batch.loss_weights, entropy)
-    scaled = EntropyTotals(found.num_tokens / of_bonus, found.entropy_threshold)
     parts = [chosen]
     if chosen.importance_correction is not None and chosen.kl_coef:
         # TRL corrects the surrogate loss only, litgrpo the KL penalty as well.
@@ -156,7 +154,13 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
             replace(without_rewards, importance_correction=None),
         ]
     new = TokenLogprobs(logprobs, entropy)
-    value = torch.stack([part.loss(new, training_batch, scaled).loss for part in parts]).sum()
+    losses = []
+    for part in parts:
+        step = part.prepare_step(training_batch, new)
+        if step.term_weights is not None:
+            step = replace(step, term_weights=step.term_weights * of_bonus)
+        losses.append(part.loss(new, step).loss)
+    value = torch.stack(losses).sum()
     value.backward()
     gradients = [
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (logprobs, entropy)

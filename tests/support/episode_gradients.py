@@ -118,8 +118,8 @@ def _one_row_per_turn(batch, joined, rollout):
     names = ("completion_ids", "sampler_logprobs", "old_logprobs", "ref_logprobs", "candidate_ids")
     values = {name: part(getattr(batch, name)) for name in names}
     values |= {name: part(getattr(batch, name)) * real for name in ("advantages", "loss_weights")}
-    if batch.nll_weights is not None:
-        values["nll_weights"] = part(batch.nll_weights) * real
+    if batch.term_weights is not None:
+        values["term_weights"] = part(batch.term_weights) * real[..., None]
     values |= {"completion_mask": real, "loss_mask": real}
     prompt_of = torch.arange(len(pairs), device=ids.device)
     return replace(batch, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)

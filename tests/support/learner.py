@@ -16,8 +16,8 @@ class Broken(Objective):
     kind: str = "loss"
     value: float = float("nan")
 
-    def loss(self, new, training_batch, *rest):
-        output = super().loss(new, training_batch, *rest)
+    def loss(self, new, training_batch):
+        output = super().loss(new, training_batch)
         asked = training_batch.prompt_ids[training_batch.prompt_of]
         if not bool((asked == self.prompt).any()):
             return output
@@ -36,7 +36,7 @@ def first_token(text: str) -> int:
 class Tight(Objective):
     """Memory suffices for two rows."""
 
-    def loss(self, new, training_batch, *rest):
+    def loss(self, new, training_batch):
         if len(training_batch) > 2:
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
-        return super().loss(new, training_batch, *rest)
+        return super().loss(new, training_batch)

@@ -7,11 +7,12 @@ nats. Source: Schulman 2020, Approximating KL divergence.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from litgrpo.algorithms.inputs import Need
 from litgrpo.argument_types import check_field_types
 from litgrpo.tensors import safe_exp
 
@@ -70,6 +71,7 @@ class KLInReward:
             completion.
     """
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"ref_logprobs"})
     coef: float = 1e-3
     estimator: KLName = "k1"
 

@@ -11,6 +11,7 @@ So the gradient does not depend on how the step is split into micro-batches and 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -20,52 +21,43 @@ from litgrpo.algorithms.advantages import Advantages, Normalized, OptimalTokenBa
 from litgrpo.algorithms.aggregation import LOSS_AGGREGATIONS, LossAggregation, LossAggregationName
 from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence, DivergenceName
-from litgrpo.algorithms.kl import KL_ESTIMATORS, KLEstimator, KLInReward, KLName
+from litgrpo.algorithms.inputs import LossInputs, Need
+from litgrpo.algorithms.kl import KL_ESTIMATORS, KLInReward, KLName
+from litgrpo.algorithms.masks import (
+    CompletionMask,
+    Completions,
+    KeepTopEntropy,
+    Mask,
+    MaskLargeKL,
+    MaskOffPolicy,
+    MaskTruncated,
+    MaskZeroVariance,
+    StepMask,
+    TokenMask,
+)
 from litgrpo.algorithms.ratios import RATIOS, ImportanceSamplingLevel
-from litgrpo.algorithms.surrogates import (
-    DPPO,
-    Clipped,
-    PolicyGradient,
-    StepSurrogate,
-    Surrogate,
-    SurrogateInputs,
+from litgrpo.algorithms.surrogates import Clipped, Surrogate
+from litgrpo.algorithms.terms import (
+    EntropyBonus,
+    KLDivergence,
+    KLEstimate,
+    LogRatioPenalty,
+    MeanTerm,
+    ObservationNLL,
+    PositiveNLL,
+    StepTokens,
+    Term,
 )
-from litgrpo.algorithms.terms import PositiveNLL
-from litgrpo.algorithms.token_selection import (
-    token_keys,
-)
+from litgrpo.algorithms.token_selection import token_keys
 from litgrpo.algorithms.turns import TurnAdvantages, Turns
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm, SingleProcess
-from litgrpo.tensors import row_mean
 from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
 
 ALONE = SingleProcess()
 
 
 RATIO_MAX = "policy/ratio_max"
-
-
-@dataclass(frozen=True)
-class EntropyTotals:
-    """Totals of one optimizer step for the entropy bonus and `top_entropy_quantile`.
-
-    All micro-batches and ranks of the step share them. The denominators of the loss are in the loss
-    weights of the tokens.
-
-    Args:
-        num_tokens: [] tokens that the entropy bonus is a mean over.
-        entropy_threshold: [] smallest entropy of a token that contributes to the loss; None: all
-            tokens contribute.
-
-    Example:
-        A step of 4,096 tokens of which the 20 % of highest entropy contribute::
-
-            EntropyTotals(num_tokens=tensor(819), entropy_threshold=tensor(1.37))
-    """
-
-    num_tokens: Tensor
-    entropy_threshold: Tensor | None = None
 
 
 @check_field_types
@@ -120,6 +112,8 @@ class Objective:
             0.1). It needs an environment, and sampling from all tokens.
         kl_in_reward: subtracts the KL to the reference from the reward; null: the KL is only a term
             of the loss (`kl_coef`).
+        masks: further masks, of your own classes: `CompletionMask`, `TokenMask` or `StepMask`.
+        terms: further terms of the loss, of your own classes: `Term` or `MeanTerm`.
 
     Gradient of the KL penalty k3 by l, for one token with d = l_ref - l and w = e^(l - l_old)::
 
@@ -160,23 +154,24 @@ class Objective:
     positive_nll: PositiveNLL | None = None
     observation_nll_coef: float = 0.0
     kl_in_reward: KLInReward | None = None
+    masks: tuple[Mask, ...] = ()
+    terms: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        self._check_combinations()
+        """Check the options, and that those which are set have a meaning together."""
         self._check_names()
         for name in ("reward_coef", "kl_coef", "log_ratio_coef", "observation_nll_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
             raise ValueError(f"advantage_clip is {self.advantage_clip}; it must be above 0")
-        if self.kl_mask_threshold is not None and not self.kl_mask_threshold >= 0:
-            raise ValueError(f"kl_mask_threshold is {self.kl_mask_threshold}; it must be >= 0")
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef is {self.entropy_coef}; it must be finite")
         for name in ("gamma", "top_entropy_quantile"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
+        assert self.needs is not None  # builds the masks and terms, which check their values
+        self._check_combinations()
 
     def _check_names(self) -> None:
         """Reject unknown names; a Python caller has no parser to check them."""
@@ -190,7 +185,7 @@ class Objective:
 
     def _check_combinations(self) -> None:
         """Reject options that exclude each other, or leave nothing to learn."""
-        if not (self.reward_coef or self.kl_coef):
+        if not (self.reward_coef or self.kl_coef or self.terms):
             raise ValueError(
                 "reward_coef and kl_coef are 0, so there is nothing to learn. Set reward_coef to "
                 "learn from rewards, or kl_coef and a reference to learn from a teacher"
@@ -200,12 +195,11 @@ class Objective:
                 "old_policy is sampler, so the ratio already corrects for the sampler; set "
                 "importance_correction to null, or old_policy to before_update"
             )
-        base = self.surrogate
-        base = base.surrogate if isinstance(base, StepSurrogate) else base
-        if isinstance(base, DPPO) and self.importance_sampling_level != "token":
+        if self.surrogate.is_per_token and self.importance_sampling_level != "token":
             raise ValueError(
-                f"importance_sampling_level is {self.importance_sampling_level}, but DPPO limits "
-                "the probabilities of single tokens; set it to token"
+                f"importance_sampling_level is {self.importance_sampling_level}, but "
+                f"{type(self.surrogate).__name__} limits the probabilities of single tokens; set "
+                "it to token"
             )
         self.advantages.check_contained()
         if self.kl_in_reward is not None and not self.advantages.uses_total:
@@ -214,6 +208,22 @@ class Objective:
                 "normalizes each reward function separately (GDPO); set kl_in_reward to null and "
                 "use kl_coef, or other advantages"
             )
+        by_metric: dict[str, Term] = {}
+        for term in self.loss_terms:
+            if term.metric and by_metric.setdefault(term.metric, term) is not term:
+                names = f"{name_of(by_metric[term.metric])} and {name_of(term)}"
+                raise ValueError(
+                    f"{names} are both logged as policy/{term.metric}; leave one of them out, or "
+                    "give its class another metric"
+                )
+        compared = [name_of(term) for term in self.loss_terms if term.of_vocabulary is not None]
+        if len(compared) > 1:
+            raise ValueError(
+                f"{' and '.join(compared)} each compare the policy with the reference over the "
+                "vocabulary, but one objective can have one such term; leave one of them out"
+            )
+
+    # --- its parts ---
 
     @property
     def aggregation(self) -> LossAggregation:
@@ -222,37 +232,74 @@ class Objective:
             return LOSS_AGGREGATIONS[self.loss_aggregation]
         return self.loss_aggregation
 
+    @cached_property
+    def loss_terms(self) -> tuple[Term, ...]:
+        """All terms in use beside the surrogate loss: those of options, then `terms`."""
+        kl: Term
+        estimator = self.kl_estimator
+        if isinstance(estimator, str):
+            estimator = DIVERGENCES.get(estimator) or KL_ESTIMATORS[estimator]
+        if isinstance(estimator, Divergence):
+            kl = KLDivergence(self.kl_coef, estimator)
+        else:
+            kl = KLEstimate(self.kl_coef, estimator, self.kl_bias_correction)
+        options = (
+            kl,
+            LogRatioPenalty(self.log_ratio_coef),
+            EntropyBonus(self.entropy_coef),
+            *([] if self.positive_nll is None else [self.positive_nll]),
+            ObservationNLL(self.observation_nll_coef),
+        )
+        return (*(term for term in options if term.coef != 0), *self.terms)
+
+    @cached_property
+    def mean_terms(self) -> tuple[MeanTerm, ...]:
+        """Terms that are means over tokens of their own, in the order of their weights."""
+        return tuple(term for term in self.loss_terms if isinstance(term, MeanTerm))
+
+    @cached_property
+    def loss_masks(self) -> tuple[Mask, ...]:
+        """All masks in use: those of options, then `masks`."""
+        options: list[Mask] = []
+        if self.mask_truncated_completions:
+            options.append(MaskTruncated())
+        if self.exclude_zero_variance:
+            options.append(MaskZeroVariance())
+        if self.top_entropy_quantile < 1:
+            options.append(KeepTopEntropy(self.top_entropy_quantile))
+        if self.off_policy_mask_threshold is not None:
+            options.append(MaskOffPolicy(self.off_policy_mask_threshold))
+        if self.kl_mask_threshold is not None:
+            options.append(MaskLargeKL(self.kl_mask_threshold))
+        return (*options, *self.masks)
+
+    @cached_property
+    def needs(self) -> frozenset[Need]:
+        """All that the surrogate, masks, terms and the KL in the reward need."""
+        needs = self.surrogate.needs.union(
+            *(mask.needs for mask in self.loss_masks), *(term.needs for term in self.loss_terms)
+        )
+        if self.kl_in_reward is not None:
+            needs |= self.kl_in_reward.needs
+            if self.corrects_sampler:
+                needs |= {"policy_logprobs"}
+        return needs
+
     @property
     def needs_reference(self) -> bool:
-        """True if the loss or the rewards need reference log-probabilities."""
-        return self.kl_coef > 0 or self.kl_in_reward is not None
-
-    @property
-    def needs_reference_logprobs(self) -> bool:
-        """True if log-probabilities of the sampled tokens under the reference are needed."""
-        return self.kl_in_reward is not None or (self.kl_coef > 0 and self.divergence is None)
-
-    @property
-    def adds_nll(self) -> bool:
-        """True if the loss has a cross-entropy term, see `nll_weights`."""
-        return self.positive_nll is not None or self.observation_nll_coef > 0
+        """True if the loss or the rewards are computed with a reference model."""
+        return not self.needs.isdisjoint({"ref_logprobs", "ref_hidden"})
 
     @property
     def divergence(self) -> Divergence | None:
-        """Divergence over the vocabulary that is the KL term; None: an estimate, or no KL term."""
-        given = self.kl_estimator
-        found = DIVERGENCES.get(given) if isinstance(given, str) else given
-        return found if self.kl_coef > 0 and isinstance(found, Divergence) else None
+        """Divergence over the vocabulary that a term needs; None: no term does."""
+        found = (term.of_vocabulary for term in self.loss_terms)
+        return next((divergence for divergence in found if divergence is not None), None)
 
     @property
     def corrects_sampler(self) -> bool:
         """True if the loss accounts for completions of another policy than that of the update."""
         return self.importance_correction is not None or self.old_policy == "sampler"
-
-    @property
-    def needs_policy_kl(self) -> bool:
-        """True if `kl_in_reward` is that of the policy before the update, not of the sampler."""
-        return self.kl_in_reward is not None and self.corrects_sampler
 
     def find_uncorrected(self) -> list[str]:
         """Names of the terms in use that `importance_correction` or `old_policy` do not weight.
@@ -261,41 +308,20 @@ class Objective:
         vocabulary, the entropy, an observation) has that of the completion, if there is one. With
         `old_policy: sampler` only terms with the ratio are weighted.
         """
-        base = self.surrogate
-        base = base.surrogate if isinstance(base, StepSurrogate) else base
-        sampled, by_position = self.importance_correction is not None, False
-        if self.importance_correction is not None:
-            by_position = self.importance_correction.level != "token"
-        to_sampler = self.old_policy == "sampler"
-        kl = by_position if self.divergence else sampled or (to_sampler and self.kl_bias_correction)
-        # {name: (is in use, is weighted)}
-        terms = {
-            "the surrogate loss": (
-                self.reward_coef > 0,
-                sampled or (to_sampler and not isinstance(base, PolicyGradient)),
-            ),
-            "kl_coef": (self.kl_coef > 0, kl),
-            "log_ratio_coef": (self.log_ratio_coef > 0, sampled),
-            "entropy_coef": (self.entropy_coef != 0, by_position),
-            "positive_nll": (self.positive_nll is not None, sampled),
-            "observation_nll_coef": (self.observation_nll_coef > 0, by_position),
-        }
-        return [name for name, (used, weighted) in terms.items() if used and not weighted]
+        correction, to_sampler = self.importance_correction, self.old_policy == "sampler"
 
-    @property
-    def needs_all_rows(self) -> bool:
-        """True if a row with zero advantages can still have a gradient, from an added term."""
-        return self.kl_coef > 0 or self.entropy_coef != 0 or self.log_ratio_coef > 0
+        def is_weighted(part: Surrogate | Term) -> bool:
+            if part.of_position:
+                return correction is not None and correction.level != "token"
+            return correction is not None or (to_sampler and part.uses_ratio)
 
-    @property
-    def needs_entropy(self) -> bool:
-        """True if `entropy_totals` needs every token's entropy before the step."""
-        return self.top_entropy_quantile < 1
+        parts: dict[str, Surrogate | Term] = {}
+        if self.reward_coef > 0:
+            parts["the surrogate loss"] = self.surrogate
+        parts |= {name_of(term): term for term in self.loss_terms}
+        return [name for name, part in parts.items() if not is_weighted(part)]
 
-    @property
-    def selects_tokens(self) -> bool:
-        """True if `select_tokens` needs every token's log-probability before the step."""
-        return isinstance(self.surrogate, StepSurrogate)
+    # --- before the update ---
 
     def token_advantages(
         self,
@@ -351,12 +377,13 @@ class Objective:
                 `exclude_zero_variance`. None: all.
         """
         counted = torch.ones_like(truncated)
-        if self.exclude_zero_variance and informative is not None:
-            counted = informative
-        if self.mask_truncated_completions:
-            loss_mask = loss_mask & ~truncated[:, None]
-        mask = (loss_mask & counted[:, None]).to(dtype)
-        # Masked truncated completions count in N: otherwise the few others would get large weights.
+        completions = Completions(truncated, counted if informative is None else informative)
+        for completion_mask in self.loss_masks:
+            if isinstance(completion_mask, CompletionMask):
+                in_loss = completion_mask(completions)
+                loss_mask = loss_mask & in_loss[:, None]
+                counted = counted if completion_mask.is_counted else counted & in_loss
+        mask = loss_mask.to(dtype)
         num_completions = comm.sum(counted.to(dtype).sum()).clamp(min=1)
         num_tokens = comm.sum(mask.sum()).clamp(min=1)
         return self.aggregation(mask, num_completions, num_tokens, max_completion_length)
@@ -368,7 +395,7 @@ class Objective:
 
         Args:
             rewards: of N = B * G completions.
-            logprobs: [N, C] at sampling; before the update if `needs_policy_kl`.
+            logprobs: [N, C] at sampling; before the update if `needs` has `policy_logprobs`.
             ref_logprobs: [N, C] under the reference; needed only with `kl_in_reward`.
             mask: [N, C] True marks a generated token.
         """
@@ -379,167 +406,145 @@ class Objective:
         total = rewards.total - self.kl_in_reward.coef * kl.view_as(rewards.total)
         return replace(rewards, total=total)
 
-    def nll_weights(
-        self, loss_mask: Tensor, observed: Tensor, correct: Tensor, comm: Comm = ALONE
+    def term_weights(
+        self, tokens: StepTokens, comm: Comm = ALONE, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """[M, C] weight of -log p of every token of an optimizer step; 0 for tokens without it.
+        """[M, C, K] weights of the K `mean_terms` in an optimizer step; there is at least one.
 
         Args:
-            loss_mask: [M, C] True marks a generated token.
-            observed: [M, C] True marks a token of the environment.
-            correct: [M] True for completions that `positive_nll` imitates.
+            tokens: of the step.
             comm: of the ranks that share the step.
+            dtype: of the weights.
         """
-        imitated = 0.0 if self.positive_nll is None else self.positive_nll.coef
-        terms = (imitated, loss_mask & correct[:, None]), (self.observation_nll_coef, observed)
-        # coef / number of the term's tokens in the step, on all ranks
-        scales = [coef / comm.sum(mask.sum()).clamp(min=1) for coef, mask in terms]
-        return scales[0] * terms[0][1] + scales[1] * terms[1][1]
+        selected = [term.select(tokens).to(dtype) for term in self.mean_terms]
+        return torch.stack([_mean_weights(mask, comm) for mask in selected], -1)
 
-    def entropy_totals(
-        self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
-    ) -> EntropyTotals:
-        """Compute the totals that all micro-batches of an optimizer step share.
-
-        Args:
-            weights: [M, C] of all rows of the step on this rank.
-            entropy: [M, C] before the step; needed only if `needs_entropy`.
-            comm: of the ranks that share the step.
-        """
-        in_loss, threshold = weights != 0, None
-        if self.needs_entropy:
-            assert entropy is not None, "top_entropy_quantile < 1 needs entropies"
-            # float32: a quantile that falls on a token must not miss it by rounding in 1 - share.
-            counted = entropy.detach().float()
-            flat = counted.masked_fill(~in_loss, torch.nan).flatten()
-            threshold = comm.gather(flat).nanquantile(1 - self.top_entropy_quantile)
-            in_loss = in_loss & (counted >= threshold)
-        return EntropyTotals(comm.sum(in_loss.sum()).clamp(min=1), threshold)
-
-    def select_tokens(
-        self, batch: TrainingBatch, new: TokenLogprobs | None = None, comm: Comm = ALONE
+    def prepare_step(
+        self, batch: TrainingBatch, before: TokenLogprobs | None = None, comm: Comm = ALONE
     ) -> TrainingBatch:
-        """Return all rows of an optimizer step with the tokens that its surrogate selects.
+        """Return all rows of an optimizer step with what depends on all of its tokens.
+
+        These are the weights of means, the tokens that the surrogate selects, and those that step
+        masks keep. The denominators of the loss weights are those of the step already.
 
         Args:
             batch: all rows of the step on this rank.
-            new: [M, C] before the step; needed only if `selects_tokens`.
+            before: [M, C] before the step; needed only if `needs` has `before_step`.
             comm: of the ranks that share the step.
         """
-        if not isinstance(self.surrogate, StepSurrogate):
+        if batch.term_weights is None and self.mean_terms:
+            observed, in_loss = batch.completion_mask & ~batch.loss_mask, batch.loss_weights != 0
+            tokens = StepTokens(batch.loss_mask, observed, in_loss)
+            dtype = batch.loss_weights.dtype
+            batch = replace(batch, term_weights=self.term_weights(tokens, comm, dtype))
+        if "before_step" not in self.needs:
             return batch
-        assert new is not None, f"{type(self.surrogate).__name__} needs log-probabilities"
+        assert before is not None, "the surrogate or a mask needs log-probabilities of the step"
         with torch.no_grad():
-            inputs = self._surrogate_inputs(new, batch)
-            return replace(batch, selected=self.surrogate.select(inputs, token_keys(batch), comm))
+            inputs = self._inputs(before, batch)
+            selected, kept = None, inputs.mask
+            if "before_step" in self.surrogate.needs:
+                selected = self.surrogate.select(inputs, token_keys(batch), comm)
+            for mask in self.loss_masks:
+                if isinstance(mask, StepMask):
+                    kept = kept & mask(inputs, comm)
+            weights = self._renormalize(batch.term_weights, kept, comm)
+        return replace(batch, selected=selected, kept=kept, term_weights=weights)
 
-    def loss(
-        self, new: TokenLogprobs, batch: TrainingBatch, totals: EntropyTotals | None = None
-    ) -> LossOutput:
+    def _renormalize(self, weights: Tensor | None, kept: Tensor, comm: Comm) -> Tensor | None:
+        """[M, C, K] weights of means, of which some are over tokens that step masks keep."""
+        if weights is None:
+            return None
+        by_term = list(weights.unbind(-1))
+        for number, term in enumerate(self.mean_terms):
+            if term.follows_masks:
+                chosen = kept & (by_term[number] != 0)
+                by_term[number] = _mean_weights(chosen.to(weights.dtype), comm)
+        return torch.stack(by_term, -1)
+
+    # --- the loss ---
+
+    def loss(self, new: TokenLogprobs, batch: TrainingBatch) -> LossOutput:
         """Loss of a micro-batch; the losses of an optimizer step's micro-batches add up.
 
         Args:
             new: [M, C] current log-probabilities and entropies, with gradient.
             batch: M completions; without `old_logprobs` the current policy is the old one: there is
-                one optimizer step per rollout.
-            totals: of the step, for the entropy bonus and mask; None if these are all its
-                rows. If they are given, the batch has passed `select_tokens`.
+                one optimizer step per rollout. If it needs `prepare_step` and has not passed it,
+                these are all rows of the step.
         """
-        if totals is None:
-            totals = self.entropy_totals(batch.loss_weights, new.entropy)
-            batch = self.select_tokens(batch, new)
-        inputs = self._surrogate_inputs(new, batch)
-        in_loss = batch.loss_weights != 0
-        entropy = torch.where(in_loss, new.entropy, 0.0)
-        # `kept` selects tokens of the policy-gradient term. The KL term holds for all tokens.
-        kept = in_loss
-        if totals.entropy_threshold is not None:
-            kept = kept & (entropy.detach().float() >= totals.entropy_threshold)
-        position_weights = self._position_weights(inputs.old_logprobs, batch, in_loss)
-        bonus = (position_weights * torch.where(kept, entropy, 0.0)).sum()
-        if self.off_policy_mask_threshold is not None:
-            # Mean of log p_sampler - log p over a completion. A completion of negative advantage
-            # that became much less likely has been pushed far enough: its tokens are left out.
-            drift = torch.where(in_loss, batch.sampler_logprobs - inputs.logprobs.detach(), 0.0)
-            drift = row_mean(drift.nan_to_num(0.0), in_loss)
-            kept = kept & ((inputs.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
-        if self.kl_mask_threshold is not None:
-            kept = kept & (inputs.log_ratio.detach().square() / 2 <= self.kl_mask_threshold)
-        token_loss = self.reward_coef * torch.where(kept, self.surrogate(inputs), 0.0)
-        stats = {"policy/entropy_trained": entropy, "policy/log_ratio": inputs.log_ratio}
+        if not self._is_prepared(batch):
+            batch = self.prepare_step(batch, new)
+        inputs = self._inputs(new, batch)
+        in_loss = inputs.mask
+        # `kept` selects tokens of the policy-gradient term. Other terms hold for all tokens.
+        kept = self._kept(inputs)
         low, high = self.surrogate.find_clipped(inputs)
-        stats["policy/clip_low_frac"], stats["policy/clip_high_frac"] = low, high
+        stats = {
+            "policy/entropy_trained": inputs.entropy,
+            "policy/log_ratio": inputs.log_ratio,
+            "policy/clip_low_frac": low,
+            "policy/clip_high_frac": high,
+        }
         if kept is not in_loss:
             stats["policy/kept_frac"] = kept
         if inputs.selected is not None:
             stats["policy/selected_frac"] = inputs.selected
         if self.importance_correction is not None:
             stats["policy/sampler_weight"] = inputs.correction
-        if self.log_ratio_coef > 0:
-            penalty = inputs.log_ratio.square() * inputs.correction
-            token_loss = token_loss + self.log_ratio_coef * penalty
-        if self.kl_coef > 0:
-            if new.divergence is None:
-                penalty = self._kl_estimate(inputs, batch)
-            else:
-                penalty = position_weights * torch.where(in_loss, new.divergence, 0.0)
-            token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        # loss = sum_t u_t (reward_coef surrogate_t + log_ratio_coef s_t^2 + kl_coef KL_t)
-        #        - entropy_coef * mean entropy.
-        # The loss weights u contain the denominators of the whole optimizer step, so micro-batches
+        # loss = sum_t u_t (reward_coef surrogate_t + sum over terms of coef value_t)
+        #        + sum over mean terms of coef sum_t v_t value_t.
+        # The weights u and v contain the denominators of the whole optimizer step, so micro-batches
         # add up.
+        token_loss = self.reward_coef * torch.where(kept, self.surrogate(inputs), 0.0)
+        for term in self.loss_terms:
+            if not isinstance(term, MeanTerm):
+                value = term(inputs) * self._correction(term, inputs)
+                token_loss = token_loss + term.coef * value
+                if term.metric:
+                    stats[f"policy/{term.metric}"] = value
         weights = self.aggregation.rescale_micro_batch(batch.loss_weights, in_loss)
-        loss = (weights * token_loss).sum() - self.entropy_coef * bonus / totals.num_tokens
-        sums = {name: (value.detach() * in_loss).sum() for name, value in stats.items()}
-        pairs = {name: torch.stack([x, in_loss.sum()]) for name, x in sums.items()}
+        loss = (weights * token_loss).sum()
+        count = in_loss.sum()
+        pairs = {
+            name: torch.stack([(value.detach() * in_loss).sum(), count])
+            for name, value in stats.items()
+        }
         largest = inputs.ratio.detach().max()
         pairs[RATIO_MAX] = torch.stack([largest, in_loss.any().to(largest)])
-        if batch.nll_weights is not None:
-            nll, nll_pairs = self._nll(new, batch, batch.nll_weights)
-            loss, pairs = loss + nll, pairs | nll_pairs
+        for number, mean_term in enumerate(self.mean_terms):
+            assert batch.term_weights is not None
+            weights = batch.term_weights[..., number] * self._correction(mean_term, inputs)
+            value = torch.where(weights != 0, mean_term(inputs), 0.0)
+            loss = loss + mean_term.coef * (weights * value).sum()
+            if mean_term.metric:
+                numbers = [value.detach().sum(), (weights != 0).sum()]
+                pairs[f"policy/{mean_term.metric}"] = torch.stack(numbers)
         return LossOutput(loss, pairs)
 
-    def _nll(
-        self, new: TokenLogprobs, batch: TrainingBatch, weights: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the [] weighted sum of -log p, and {name: [2] its sum and count} by term."""
-        nll = torch.where(weights != 0, -new.logprobs, 0.0)
-        if self.importance_correction is not None:
-            # Of all generated tokens: those without a weight in the loss may be imitated.
-            old = new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-            arguments = old, batch.sampler_logprobs, batch.loss_mask
-            sampled = self.importance_correction(*arguments)
-            by_position = self.importance_correction.position_weights(*arguments)
-            weights = weights * torch.where(batch.loss_mask, sampled, by_position)
-        terms = {"positive": batch.loss_mask} if self.positive_nll is not None else {}
-        if self.observation_nll_coef > 0:
-            terms["observation"] = ~batch.loss_mask
-        pairs = {}
-        for name, mask in terms.items():
-            counted = mask & (weights != 0)
-            total = torch.where(counted, nll.detach(), 0.0).sum()
-            pairs[f"policy/{name}_nll"] = torch.stack([total, counted.sum()])
-        return (weights * nll).sum(), pairs
+    def _is_prepared(self, batch: TrainingBatch) -> bool:
+        """Return False if the loss needs what `prepare_step` adds, and the rows do not have it."""
+        has_weights = not self.mean_terms or batch.term_weights is not None
+        return has_weights and ("before_step" not in self.needs or batch.kept is not None)
 
-    def _position_weights(self, old: Tensor, batch: TrainingBatch, mask: Tensor) -> Tensor:
-        """[M, 1] weights of terms of a position, see `ImportanceCorrection.position_weights`."""
-        if self.importance_correction is None:
-            return torch.ones_like(old[:, :1])
-        return self.importance_correction.position_weights(old, batch.sampler_logprobs, mask)
+    def _kept(self, inputs: LossInputs) -> Tensor:
+        """[M, C] tokens with a surrogate loss; `inputs.mask` itself without a mask of tokens."""
+        kept = inputs.mask
+        for mask in self.loss_masks:
+            if isinstance(mask, StepMask):
+                assert inputs.batch.kept is not None
+                kept = kept & inputs.batch.kept
+            elif isinstance(mask, TokenMask):
+                kept = kept & mask(inputs)
+        return kept
 
-    def _kl_estimate(self, inputs: SurrogateInputs, batch: TrainingBatch) -> Tensor:
-        """[M, C] KL estimate of each token, with gradient."""
-        assert batch.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
-        # d = l_ref - l; k3 = e^d - d - 1 >= 0 (DeepSeekMath, eq. 4). Its gradient on-policy is
-        # that of KL(reference || policy); times the ratio w, of KL(policy || reference).
-        d = torch.where(inputs.mask, batch.ref_logprobs, 0.0) - inputs.logprobs
-        given = self.kl_estimator
-        estimator: KLEstimator = KL_ESTIMATORS[given] if isinstance(given, str) else given
-        penalty = estimator(d) * inputs.correction
-        return penalty * inputs.ratio if self.kl_bias_correction else penalty
+    @staticmethod
+    def _correction(term: Term, inputs: LossInputs) -> Tensor:
+        """[M, C] or [M, 1] importance weight of a term's value; 1 without a correction."""
+        return inputs.position_weights if term.of_position else inputs.correction
 
-    def _surrogate_inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> SurrogateInputs:
-        """Prepare the inputs of the surrogate, with zeros on padding.
+    def _inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> LossInputs:
+        """Prepare the inputs of surrogate, masks and terms, with zeros on padding.
 
         `torch.where` comes before any arithmetic: the gradient of 0 * NaN would be NaN.
         """
@@ -549,11 +554,34 @@ class Objective:
         # Without one the ratio is 1, and its gradient that of the log-probability.
         old = logprobs.detach() if given is None else torch.where(in_loss, given, 0.0)
         # s = l - l_old, w = e^s. On-policy w is 1, and its gradient is that of l.
-        log_ratio, correction = logprobs - old, torch.ones_like(logprobs)
+        log_ratio = logprobs - old
+        correction, position_weights = torch.ones_like(logprobs), torch.ones_like(logprobs[:, :1])
         if self.importance_correction is not None:
-            correction = self.importance_correction(old, batch.sampler_logprobs, in_loss)
-        ratio = RATIOS[self.importance_sampling_level](log_ratio, in_loss)
-        advantages = torch.where(in_loss, batch.advantages, 0.0)
-        return SurrogateInputs(
-            logprobs, log_ratio, ratio, advantages, in_loss, correction, batch.selected
+            # Of all generated tokens: those without a weight in the loss may be imitated.
+            before = new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+            arguments = before, batch.sampler_logprobs, batch.loss_mask
+            correction = self.importance_correction(*arguments)
+            position_weights = self.importance_correction.position_weights(*arguments)
+        return LossInputs(
+            logprobs=logprobs,
+            log_ratio=log_ratio,
+            ratio=RATIOS[self.importance_sampling_level](log_ratio, in_loss),
+            advantages=torch.where(in_loss, batch.advantages, 0.0),
+            mask=in_loss,
+            correction=correction,
+            selected=batch.selected,
+            entropy=torch.where(in_loss, new.entropy, 0.0),
+            position_weights=position_weights,
+            new=new,
+            batch=batch,
         )
+
+
+def _mean_weights(mask: Tensor, comm: Comm) -> Tensor:
+    """[M, C] 1 / number of tokens of the optimizer step on all ranks, 0 off the mask."""
+    return mask / comm.sum(mask.sum()).clamp(min=1)
+
+
+def name_of(term: Term) -> str:
+    """Return the option that a term comes from, or its class."""
+    return term.setting or type(term).__name__

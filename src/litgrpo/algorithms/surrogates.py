@@ -4,11 +4,12 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from litgrpo.algorithms.inputs import Need, SurrogateInputs
 from litgrpo.algorithms.token_selection import (
     covariance,
     largest_second_moments,
@@ -19,46 +20,6 @@ from litgrpo.distributed.collectives import Comm
 from litgrpo.tensors import row_mean, safe_exp
 
 LOG_RATIO_ROUNDING = 1e-4  # two forward passes in float32 differ by less, in nats
-
-
-@dataclass(frozen=True)
-class SurrogateInputs:
-    """Inputs of a surrogate loss; every field is finite, 0 or 1 on padding.
-
-    Args:
-        logprobs: [M, C] l, log-probabilities under the current policy, with gradient.
-        log_ratio: [M, C] s = l - l_old, l_old of `Objective.old_policy`, with gradient.
-        ratio: [M, C] or [M, 1] w, importance ratio of the update, with gradient.
-        advantages: [M, C] A.
-        mask: [M, C] tokens that contribute to the loss.
-        correction: [M, C] or [M, 1] importance weight of the trainer over the sampler.
-        selected: [M, C] tokens that a `StepSurrogate` selected; None for other surrogates.
-
-    Example:
-        One completion of two tokens, the second one became twice as likely::
-
-            SurrogateInputs(
-                logprobs=tensor([[-1.0, -0.69]]),
-                log_ratio=tensor([[0.0, 0.69]]),
-                ratio=tensor([[1.0, 2.0]]),
-                advantages=tensor([[0.7, 0.7]]),
-                mask=tensor([[True, True]]),
-                correction=tensor([[1.0, 1.0]]),
-            )
-    """
-
-    logprobs: Tensor
-    log_ratio: Tensor
-    ratio: Tensor
-    advantages: Tensor
-    mask: Tensor
-    correction: Tensor
-    selected: Tensor | None = None
-
-    @property
-    def old_logprobs(self) -> Tensor:
-        """[M, C] l_old, without gradient."""
-        return (self.logprobs - self.log_ratio).detach()
 
 
 class Surrogate(ABC):
@@ -75,6 +36,23 @@ class Surrogate(ABC):
                     ratio = inputs.ratio.clamp(max=self.max_ratio)
                     return -ratio * inputs.advantages * inputs.correction
     """
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    of_position: ClassVar[bool] = False
+
+    @property
+    def uses_ratio(self) -> bool:
+        """True if it has the importance ratio, which `old_policy: sampler` makes its correction."""
+        return True
+
+    @property
+    def is_per_token(self) -> bool:
+        """True if it has a meaning only with `importance_sampling_level: token`."""
+        return False
+
+    def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor | None:
+        """[M, C] tokens to treat differently, see `StepSurrogate`; None: it selects none."""
+        return None
 
     @abstractmethod
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
@@ -283,6 +261,11 @@ class DPPO(Surrogate):
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low:g}")
 
+    @property
+    def is_per_token(self) -> bool:
+        """True: it limits the probabilities of single tokens."""
+        return True
+
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] loss; 0 outside of the trust region."""
         fell, rose = self._outside(inputs)
@@ -320,6 +303,11 @@ def binary_kl(old: Tensor, new: Tensor) -> Tensor:
 class PolicyGradient(Surrogate):
     """REINFORCE, RLOO: -A l, for one optimizer step per rollout. Source: Williams 1992."""
 
+    @property
+    def uses_ratio(self) -> bool:
+        """False: its tokens are taken for those of the current policy."""
+        return False
+
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] loss."""
         return -inputs.advantages * inputs.logprobs * inputs.correction
@@ -328,7 +316,7 @@ class PolicyGradient(Surrogate):
 class StepSurrogate(Surrogate):
     """A surrogate that treats some tokens differently, selected among all of the optimizer step.
 
-    `Objective.select_tokens` calls `select` once per step, before it is split into micro-batches.
+    `Objective.prepare_step` calls `select` once per step, before it is split into micro-batches.
 
     Example:
         Drop the tokens of the lowest probability::
@@ -341,7 +329,18 @@ class StepSurrogate(Surrogate):
                     return smallest(inputs.logprobs.where(inputs.mask, torch.nan), 10, keys, comm)
     """
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"before_step"})
     surrogate: Surrogate
+
+    @property
+    def uses_ratio(self) -> bool:
+        """True if the inner surrogate has the ratio."""
+        return self.surrogate.uses_ratio
+
+    @property
+    def is_per_token(self) -> bool:
+        """True if the inner surrogate is."""
+        return self.surrogate.is_per_token
 
     def __post_init__(self) -> None:
         """Check that only one surrogate selects tokens."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from litgrpo.algorithms.advantages import check_centered
-from litgrpo.algorithms.objective import EntropyTotals, Objective
+from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.terms import StepTokens
 from litgrpo.algorithms.turns import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.distributed.device import Clock, time_phase
@@ -131,7 +132,7 @@ class Learner:
         and an exact engine it is the sampler's, without a forward pass. A stale or inexact sampler
         is handled by `importance_correction`. Without a KL term `ref` is None. Advantages that need
         the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
-        not the policy (`Objective.needs_policy_kl`).
+        not the policy.
 
         Args:
             rollout: N completions.
@@ -142,11 +143,11 @@ class Learner:
             if self.reference is None:
                 return RolloutLogprobs(old, score_norms=norms)
             tokens, ref, hidden = rollout.reference_tokens, None, None
-            if self.objective.needs_reference_logprobs:
+            if "ref_logprobs" in self.objective.needs:
                 temperature = self.sampling.policy_temperature
                 found = self._compute_under(self.reference, tokens, temperature, max_rows)
                 ref = found.logprobs
-            if self.objective.divergence is not None:
+            if "ref_hidden" in self.objective.needs:
                 hidden = self._compute_hidden(self.reference, tokens, max_rows)
             return RolloutLogprobs(old, ref, hidden, norms)
 
@@ -157,7 +158,7 @@ class Learner:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return [N, C] old log-probabilities and score norms; None for what is not needed."""
         needs_norms = self.objective.advantages.needs_score_norms
-        needs_old = self._updates_from_old or self.objective.needs_policy_kl
+        needs_old = self._updates_from_old or "policy_logprobs" in self.objective.needs
         reused = rollout.sampler_logprobs if self.reuse_sampler_logprobs else None
         if not needs_norms and not (needs_old and reused is None):
             return (reused if needs_old else None), None
@@ -174,7 +175,7 @@ class Learner:
 
     def _kl_logprobs(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Tensor:
         """Return the [N, C] log-probabilities that `kl_in_reward` compares with the reference."""
-        if not self.objective.needs_policy_kl:
+        if "policy_logprobs" not in self.objective.needs:
             return rollout.sampler_logprobs
         assert logprobs.old is not None
         return logprobs.old
@@ -257,9 +258,7 @@ class Learner:
         # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
         # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
         # TurnAdvantages.
-        correct = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
-        if self.objective.positive_nll is not None:
-            correct = self.objective.positive_nll.find_correct(rewards).to(mask.device)
+        earned = rewards.total.masked_fill(~rewards.valid, torch.nan).flatten()
         policy_logprobs = self._kl_logprobs(rollout, logprobs)
         rewards = self.objective.subtract_kl(rewards, policy_logprobs, logprobs.ref, mask)
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
@@ -277,7 +276,9 @@ class Learner:
         # the step (token_mean). It is computed before the step is split, so the gradient does not
         # depend on micro-batches.
         loss_weights = torch.zeros_like(rollout.sampler_logprobs)
-        nll_weights = torch.zeros_like(loss_weights) if self.objective.adds_nll else None
+        term_weights = None
+        if self.objective.mean_terms:
+            term_weights = loss_weights.new_zeros(*mask.shape, len(self.objective.mean_terms))
         observed = rollout.completion_mask & ~mask
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
             loss_weights[rows] = self.objective.loss_weights(
@@ -287,10 +288,10 @@ class Learner:
                 self.comm,
                 informative=informative[rows],
             )
-            if nll_weights is not None:
-                nll_weights[rows] = self.objective.nll_weights(
-                    mask[rows], observed[rows], correct[rows], self.comm
-                )
+            if term_weights is not None:
+                in_loss = loss_weights[rows] != 0
+                step = StepTokens(mask[rows], observed[rows], in_loss, earned[rows])
+                term_weights[rows] = self.objective.term_weights(step, self.comm)
         tokens = rollout.tokens
         return TrainingBatch(
             prompt_ids=tokens.prompt_ids,
@@ -305,7 +306,7 @@ class Learner:
             loss_weights=loss_weights,
             old_logprobs=logprobs.old if self._updates_from_old else None,
             ref_logprobs=logprobs.ref,
-            nll_weights=nll_weights,
+            term_weights=term_weights,
             ref_hidden=logprobs.ref_hidden,
             segments=tokens.segments,
         )
@@ -395,7 +396,7 @@ class Learner:
 
     def _reference_head(self) -> AbstractContextManager[None]:
         """Return the context in which divergences can be computed, backward passes included."""
-        if self.reference is None or self.objective.divergence is None:
+        if self.reference is None or "ref_hidden" not in self.objective.needs:
             return nullcontext()
         return self.reference.head_in_memory()
 
@@ -408,12 +409,12 @@ class Learner:
             batch: M rows of a mini-batch.
             limits: of a micro-batch.
         """
-        batch, totals = self.prepare_step(batch)
-        # Without a KL or entropy term, rows with zero advantage have no gradient: skip their pass.
-        rows = None if self.objective.needs_all_rows else rows_with_gradient(batch)
+        batch = self.prepare_step(batch)
+        # Rows with zero advantage have no gradient, unless a term has one: skip their pass.
+        rows = None if "all_rows" in self.objective.needs else rows_with_gradient(batch)
         for micro in self.micro_batching.split(batch, rows, limits):
             new = self.logprobs(micro.rows.tokens, micro.rows.ref_hidden)
-            output = self.objective.loss(new, micro.rows, totals)
+            output = self.objective.loss(new, micro.rows)
             output.stats[MISMATCH] = _sampler_mismatch(new, micro.rows)
             yield output, micro
 
@@ -440,20 +441,13 @@ class Learner:
         loss_of_step = torch.stack([loss * self.comm.world_size, one])
         return stats | {"policy/loss": loss_of_step, "optim/grad_norm": torch.stack([norm, one])}
 
-    def prepare_step(self, batch: TrainingBatch) -> tuple[TrainingBatch, EntropyTotals]:
-        """Compute what depends on all rows of an optimizer step, before it is split.
-
-        Returns:
-            The rows, with the tokens that the surrogate selects; totals of the step.
-        """
+    def prepare_step(self, batch: TrainingBatch) -> TrainingBatch:
+        """Add what depends on all rows of an optimizer step, before it is split."""
         # A quantile, or a selection of tokens, needs all of them before the first backward pass.
         before = None
-        if self.objective.needs_entropy or self.objective.selects_tokens:
+        if "before_step" in self.objective.needs:
             before = self.micro_batching.compute_logprobs(batch.tokens, self.logprobs, self.limits)
-        entropy = None if before is None else before.entropy
-        totals = self.objective.entropy_totals(batch.loss_weights, entropy, self.comm)
-        batch = self.objective.select_tokens(batch, before, self.comm)
-        return batch, self.micro_batching.on_device(totals)
+        return self.objective.prepare_step(batch, before, self.comm)
 
     def logprobs(
         self, tokens: TokenRows, ref_hidden: Tensor | None = None, *, score_norms: bool = False
@@ -473,7 +467,7 @@ class Learner:
             return self.policy.logprobs(
                 tokens,
                 temperature=self.sampling.policy_temperature,
-                entropy_grad=self.objective.entropy_coef != 0,
+                entropy_grad="entropy_gradient" in self.objective.needs,
                 compared=compared,
                 score_norms=score_norms,
             )
@@ -484,14 +478,14 @@ class Learner:
         Repeats a forward and a backward pass for each row, which only happens after a skipped step.
         """
         found: dict[int, str] = {}
-        batch, totals = self.prepare_step(batch)
+        batch = self.prepare_step(batch)
         # Ranks have unequal numbers of rows.
         with gathered(self.policy), self._reference_head():
             trained = [p for p in self.policy.parameters() if p.requires_grad]
             for row in (batch.loss_weights != 0).any(1).nonzero():
                 micro = next(self.micro_batching.split(batch, row, self.limits)).rows
                 new = self.logprobs(micro.tokens, micro.ref_hidden)
-                loss = self.objective.loss(new, micro, totals).loss
+                loss = self.objective.loss(new, micro).loss
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 numbers = {
                     "advantage": micro.advantages,

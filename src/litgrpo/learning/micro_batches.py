@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.objective import EntropyTotals
 from litgrpo.distributed.collectives import Comm
 from litgrpo.distributed.fsdp.units import is_gathered
 from litgrpo.metrics import StepSums
@@ -112,10 +111,6 @@ class MicroBatching(ABC):
     def sums(self) -> StepSums:
         """Return an empty accumulator for the micro-batches of a step."""
         return StepSums()
-
-    def on_device(self, totals: EntropyTotals) -> EntropyTotals:
-        """Move the numbers to where losses are computed."""
-        return totals
 
 
 class RaggedBatches(MicroBatching):
@@ -228,8 +223,8 @@ def _without_weight(rows: Rows) -> Rows:
     if not isinstance(rows, TrainingBatch):
         return rows
     weights, advantages = (torch.zeros_like(x) for x in (rows.loss_weights, rows.advantages))
-    nll_weights = None if rows.nll_weights is None else torch.zeros_like(rows.nll_weights)
-    return replace(rows, loss_weights=weights, advantages=advantages, nll_weights=nll_weights)
+    term_weights = None if rows.term_weights is None else torch.zeros_like(rows.term_weights)
+    return replace(rows, loss_weights=weights, advantages=advantages, term_weights=term_weights)
 
 
 def mini_batches(num_rows: int, group_size: int, num_mini_batches: int) -> list[Tensor]:
@@ -253,7 +248,7 @@ def mini_batches(num_rows: int, group_size: int, num_mini_batches: int) -> list[
 
 
 def rows_with_gradient(batch: TrainingBatch) -> Tensor:
-    """Return the rows that have a gradient without a KL or entropy term, on the host.
+    """Return the rows that have a gradient if no term needs all rows, on the host.
 
     The tokens of the other rows stay in the denominators of the weights. One row is always kept, so
     that every rank takes part in every optimizer step.

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.objective import EntropyTotals
 from litgrpo.distributed.device import Backend, to_host
 from litgrpo.learning.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching, Rows
 from litgrpo.metrics import StepSums
@@ -109,9 +108,10 @@ class StaticBatches(MicroBatching):
         filling = (torch.arange(num_rows) >= len(rows))[:, None]
         values = chosen.row_fields()
         # A filler row has no tokens and no loss weight, so its gradient is exactly 0.
-        unused = {"completion_mask", "loss_mask", "loss_weights", "nll_weights"}
+        unused = {"completion_mask", "loss_mask", "loss_weights", "term_weights"}
         for name in unused & values.keys():
-            values[name] = values[name].masked_fill(filling, 0)
+            by_token = filling.view(num_rows, *[1] * (values[name].ndim - 1))
+            values[name] = values[name].masked_fill(by_token, 0)
         values["prompt_ids"] = chosen.prompt_ids
         values["prompt_mask"] = chosen.prompt_mask
         values["prompt_of"] = chosen.prompt_of
@@ -140,14 +140,6 @@ class StaticBatches(MicroBatching):
     def sums(self) -> StepSums:
         """Return sums that are read at the end of a step."""
         return StaticSums(self.device)
-
-    def on_device(self, totals: EntropyTotals) -> EntropyTotals:
-        """Pass the numbers as inputs: as constants, each value would need another program."""
-        threshold = totals.entropy_threshold
-        return EntropyTotals(
-            self.device.number_to(totals.num_tokens),
-            None if threshold is None else self.device.number_to(threshold),
-        )
 
 
 def select_whole_rows(batch: Rows, rows: Tensor) -> Rows:
