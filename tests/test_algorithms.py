@@ -1,29 +1,25 @@
-"""Every published algorithm is a config and a row of docs/explanation/algorithm.md; all agree.
-
-A config override is merged into a recipe key by key. Arguments that it does not set keep the value
-of the recipe, even if it names another class that has an argument of the same name.
-"""
+"""Every published algorithm is a name and a row of docs/explanation/algorithm.md; both agree."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from litgrpo import GRPO
 from litgrpo.algorithms import advantages, surrogates, turns
+from litgrpo.algorithms.correction import CORRECTIONS
 from litgrpo.algorithms.objective import Objective
-from litgrpo.algorithms.surrogates import PolicyGradient
+from litgrpo.algorithms.surrogates import CISPO, Clipped, PolicyGradient
+from litgrpo.cli.parser import RecipeCLI
 from litgrpo.types import TokenLogprobs, TrainingBatch
-from tests.support.algorithms import DISTILLING, PUBLISHED
-from tests.support.recipes import parse
+from tests.support.algorithms import ALGORITHMS, DISTILLING, PUBLISHED
+from tests.support.raises import raises_for
 
 ROOT = Path(__file__).parents[1]
-OVERLAYS = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 MODULES = (advantages, surrogates, turns)
 CHOICES = {name: value for module in MODULES for name, value in vars(module).items()}
@@ -46,65 +42,83 @@ model:
 """
 
 
-def objective_of(*recipes: Path) -> Objective:
-    """The objective that `litgrpo fit` builds from several configs."""
+def settings_of(*words: Path | str) -> Any:
+    """The settings of the model that `litgrpo fit` parses from configs and options."""
+    recipes = [word for path in words if isinstance(path, Path) for word in ("-c", str(path))]
+    options = [word for word in words if isinstance(word, str)]
+    return RecipeCLI([*recipes, *options]).config.model.init_args
+
+
+def objective_of(*words: Path | str) -> Objective:
+    """The objective that `litgrpo fit` builds from configs and options."""
     parser = ArgumentParser()
     parser.add_argument("--objective", type=Objective)
-    objective = parse(*recipes).model.init_args.objective
-    return parser.instantiate(Namespace(objective=objective)).objective
+    return parser.instantiate(Namespace(objective=settings_of(*words).objective)).objective
 
 
-# Settings outside of the objective.
-BESIDES = {"dapo": {"dynamic_sampling_attempts", "overlong_buffer_frac"}}
-
-
-def read(name: str) -> dict[str, Any]:
-    recipe = yaml.safe_load((OVERLAYS / f"{name}.yaml").read_text())
-    assert recipe.keys() == {"model"}
-    assert recipe["model"].keys() == {"init_args"}
-    assert recipe["model"]["init_args"].keys() == {"objective"} | BESIDES.get(name, set())
-    return recipe["model"]["init_args"]["objective"]
-
-
-def test_there_is_one_overlay_for_every_algorithm():
-    assert {path.stem for path in OVERLAYS.iterdir()} == PUBLISHED.keys()
+def test_there_are_36_published_algorithms_with_their_sources():
+    assert len(ALGORITHMS) == 36
+    assert all(algorithm.source for algorithm in ALGORITHMS.values())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_overlay_turns_any_recipe_into_the_algorithm(name, tmp_path):
-    contrary = tmp_path / "contrary.yaml"
+def test_a_name_turns_any_recipe_into_the_algorithm(name, tmp_path):
+    contrary, named = tmp_path / "contrary.yaml", tmp_path / "named.yaml"
     contrary.write_text(CONTRARY)
-    objective = objective_of(QUICKSTART, contrary, OVERLAYS / f"{name}.yaml")
-    if not objective.needs_reference:  # the estimator is unused then
-        objective = replace(objective, kl_estimator="k3", kl_bias_correction=True)
-    assert objective == PUBLISHED[name]
+    named.write_text(f"model: {{objective: {name}}}")
+
+    assert objective_of(QUICKSTART, contrary, named) == PUBLISHED[name]
+    assert objective_of(QUICKSTART, contrary, "--model.objective", name) == PUBLISHED[name]
 
 
-def parts(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield every class of a config override, with its arguments."""
-    if isinstance(node, dict):
-        if "class_path" in node:
-            yield node
-        for value in node.values():
-            yield from parts(value)
+def test_options_beside_a_name_and_after_it_change_the_published_objective(tmp_path):
+    named = tmp_path / "named.yaml"
+    named.write_text("model: {objective: {name: gspo, kl_coef: 0.01, surrogate: {clip_high: 0.5}}}")
+    expected = replace(PUBLISHED["gspo"], kl_coef=0.01, surrogate=Clipped(3e-4, 0.5))
+
+    assert objective_of(QUICKSTART, named) == expected
+    after = objective_of(QUICKSTART, named, "--model.objective.surrogate.clip_low", "0.1")
+    assert after == replace(expected, surrogate=Clipped(0.1, 0.5))
+    words = ("--model.objective", "gspo", "--model.objective.surrogate", "CISPO")
+    assert objective_of(QUICKSTART, *words) == replace(PUBLISHED["gspo"], surrogate=CISPO())
+    for option in ("--model.objective", "--model.objective.name"):
+        assert objective_of(QUICKSTART, named, option, "dapo") == PUBLISHED["dapo"]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_an_overlay_states_all_that_makes_an_algorithm(name):
-    chosen = read(name)
-    default = Objective()
-    differs = {
-        field.name
-        for row in PUBLISHED.values()
-        for field in fields(row)
-        if getattr(row, field.name) != getattr(default, field.name)
-    }
-    penalty = {"kl_estimator", "kl_bias_correction"}
-    expected = differs | penalty if PUBLISHED[name].needs_reference else differs - penalty
-    assert chosen.keys() == expected
-    for part in parts(chosen):
-        arguments = {field.name for field in fields(CHOICES[part["class_path"]])}
-        assert part.get("init_args", {}).keys() == arguments
+def test_a_name_sets_what_belongs_to_it_unless_that_is_given():
+    settings = settings_of(QUICKSTART, "--model.objective", "dapo")
+    assert (settings.dynamic_sampling_attempts, settings.overlong_buffer_frac) == (8, 0.2)
+    options = ("--model.dynamic_sampling_attempts", "2", "--model.objective", "dapo")
+    assert settings_of(QUICKSTART, *options).dynamic_sampling_attempts == 2
+    assert settings_of(QUICKSTART, "--model.objective", "gspo").dynamic_sampling_attempts == 0
+
+
+def test_python_takes_names_too():
+    def build(objective: Any, **options: Any) -> GRPO:
+        rewards = {"none": lambda prompts, completions: [0.0] * len(completions)}
+        return GRPO("builtin:tiny-gemma2", rewards, objective=objective, **options)
+
+    dapo = build("dapo", overlong_buffer_frac=0.5)
+    assert dapo.coefficients.objective == PUBLISHED["dapo"]
+    assert dapo.hparams["dynamic_sampling_attempts"] == 8
+    assert dapo.hparams["overlong_buffer_frac"] == 0.5
+    changed = build({"name": "cispo", "surrogate": {"max_ratio": 7.0}})
+    assert changed.coefficients.objective.surrogate == CISPO(7.0)
+
+
+def test_an_unknown_name_lists_the_nearest_ones():
+    for words in (["--model.objective", "dappo"], ["--model.objective", "{name: dappo}"]):
+        with raises_for("'dappo'", "dppo, dapo"):
+            objective_of(QUICKSTART, *words)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_an_importance_correction_has_a_name(name):
+    objective = objective_of(QUICKSTART, "--model.objective.importance_correction", name)
+    assert objective.correction == Objective(importance_correction=name).correction
+    assert objective.correction == CORRECTIONS[name]
+    with raises_for("importance_correction", "tis"):
+        Objective(importance_correction="no")
 
 
 @pytest.mark.parametrize("name", ["on_policy", "gkd"])
@@ -144,7 +158,7 @@ def cells(name: str) -> list[str]:
         f"{level}, `{describe(row.surrogate)}`",
         f"`{row.loss_aggregation}`{mask}",
         ", ".join(penalties) or "none",
-        f"[{name}.yaml](../../configs/algorithms/{name}.yaml)",
+        f"`{name}`",
     ]
 
 
@@ -153,7 +167,7 @@ def test_the_table_of_the_page_says_what_the_code_does():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page.splitlines()
-        if re.search(r"\(\.\./\.\./configs/algorithms/\w+\.yaml\) \|$", line)
+        if re.search(r"\| `(\w+)` \|$", line) and line.count("|") == 8
     ]
     assert [row[2:] for row in rows] == [cells(name) for name in PUBLISHED]
 

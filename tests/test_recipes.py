@@ -18,7 +18,6 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import TextTemplate
 from litgrpo.data.sources import SourceRow
@@ -266,12 +265,6 @@ def test_an_unreachable_server_ends_the_run_with_exit_code_75(program, tmp_path,
     error = capsys.readouterr().err
     assert "error: No server responds: http://127.0.0.1:9 unavailable" in error
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("corrections/*.yaml")), ids=lambda p: p.stem)
-def test_a_correction_states_every_field(path):
-    (given,) = yaml.safe_load(path.read_text())["model"]["init_args"]["objective"].values()
-    assert vars(ImportanceCorrection(**given)) == given
 
 
 @pytest.mark.parametrize("name", RECIPES)

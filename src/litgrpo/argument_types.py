@@ -61,20 +61,28 @@ def check_field_types(kind: type[Class]) -> type[Class]:
     return kind
 
 
-def check_argument_types(*others: str) -> Callable[[Any], Any]:
+def check_argument_types(
+    *others: str, before: Callable[[dict[str, Any]], None] | None = None
+) -> Callable[[Any], Any]:
     """Let a constructor check the types of its arguments, and build objects from mappings.
 
     Args:
         others: arguments that the constructor checks itself, as it takes more than it declares.
+        before: writes out names among {argument: value} of those that are given, in place.
     """
 
     def wrap(constructor: Any) -> Any:
-        return _wrap_checks(constructor, constructor, others)
+        return _wrap_checks(constructor, constructor, others, before)
 
     return wrap
 
 
-def _wrap_checks(constructor: Any, declared: Any, others: Sequence[str]) -> Any:
+def _wrap_checks(
+    constructor: Any,
+    declared: Any,
+    others: Sequence[str],
+    before: Callable[[dict[str, Any]], None] | None = None,
+) -> Any:
     """Wrap a constructor whose types `declared` has: itself, or its dataclass."""
     signature = inspect.signature(constructor)
     parameters = signature.parameters
@@ -87,6 +95,8 @@ def _wrap_checks(constructor: Any, declared: Any, others: Sequence[str]) -> Any:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:  # a required argument is missing, or there are too many
             raise WrongType(f"{owner}: {error}") from error
+        if before is not None:
+            before(bound.arguments)
         hints = argument_hints(declared)
         checked = [name for name in bound.arguments if name in hints and name not in others]
         for name in checked:

@@ -84,7 +84,7 @@ OPTIONS = {
     f"--seed_everything {10**20}": ["seed_everything is"],
     "--model.objective.kl_coef .nan": ["kl_coef is nan"],
     "--model.objective.kl_in_reward.coef 0": ["kl_in_reward.coef is 0"],
-    "-c algorithms/grpo --model.objective.gamma 2": ["gamma is 2.0; it must be from 0 to 1"],
+    "--model.objective grpo --model.objective.gamma 2": ["gamma is 2.0; it must be from 0 to 1"],
     "--model.objective.surrogate Clipped --model.objective.surrogate.clip_low 5": ["clip_low is 5"],
     "--model.sampling.top_p 2": ["top_p"],
     "--model.update.num_mini_batches 50": ["num_mini_batches is 50", "2 groups"],

@@ -12,7 +12,7 @@ from litgrpo.runs.compare import (
     SeedResult,
     compare,
     compare_runs,
-    find_override,
+    find_words,
     fit,
     format_table,
     holm,
@@ -86,10 +86,10 @@ def test_without_any_success_the_mean_reward_is_compared():
 
 def test_an_unknown_algorithm_raises_before_any_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # built-in overrides are found from any folder
-    assert find_override("plain") == []
-    assert [path.name for path in find_override("dapo")] == ["dapo.yaml"]
-    assert [path.name for path in find_override("distillation/gkd")] == ["gkd.yaml"]
-    with pytest.raises(ValueError, match=r"'dappo'.*plain, bnpo, .*dapo"):
+    assert find_words("plain") == []
+    assert find_words("dapo") == ["--model.objective", "dapo"]
+    assert find_words("distillation/gkd")[1].endswith("gkd.yaml")
+    with pytest.raises(ValueError, match=r"'dappo'.*plain, grpo, .*dapo"):
         compare("configs/quickstart.yaml", ["plain", "dappo"], run_dir=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 

@@ -1,7 +1,7 @@
 """Importance correction: weights for a sampler whose probabilities differ from the trainer's."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,3 +80,14 @@ class ImportanceCorrection:
         if self.level == "token":
             weights = replace(self, level="geometric_mean", mode="truncate", min=1.0, max=1.0)
         return weights(old_logprobs, sampler_logprobs, mask)
+
+
+CorrectionName: TypeAlias = Literal["tis", "icepop", "mis"]
+CORRECTIONS: dict[str, ImportanceCorrection] = {
+    # Truncated importance sampling, Yao et al. 2025.
+    "tis": ImportanceCorrection(max=2.0),
+    # IcePop, Ring team 2025: tokens outside of the range are masked.
+    "icepop": ImportanceCorrection(mode="mask", min=0.5, max=5.0),
+    # Masked importance sampling of completions, after Yao et al. 2025.
+    "mis": ImportanceCorrection("sequence", "mask", max=2.0, token_min=1e-4),
+}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from litgrpo.algorithms.advantages import Advantages, Normalized, OptimalTokenBaseline
 from litgrpo.algorithms.aggregation import LOSS_AGGREGATIONS, LossAggregation, LossAggregationName
-from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.correction import CORRECTIONS, CorrectionName, ImportanceCorrection
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence, DivergenceName
 from litgrpo.algorithms.inputs import LossInputs, Need
 from litgrpo.algorithms.kl import KL_ESTIMATORS, KLInReward, KLName
@@ -105,7 +105,8 @@ class Objective:
         kl_mask_threshold: exclude tokens whose s^2 / 2 exceeds this, in nats, for any
             advantage (torchrl: kl_mask_threshold).
         importance_correction: weights for a sampler that differs from the trainer, of every term
-            that is a mean over its samples (see `find_uncorrected`); null: none.
+            that is a mean over its samples (see `find_uncorrected`): tis, icepop, mis, or an
+            ImportanceCorrection; null: none.
         positive_nll: adds the cross-entropy of correct completions to the loss (VAPO); null: none.
         observation_nll_coef: coefficient of the cross-entropy of the tokens of an environment, the
             mean over those of the optimizer step (ECHO, arXiv:2605.24517; prime-rl: `echo`, alpha
@@ -150,7 +151,7 @@ class Objective:
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
     kl_mask_threshold: float | None = None
-    importance_correction: ImportanceCorrection | None = None
+    importance_correction: CorrectionName | ImportanceCorrection | None = None
     positive_nll: PositiveNLL | None = None
     observation_nll_coef: float = 0.0
     kl_in_reward: KLInReward | None = None
@@ -175,12 +176,15 @@ class Objective:
 
     def _check_names(self) -> None:
         """Reject unknown names; a Python caller has no parser to check them."""
-        kl_names = (*get_args(KLName), *get_args(DivergenceName))
-        aggregations = get_args(LossAggregationName)
-        for name, known in (("loss_aggregation", aggregations), ("kl_estimator", kl_names)):
+        names = {
+            "loss_aggregation": get_args(LossAggregationName),
+            "kl_estimator": (*get_args(KLName), *get_args(DivergenceName)),
+            "importance_correction": (None, *get_args(CorrectionName)),
+        }
+        for name, known in names.items():
             chosen = getattr(self, name)
             if not callable(chosen) and chosen not in known:
-                allowed = ", ".join(known)
+                allowed = ", ".join(filter(None, known))
                 raise ValueError(f"{name} is {chosen!r}; it must be one of {allowed}, or callable")
 
     def _check_combinations(self) -> None:
@@ -231,6 +235,13 @@ class Objective:
         if isinstance(self.loss_aggregation, str):
             return LOSS_AGGREGATIONS[self.loss_aggregation]
         return self.loss_aggregation
+
+    @property
+    def correction(self) -> ImportanceCorrection | None:
+        """The importance correction, looked up if it was given by name."""
+        if isinstance(self.importance_correction, str):
+            return CORRECTIONS[self.importance_correction]
+        return self.importance_correction
 
     @cached_property
     def loss_terms(self) -> tuple[Term, ...]:
@@ -308,7 +319,7 @@ class Objective:
         vocabulary, the entropy, an observation) has that of the completion, if there is one. With
         `old_policy: sampler` only terms with the ratio are weighted.
         """
-        correction, to_sampler = self.importance_correction, self.old_policy == "sampler"
+        correction, to_sampler = self.correction, self.old_policy == "sampler"
 
         def is_weighted(part: Surrogate | Term) -> bool:
             if part.of_position:
@@ -556,12 +567,12 @@ class Objective:
         # s = l - l_old, w = e^s. On-policy w is 1, and its gradient is that of l.
         log_ratio = logprobs - old
         correction, position_weights = torch.ones_like(logprobs), torch.ones_like(logprobs[:, :1])
-        if self.importance_correction is not None:
+        if self.correction is not None:
             # Of all generated tokens: those without a weight in the loss may be imitated.
             before = new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             arguments = before, batch.sampler_logprobs, batch.loss_mask
-            correction = self.importance_correction(*arguments)
-            position_weights = self.importance_correction.position_weights(*arguments)
+            correction = self.correction(*arguments)
+            position_weights = self.correction.position_weights(*arguments)
         return LossInputs(
             logprobs=logprobs,
             log_ratio=log_ratio,

@@ -120,7 +120,7 @@ class KLEstimate(Term):
     setting: ClassVar[str] = "kl_coef"
     metric: ClassVar[str] = "kl"
     coef: float
-    estimator: Callable[[Tensor], Tensor]
+    estimator: Callable  # type: ignore[type-arg]
     bias_correction: bool = True
 
     @property
@@ -134,7 +134,8 @@ class KLEstimate(Term):
         assert ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
         # d = l_ref - l; k3 = e^d - d - 1 >= 0 (DeepSeekMath, eq. 4). Its gradient on-policy is
         # that of KL(reference || policy); times the ratio w, of KL(policy || reference).
-        kl = self.estimator(torch.where(inputs.mask, ref_logprobs, 0.0) - inputs.logprobs)
+        d = torch.where(inputs.mask, ref_logprobs, 0.0) - inputs.logprobs
+        kl: Tensor = self.estimator(d)
         return kl * inputs.ratio if self.bias_correction else kl
 
 

@@ -55,7 +55,7 @@ HINTS = {
 
 
 def built_in_recipes() -> dict[str, Path]:
-    """Return {name: file} of the built-in recipes, such as `algorithms/dr_grpo`."""
+    """Return {name: file} of the built-in recipes, such as `hardware/cuda`."""
     found = sorted(FOLDER.rglob("*.yaml"))
     return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in found}
 
@@ -237,7 +237,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | 
 
 
 def plain_form(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe in one form: options beside `class_path`, rewards by name, torch's paths.
+    """Return a recipe in one form: options beside `class_path`, names written out.
 
     Example:
         >>> plain_form({"model": {"init_args": {"group_size": 4, "lora": {"init_args": {}}}}})
@@ -254,6 +254,8 @@ def plain_form(recipe: Mapping[str, Any]) -> dict[str, Any]:
         model["optimizer"] = with_torch_path(model["optimizer"])
     if isinstance(model, dict) and "rewards" in model:
         model["rewards"] = write_out_rewards(model["rewards"])
+    if isinstance(model, dict) and isinstance(model.get("objective"), str):
+        model["objective"] = {"name": model["objective"]}
     return result
 
 

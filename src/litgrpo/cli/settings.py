@@ -9,6 +9,7 @@ from typing import Any, get_origin
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 
+from litgrpo.algorithms.published import NAME, apply_name
 from litgrpo.argument_types import UNSET, classes_in, find_class, members, values_of_mapping
 from litgrpo.arguments import require
 from litgrpo.cli.options import (
@@ -32,7 +33,7 @@ from litgrpo.cli.recipes import (
 )
 from litgrpo.text.yaml_limits import is_misread
 
-ENVIRONMENT = "environment"
+ENVIRONMENT, OBJECTIVE = "environment", "model.objective"
 SOURCES = ("data.train", "data.val", "data.test", "data.predict")  # a text is the path of one
 NULLS = ("null", "~")
 PRINT = "print_config"
@@ -84,6 +85,8 @@ class CommandLine:
         for key, path in DEFAULT_CLASSES.items():
             node = settings.get(key) or {}
             settings[key] = {"class_path": path} | node if isinstance(node, dict) else node
+        if isinstance(settings["model"], dict):
+            apply_name(settings["model"])
         check_environment(settings["model"])
         hints |= find_classes([settings], [])
         return cls(names, settings, hints)
@@ -217,7 +220,9 @@ def merge(
     for name, value in other.items():
         key = f"{above}.{name}" if above else name
         old = settings.get(name)
-        if name.endswith("+"):  # append to the list, as in jsonargparse
+        if key == OBJECTIVE and isinstance(value, dict) and NAME in value:
+            settings[name] = value  # a published objective has nothing of the one before
+        elif name.endswith("+"):  # append to the list, as in jsonargparse
             items = as_list(settings.get(name[:-1], lookup(key, hints).default)) + as_list(value)
             hint = lookup(key, hints).hint
             settings[name[:-1]] = [

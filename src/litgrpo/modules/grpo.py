@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.published import apply_name
 from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.curriculum import CurriculumFeedback
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
@@ -173,7 +174,7 @@ class GRPO(LightningModule):
     # Subclass Scorer and override `combine` to change how components become one reward.
     scorer_class: type[Scorer] = Scorer
 
-    @check_argument_types("pretrained", "rewards")
+    @check_argument_types("pretrained", "rewards", before=apply_name)
     def __init__(  # noqa: PLR0913 (each is an option of a config)
         self,
         pretrained: Pretrained,

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import fmean
 
 import litgrpo
+from litgrpo.algorithms.published import PUBLISHED
 from litgrpo.arguments import require
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
 from litgrpo.runs.run import Run
 
-ALGORITHMS = "algorithms/"
 REWARD = "reward"  # the mean total reward of the sampled completions
 
 
@@ -91,9 +91,9 @@ def compare(
 
     Args:
         recipe: the recipe to train; it must have validation prompts.
-        algorithms: config overrides, by path or by name: `dapo` of configs/algorithms, others such
-            as `distillation/gkd`; `plain` is the recipe without one. The first algorithm is the
-            baseline.
+        algorithms: names of published ones, such as `dapo`; or config overrides, by path or by
+            name, such as `distillation/gkd`; `plain` is the recipe as it is. The first algorithm is
+            the baseline.
         tokens: tokens that each run generates in training; the last iteration is completed.
         seeds: at least 2; use 5 or more for useful intervals.
         samples: completions per validation prompt (k), for pass@1, pass@k and the mean reward.
@@ -107,7 +107,7 @@ def compare(
     )
     has_matplotlib = find_spec("matplotlib") is not None
     require(has_matplotlib, "the plot needs matplotlib: pip install matplotlib")
-    overrides = {name: find_override(name) for name in algorithms}
+    chosen = {name: find_words(name) for name in algorithms}
     metrics = ("pass@1", f"pass@{samples}")
     evaluation = ["--model.evaluation.num_samples", str(samples)]
     evaluation += ["--model.evaluation.pass_at_k", f"[1, {samples}]"]
@@ -116,11 +116,10 @@ def compare(
 
     def train(name: str, seed: int) -> SeedResult:
         own_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
-        recipes = [word for path in (recipe, *overrides[name]) for word in ("-c", str(path))]
         own = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
         # All share the initial policy: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
-        words = [*recipes, *evaluation, *limits, *fit_options, *own, *skipped]
+        words = ["-c", recipe, *chosen[name], *evaluation, *limits, *fit_options, *own, *skipped]
         fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
         return read_result(Run(own_dir), (*metrics, REWARD))
 
@@ -143,26 +142,24 @@ def check_different(message: str, given: Sequence[object]) -> None:
     require(len(set(given)) == len(given) > 1, message)
 
 
-def find_override(name: str) -> list[Path]:
-    """Return the config override of an algorithm; [] for `plain`.
+def find_words(name: str) -> list[str]:
+    """Return the options of `fit` that choose an algorithm; [] for `plain`.
 
     Raises:
         ValueError: there is no such algorithm.
     """
     if name == "plain":
         return []
-    algorithms = [Path(word).name for word in built_in_recipes() if word.startswith(ALGORITHMS)]
-    if name in algorithms:
-        return [recipe_file(ALGORITHMS + name)]
+    if name in PUBLISHED:
+        return ["--model.objective", name]
     if name in built_in_recipes():
-        return [recipe_file(name)]
-    path = Path(name)
+        return ["-c", str(recipe_file(name))]
     require(
-        path.is_file(),
-        f"unknown algorithm {name!r}: {path} does not exist. Give the path of a config override, "
-        f"or one of: {', '.join(['plain', *algorithms])}.",
+        Path(name).is_file(),
+        f"unknown algorithm {name!r}: {name} does not exist. Give the path of a config override, "
+        f"or one of: {', '.join(['plain', *PUBLISHED])}.",
     )
-    return [path]
+    return ["-c", name]
 
 
 def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
