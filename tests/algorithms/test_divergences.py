@@ -1,17 +1,19 @@
 """Divergences over the vocabulary: values, gradients, bounds, and where they are evaluated."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgrpo.algorithms.divergences import DIVERGENCES, JSD, ForwardKL, ReverseKL
+from litgrpo.algorithms.divergences import DIVERGENCES, JSD, ForwardKL, ReverseKL, TopK
 from litgrpo.algorithms.objective import Objective
 from litgrpo.tensors import ComparedModel, token_logprobs
 
 ALL = [*DIVERGENCES.values(), JSD(0.1), JSD(0.9)]
+ALL += [TopK(3, divergence) for divergence in ALL]
 
 
 def logits(seed, rows=5, size=7, scale=2.0):
@@ -50,6 +52,49 @@ def test_a_divergence_is_positive_and_zero_for_equal_distributions(divergence, s
     assert gradient.isfinite().all()
     # A shift of all logits changes nothing.
     assert gradient.sum(-1).abs().max() < 1e-9
+
+
+def test_top_k_puts_the_other_tokens_into_one_bin_by_hand():
+    # The reference's most likely token is the second; the bins have 0.7 and 0.4.
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.1, 0.6, 0.3]]).log()
+    expected = 0.3 * math.log(0.3 / 0.6) + 0.7 * math.log(0.7 / 0.4)
+    assert float(TopK(1)(p, q)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("k", [7, 8, 1000])
+def test_top_k_of_the_whole_vocabulary_is_the_divergence(name, k):
+    found, expected = (
+        torch.autograd.grad(
+            divergence(policy := logits(0).requires_grad_(), logits(1)).sum(), policy
+        )
+        for divergence in (TopK(k, name), DIVERGENCES[name])
+    )
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(TopK(k, name)(logits(0), logits(1)), DIVERGENCES[name](logits(0), logits(1)))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@given(seed=st.integers(0, 10_000))
+def test_top_k_rises_with_k_to_the_divergence(name, seed):
+    policy, reference = logits(seed), logits(seed + 1)
+    values = [TopK(k, name)(policy, reference) for k in range(1, 8)]
+    for fewer, more in pairwise(values):
+        assert (fewer <= more + 1e-12).all()
+    torch.testing.assert_close(values[-1], DIVERGENCES[name](policy, reference))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (lambda: TopK(0), "k is 0"),
+        (lambda: TopK(3, TopK(2)), "TopK"),
+        (lambda: TopK(3, "kl"), "reverse_kl"),
+    ],
+)
+def test_a_bad_value_of_top_k_names_the_setting(build, names):
+    with pytest.raises((ValueError, TypeError), match=names):
+        build()
 
 
 @given(seed=st.integers(0, 10_000), beta=st.floats(0.01, 0.99))

@@ -114,6 +114,57 @@ DIVERGENCES: dict[str, Divergence] = {
 }
 
 
+@check_field_types
+@dataclass(frozen=True)
+class TopK(Divergence):
+    """A divergence over the reference's k most likely tokens, and one bin for all others.
+
+    It is never above the divergence over all tokens, and equal to it for k of the size of the
+    vocabulary. The proportions within the bin do not count. NeMo-RL: `topk_logits_k`, without
+    the bin.
+
+    Args:
+        k: number of tokens, at least 1.
+        divergence: over the k + 1 outcomes: reverse_kl, forward_kl, jsd, or a Divergence.
+
+    Example:
+        >>> p, q = torch.tensor([[0.7, 0.1, 0.2]]).log(), torch.tensor([[0.7, 0.2, 0.1]]).log()
+        >>> float(TopK(1)(p, q))  # both give the first token 0.7
+        0.0
+    """
+
+    k: int
+    divergence: DivergenceName | Divergence = "reverse_kl"
+
+    def __post_init__(self) -> None:
+        """Check the number and the name."""
+        if self.k < 1:
+            raise ValueError(f"k is {self.k}; it must be at least 1")
+        if isinstance(self.divergence, str) and self.divergence not in DIVERGENCES:
+            allowed = ", ".join(DIVERGENCES)
+            raise ValueError(f"divergence is {self.divergence!r}; it must be one of {allowed}")
+        if isinstance(self.divergence, TopK):
+            raise ValueError("divergence of TopK is TopK; it must be one over all of its outcomes")
+
+    def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence.value_and_slope`."""
+        given = self.divergence
+        inner = DIVERGENCES[given] if isinstance(given, str) else given
+        if self.k >= log_q.shape[-1]:
+            return inner.value_and_slope(log_p, log_q)
+        top = log_q.topk(self.k, dim=-1).indices
+        rest_p, rest_q = (
+            x.scatter(-1, top, -torch.inf).logsumexp(-1, True) for x in (log_p, log_q)
+        )
+        binned_p, binned_q = (
+            torch.cat([x.gather(-1, top), rest], -1)
+            for x, rest in ((log_p, rest_p), (log_q, rest_q))
+        )
+        value, slope = inner.value_and_slope(binned_p, binned_q)
+        # A token v of the bin has dD/dp_v = dD/dp_bin, so p_v dD/dp_v is its share of the bin's.
+        return value, ((log_p - rest_p).exp() * slope[:, -1:]).scatter(-1, top, slope[:, :-1])
+
+
 class _OfLogits(torch.autograd.Function):
     """Divergence of softmax distributions; keeps one [k, V] tensor for the backward pass."""
 

@@ -1,7 +1,7 @@
 """The training objective: surrogate loss, loss aggregation, KL penalty, importance correction.
 
-An algorithm is a combination of these choices, not a class: `configs/algorithms` has one config
-override for each published algorithm, and docs/explanation/algorithm.md a table of them.
+An algorithm is a combination of these choices, not a class: `published` has them by name, and
+docs/explanation/algorithm.md a table of them.
 
 A loss is never a mean over a micro-batch. Each token gets a weight that is computed once for all
 rows of an optimizer step (`Objective.loss_weights`), and the loss is the weighted sum over tokens.
