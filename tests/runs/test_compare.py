@@ -1,6 +1,7 @@
 """Tests of `compare`: runs, results and significance."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from litgrpo.runs.compare import (
     SeedResult,
     compare,
     compare_runs,
+    describe_table,
     find_words,
     fit,
-    format_table,
     holm,
     read_result,
+    tabulate,
+    without_intervals,
 )
 from litgrpo.runs.run import Run
 from tests.support.raises import raises_for
@@ -63,25 +66,30 @@ def test_a_difference_is_significant_if_seeds_agree():
 
 
 def test_the_table_has_a_row_for_every_algorithm_and_the_initial_policy():
-    lines = format_table(rows(plain=[0.5, 0.6], other=[0.6, 0.7]), METRICS, [3, 4]).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
+    cells = tabulate(rows(plain=[0.5, 0.6], other=[0.6, 0.7]), METRICS)
     assert cells[0][:3] == ["algorithm", "pass@1", "pass@8"]
-    assert [line[0] for line in cells[2:]] == ["before training", "plain", "other"]
-    assert cells[2][1] == "0.250 [0.250, 0.250]"
+    assert [line[0] for line in cells[1:]] == ["before training", "plain", "other"]
+    assert cells[1][1] == "0.250 [0.250, 0.250]"
     # t(1) is 12.706, the error 0.05: an interval of more than a share can be.
-    assert cells[3][1] == "0.550 [0.000, 1.000]"
-    assert cells[4][3] == "2.500 [2.500, 2.500]"  # a reward is no share: it may be above 1
-    assert cells[4][4].startswith("+0.100 ")
-    assert cells[4][6:] == ["4", "1,000"]
-    assert "2 seeds" in lines[-1]
+    assert cells[2][1] == "0.550 [0.000, 1.000]"
+    assert cells[3][3] == "2.500 [2.500, 2.500]"  # a reward is no share: it may be above 1
+    assert cells[3][4].startswith("+0.100 ")
+    assert cells[3][6:] == ["4", "1,000"]
+    assert "2 seeds" in describe_table([3, 4])
+    # In a terminal: without the intervals of the means, iterations and tokens.
+    _, untrained, *_, other = without_intervals(cells)
+    assert untrained[1] == "0.250"
+    assert other[4] == cells[3][4]
+    assert len(other) == len(cells[3]) - 2
 
 
 def test_without_any_success_the_mean_reward_is_compared():
     found = {"plain": [1.0, 1.1, 1.2], "other": [2.0, 2.1, 2.2]}
     runs = {name: [run(0.0, reward=x) for x in values] for name, values in found.items()}
-    head, *_, last = format_table(compare_runs(runs, ALL), METRICS, [0, 1, 2]).splitlines()[:5]
-    assert "reward minus baseline" in head
-    assert "+1.000 [+1.000, +1.000] | yes, better" in last
+    head, *_, last = tabulate(compare_runs(runs, ALL), METRICS)
+    assert head[4] == "reward minus baseline"
+    assert last[4] == "+1.000 [+1.000, +1.000]"
+    assert last[5].startswith("yes, better")
 
 
 def test_an_unknown_algorithm_raises_before_any_run(monkeypatch, tmp_path):
@@ -156,10 +164,11 @@ def test_the_command_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys
     monkeypatch.chdir(ROOT)
     assert main() == 0
     printed = capsys.readouterr().out
-    assert "| dapo | 0.755 [0.691, 0.819] |" in printed
+    assert re.search(r"^dapo +0.755 ", printed, re.MULTILINE)
     numbers = json.loads((tmp_path / "table.json").read_text())
     assert numbers["algorithms"]["dapo"]["after"][1]["pass@1"] == 0.76
-    assert (tmp_path / "table.md").read_text().startswith("| algorithm |")
+    assert re.search(r"\| dapo +\| 0.755 \[0.691, 0.819\] ", (tmp_path / "table.md").read_text())
+    assert (tmp_path / "table.md").read_text().startswith("| algorithm ")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

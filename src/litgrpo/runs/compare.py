@@ -19,6 +19,7 @@ from litgrpo.arguments import require
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
 from litgrpo.runs.run import Run
+from litgrpo.text.tables import align_columns, markdown_table
 
 REWARD = "reward"  # the mean total reward of the sampled completions
 
@@ -130,11 +131,14 @@ def compare(
     runs = {n: [results[n, seed] for seed in seeds] for n in algorithms}
     rows = compare_runs(runs, (*metrics, REWARD))
     first = Run(Path(run_dir, Path(algorithms[0]).stem, f"seed={seeds[0]}"))
-    text = format_table(rows, metrics, seeds, first.config.success_rule)
-    Path(run_dir, "table.md").write_text(text + "\n")
+    head, *lines = cells = tabulate(rows, metrics)
+    note = describe_table(seeds, first.config.success_rule)
+    table = "\n".join(markdown_table(head, lines))
+    Path(run_dir, "table.md").write_text(f"{table}\n\n{note}\n")
     Path(run_dir, "table.json").write_text(json.dumps(as_json(rows, seeds), indent=2))
     plot(rows, metrics, Path(run_dir, "plot.png"))
-    print(f"{text}\n\nwritten to {run_dir}: table.md, table.json, plot.png and every run")
+    print("\n".join(align_columns(without_intervals(cells))))
+    print(f"\n{note}\n\nwritten to {run_dir}: table.md, table.json, plot.png and every run")
 
 
 def check_different(message: str, given: Sequence[object]) -> None:
@@ -256,13 +260,8 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
     return {name: corrected[name] for name in p_values}
 
 
-def format_table(
-    rows: list[AlgorithmResult],
-    metrics: Sequence[str],
-    seeds: Sequence[int],
-    success_rule: str = "",
-) -> str:
-    """Format the comparison as a Markdown table.
+def tabulate(rows: list[AlgorithmResult], metrics: Sequence[str]) -> list[list[str]]:
+    """Return the cells of the comparison, the head first.
 
     Differences are of the first metric, or of the mean reward if no completion succeeded, as with
     a reward that never reaches the success threshold.
@@ -276,15 +275,14 @@ def format_table(
     limits[REWARD] = mean_interval
     succeeded = any(any(row.values(metrics[0])) for row in rows)
     decides = metrics[0] if succeeded else REWARD
-    titles = ["algorithm", *metrics, "mean reward", f"{decides} minus baseline"]
-    titles += ["significant?", "iterations", "tokens"]
-    lines = [titles, ["---"] * len(titles)]
+    head = ["algorithm", *metrics, "mean reward", f"{decides} minus baseline"]
+    head += ["significant?", "iterations", "tokens"]
     before = [interval([r.before[n] for r in rows[0].runs], limits[n]) for n in limits]
-    lines.append(["before training", *before, "", "", "0", "0"])
+    cells = [head, ["before training", *before, "", "", "0", "0"]]
     for row in rows:
         gain = row.gains.get(decides)
         difference = "" if gain is None else f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
-        lines.append(
+        cells.append(
             [
                 row.name,
                 *(interval(row.values(name), limits[name]) for name in limits),
@@ -294,14 +292,27 @@ def format_table(
                 f"{fmean(run.tokens for run in row.runs):,.0f}",
             ]
         )
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return cells
+
+
+def without_intervals(cells: list[list[str]]) -> list[list[str]]:
+    """Return the table for a terminal: means, and the interval of the difference alone."""
+    *means, difference, verdict = range(len(cells[0]) - 2)
+    return [
+        [*(row[n].partition(" [")[0] for n in means), row[difference], row[verdict]]
+        for row in cells
+    ]
+
+
+def describe_table(seeds: Sequence[int], success_rule: str = "") -> str:
+    """Return what the numbers of the table are."""
     note = (
         f"Means over {len(seeds)} seeds with 95 % intervals (Student's t over seeds); differences "
         "are paired by seed, with p-values corrected for the number of algorithms (Holm)."
     )
     if success_rule:
         note += f" A completion is correct if {success_rule} (model.evaluation.success_reward)."
-    return f"{text}\n\n{note}"
+    return note
 
 
 def as_json(rows: list[AlgorithmResult], seeds: Sequence[int]) -> dict[str, object]:

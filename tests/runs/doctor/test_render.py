@@ -41,7 +41,7 @@ def test_a_diagnosis_counts_the_rules_that_could_be_checked():
     )
     text = render_text(Diagnosis((), passed, missing, 1, "reward 'right' >= 1"))
     assert "1 iteration; correct: reward 'right' >= 1 (model.evaluation.success_reward)" in text
-    assert "Too few values to judge this run: only 1 of 3 rules could be checked." in text
+    assert "No problems found, but only 1 of 3 rules could be checked" in text
     text = render_text(Diagnosis((), missing, passed))
     assert "No problems found by 2 of 3 rules; the other 1 could not be checked." in text
     assert "No result: none of the 2 rules" in render_text(Diagnosis((), {}, missing))

@@ -4,11 +4,11 @@ from litgrpo.callbacks.metrics import definition
 from litgrpo.runs.report.charts import (
     MAX_POINTS,
     Curve,
-    axis_range,
+    axis_ticks,
     draw,
+    format_tick,
     group_curves,
     thin_out,
-    ticks,
 )
 from litgrpo.runs.run import Run, table_of
 
@@ -29,11 +29,18 @@ def test_a_spike_survives_ten_thousand_iterations():
     "values", [[0.0], [5.0], [-2.0], [1e-12, 2e-12], [1e300, -1e300], [0.3, 0.3 + 1e-15]]
 )
 def test_an_axis_has_two_ends_around_its_values(values):
-    low, high = axis_range(values)
-    assert low < high
-    assert low <= min(values)
-    assert max(values) <= high
-    assert 2 <= len(ticks(low, high)) <= 7
+    ticks = axis_ticks(values)
+    assert ticks[0] < ticks[-1]
+    assert ticks[0] <= min(values)
+    assert max(values) <= ticks[-1]
+    assert 2 <= len(ticks) <= 7
+
+
+@pytest.mark.parametrize("values", [[1.057, 1.066], [2.85e-4, 3.05e-4], [2.3e-7, 2.7e-7]])
+def test_ticks_have_different_short_labels(values):
+    labels = [format_tick(tick) for tick in axis_ticks(values)]
+    assert len(set(labels)) == len(labels)
+    assert max(map(len, labels)) <= 7
 
 
 def test_coordinates_are_inside_the_drawing():

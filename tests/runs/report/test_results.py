@@ -122,14 +122,14 @@ def test_an_unfinished_run_is_reported_as_such(tmp_path):
 def test_the_verdict_of_sft_is_its_loss():
     rows = [{"step": 0, "val/loss": 2.0}, {"step": 9, "val/loss": 1.5}]
     run = Run(metrics=table_of(rows), summary={"seed": 0})
-    assert write_verdict(run, []).startswith("val/loss: 2.000 before, 1.500 after; ")
+    assert write_verdict(run, []) == "Held-out loss (val/loss): 2.000 before, 1.500 after."
 
 
 def test_without_evaluation_files_the_verdict_is_the_logged_accuracy(tmp_path):
     run = make_run(tmp_path / "bare")
     for path in (run / "evaluation").iterdir():
         path.unlink()
-    assert "val/avg@2: 0.250 [0.100, 0.400] before, 0.750" in write_verdict(Run(run), [])
+    assert "(val/avg@2): 0.250 [0.100, 0.400] before, 0.750" in write_verdict(Run(run), [])
 
 
 def test_other_runs_are_paired_with_the_first(tmp_path):

@@ -56,8 +56,8 @@ def describe_no_problems(diagnosis: Diagnosis) -> str:
         return NO_PROBLEMS
     if checked < missing:
         return (
-            f"Too few values to judge this run: only {checked} of {checked + missing} rules could "
-            "be checked. They found no problems."
+            f"No problems found, but only {checked} of {checked + missing} rules could be checked: "
+            "the others need more iterations, or metrics that are not logged."
         )
     return (
         f"No problems found by {checked} of {checked + missing} rules; the other {missing} could "

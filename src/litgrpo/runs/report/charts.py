@@ -22,6 +22,7 @@ MEAN_POINTS = 100  # points of the moving average
 MAX_DOTS = 20  # points up to which each has a dot
 TABLE_ROWS = 11  # of the table below a chart
 MAX_WHOLE, MIN_FIXED, MAX_FIXED = 1e6, 1e-4, 1e5  # outside, numbers have an exponent
+MAX_TICK_CHARS = 7  # that fit beside the axis
 
 
 # --- which metrics share a chart ---
@@ -74,7 +75,8 @@ PANELS = (
     Panel("Skipped steps", (r"optim/skipped_steps",)),
     Panel("Sampler mismatch", (r"policy/sampler_mismatch",)),
     Panel("Perplexity under the initial policy", (r"val/(.+/)?initial_perplexity",)),
-    Panel("Seconds per iteration", (r"time/(step|rollout|learn|reward|reference)_s",)),
+    Panel("Seconds per iteration", (r"time/(step|rollout|learn|reward|logprobs)_s",)),
+    Panel("Seconds per evaluation", (r"time/evaluation_s",)),
     Panel("Peak memory (GiB)", (r"perf/peak_memory_gib",)),
 )
 
@@ -172,8 +174,11 @@ def draw(curves: Sequence[Curve], last: float, marks: Sequence[tuple[float, str]
         marks: iterations to mark, with a label.
     """
     values = [value for c in curves for points in (c.points, c.low, c.high) for _, value in points]
-    low, high = axis_range(values)
+    y_ticks = axis_ticks(values)
+    low, high = y_ticks[0], y_ticks[-1]
     end = max(last, 1.0)
+    step = tick_step(0.0, end)
+    x_ticks = [n * step for n in range(math.floor(end / step + 1e-9) + 1)]
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * min(step, end) / end
@@ -202,8 +207,8 @@ def draw(curves: Sequence[Curve], last: float, marks: Sequence[tuple[float, str]
         )
     return Drawing(
         drawn,
-        [(round(x(tick), 1), format_number(tick)) for tick in ticks(0, end)],
-        [(round(y(tick), 1), format_number(tick)) for tick in ticks(low, high)],
+        [(round(x(tick), 1), format_tick(tick)) for tick in x_ticks],
+        [(round(y(tick), 1), format_tick(tick)) for tick in y_ticks],
         [(round(x(step), 1), label) for step, label in marks],
         _table(curves),
     )
@@ -245,31 +250,20 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return smoothed
 
 
-def axis_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis: two different ticks around all values.
+def axis_ticks(values: Sequence[float]) -> list[float]:
+    """Return evenly spaced round numbers, at least two, around all values.
 
     Example:
-        >>> axis_range([0.1, 1.9]), axis_range([0.0]), axis_range([-4.0])
-        ((0.0, 2.0), (0.0, 1.0), (-6.0, -2.0))
+        >>> axis_ticks([0.1, 1.9]), axis_ticks([0.0]), axis_ticks([-4.0])
+        ([0.0, 0.5, 1.0, 1.5, 2.0], [0.0, 0.25, 0.5, 0.75, 1.0], [-6.0, -5.0, -4.0, -3.0, -2.0])
     """
     low, high = min(values), max(values)
     if low == high == 0:
-        return 0.0, 1.0
+        high = 1.0
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - abs(low) / 2, high + abs(high) / 2
     step = tick_step(low, high)
-    return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two.
-
-    Example:
-        >>> ticks(0.0, 1.0), ticks(0, 250)
-        ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 100.0, 200.0])
-    """
-    step = tick_step(low, high)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [n * step for n in range(first, last + 1)]
 
 
@@ -286,7 +280,7 @@ def tick_step(low: float, high: float, most: int = 4) -> float:
 
 
 def format_number(value: float) -> str:
-    """Format a number for an axis or a table cell.
+    """Format a number for a table cell.
 
     Example:
         >>> [format_number(x) for x in (0.25, 12000, 3e-7, 0.0, 2500000)]
@@ -295,6 +289,22 @@ def format_number(value: float) -> str:
     if value == int(value) and abs(value) < MAX_WHOLE:
         return f"{int(value):,}"
     return f"{value:.3g}" if MIN_FIXED <= abs(value) < MAX_FIXED else f"{value:.2g}"
+
+
+def format_tick(value: float) -> str:
+    """Format a tick with all digits that it has, as briefly as possible.
+
+    Example:
+        >>> [format_tick(x) for x in (1.055, 3 * 0.1, 12000.0, 0.000285, 3e-7)]
+        ['1.055', '0.3', '12,000', '2.85e-4', '3e-7']
+    """
+    if value == int(value) and abs(value) < MAX_WHOLE:
+        return f"{int(value):,}"
+    text = f"{value:.6g}"  # without what rounding adds to a multiple of a step
+    if "e" not in text and len(text) <= MAX_TICK_CHARS:
+        return text
+    digits, exponent = f"{value:.5e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _table(curves: Sequence[Curve]) -> list[list[str]]:

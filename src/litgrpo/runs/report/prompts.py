@@ -96,7 +96,8 @@ def _describe_calls(tool: str, counts: Any) -> str:
     """Describe [calls, failed calls] of a tool."""
     known = finite_numbers(counts if isinstance(counts, list) else [])
     calls, failed = [*known, 0.0, 0.0][:2]
-    return f"{calls:.0f} calls of {tool}" + (f", {failed:.0f} failed" if failed else "")
+    counted = f"{plural(int(calls), 'call')} of {tool}"
+    return counted + (f", {failed:.0f} failed" if failed else "")
 
 
 def _format(value: Any) -> str:

@@ -70,10 +70,11 @@ def _verdict_from_metrics(run: Run) -> str:
     for name in run.names:
         if MAIN_METRIC.fullmatch(name) and len(run[name]) > 1:
             before, after = _format_logged(run, name, 0), _format_logged(run, name, -1)
-            return (
-                f"{name}: {before} before, {after} after; not paired, as there are no "
-                "evaluation files."
-            )
+            what = f"Held-out loss ({name})"
+            note = ""
+            if not name.endswith("loss"):
+                what, note = f"Held-out accuracy ({name})", "; not paired: no evaluation files"
+            return f"{what}: {before} before, {after} after{note}."
     if len(run.evaluations) == 1:
         return "The change is unknown: the folder has one evaluation of held-out prompts."
     return "The result is unknown: the folder has no evaluation of held-out prompts."
