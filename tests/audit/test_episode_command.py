@@ -28,7 +28,7 @@ def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):
     code, out, err = cli("audit", "-c", str(recipe), "--limit", "2", "--report", str(report))
     assert code in (0, 1), err  # a policy may guess correctly by luck
     assert "playing 4 episodes of 2 rows" in out
-    assert "| gives empty turns " in out
+    assert "gives empty turns " in out
     found = json.loads(report.read_text())
     assert found["rows"] == 2
     lines = found["tables"]["policy"]

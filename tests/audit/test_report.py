@@ -44,7 +44,7 @@ def test_sound_numbers_pass_and_become_json_and_lines() -> None:
     lines = list(found.lines())
     assert (lines[0], lines[-1]) == ("nine problems", "PASS")
     assert f"remark: {found.remarks[0]}" in lines
-    assert any(line.startswith(f"| {HONEST} ") and "'so 7'" in line for line in lines)
+    assert any(line.startswith(f"{HONEST} ") and "'so 7'" in line for line in lines)
 
 
 @pytest.mark.parametrize("more", [0.0, 1e-7, 0.3 - (0.1 + 0.2), 0.0007, 0.0099])

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from litgrpo.text.counts import plural
-from litgrpo.text.tables import markdown_table
+from litgrpo.text.tables import align_columns
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SHOWN = 44  # characters of an example
+SHOWN = 21  # characters of an example
+# Columns that only faults and remarks, and the file, tell: lines have at most 80 characters.
+UNSHOWN = ("reason", "kind", "reaches_best", "beats_mean")
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,23 @@ class AuditReport:
         yield self.title
         for name, table in self.tables.items():
             yield ""
-            columns = [column for column in table if not isinstance(table[column].iloc[0], dict)]
+            columns = [
+                column
+                for column in table
+                if column not in UNSHOWN and not isinstance(table[column].iloc[0], dict)
+            ]
             head = [name, *(str(column).replace("_", " ") for column in columns)]
             rows = table[columns].itertuples(name=None)
-            yield from markdown_table(head, [(name, *map(_cell, row)) for name, *row in rows])
+            cells = [[str(row), *map(_cell, columns, numbers)] for row, *numbers in rows]
+            yield from align_columns([head, *cells])
         yield ""
         yield from (f"remark: {remark}" for remark in self.remarks)
         yield from (f"FAULT: {fault}" for fault in self.faults)
         yield "PASS" if self.passed else "FAIL: " + plural(len(self.faults), "fault")
 
 
-def _cell(value: object) -> str:
-    """Write a number with three digits, and the end of a text, which has the answer."""
-    if isinstance(value, str):
-        return repr(" ".join(value.split())[-SHOWN:]).replace("|", "/")
+def _cell(column: str, value: object) -> str:
+    """Write a number with three digits, and the end of an example, which has the answer."""
+    if column == "example":
+        return repr(" ".join(str(value).split())[-SHOWN:])
     return f"{value:.3g}" if isinstance(value, float) else str(value)

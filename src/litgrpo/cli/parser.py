@@ -28,6 +28,7 @@ from litgrpo.cli.mistakes import MISSING, find_mistake, last_line
 from litgrpo.cli.options import Option, options_of
 from litgrpo.cli.recipes import with_init_args
 from litgrpo.cli.settings import NULLS, PRINT, CommandLine, read_option
+from litgrpo.modules.sft import SFT
 from litgrpo.runs.doctor.callback import Doctor
 from litgrpo.runs.summary import Summary
 from litgrpo.text.secrets import find_masked, mask_known, mask_settings
@@ -203,6 +204,11 @@ class RecipeCLI(LightningCLI):
         """Read a command line; return its settings in the parser's form."""
         self.given = CommandLine.read(words, {name: o.hint for name, o in self.options.items()})
         check_keys(self.given.settings)
+        require(
+            self.command != "predict" or not issubclass(self.given.hints["model"], SFT),
+            "SFT generates nothing: predict without its recipe, from the model that it trained: "
+            "--model.pretrained RUN/final_model",
+        )
         settings = {name: each for name, each in self.given.settings.items() if name != PRINT}
         model = settings["model"]
         if isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO"):

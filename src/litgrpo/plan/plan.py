@@ -29,6 +29,7 @@ class Plan:
         recipe: sizes of the recipe.
         device: kind of device.
         number: devices that train.
+        has_lengths: lengths of rows are those of the data; otherwise the limits of the recipe.
 
     Example:
         plan = make_plan(RecipeCLI(["-c", "quickstart", "--chip", "h100"], "plan", plan).config)
@@ -38,6 +39,7 @@ class Plan:
     recipe: RecipeSizes
     device: Device
     number: int
+    has_lengths: bool = False
 
     def items(self, recipe: RecipeSizes | None = None, number: int = 0) -> list[MemoryItem]:
         """Return the memory that each device needs.
@@ -84,7 +86,10 @@ def make_plan(settings: Namespace) -> Plan:
         device = find_device(settings.chip, device_kind(accelerator.replace("auto", "cuda")))
     recipe = read_sizes(settings, static_shapes=device.kind == "tpu")
     is_chosen = settings.chip is not None or accelerator != "auto"
-    if settings.read_data or (settings.read_data is None and device.kind == "cpu" and is_chosen):
+    reads_data = settings.read_data
+    if reads_data is None:
+        reads_data = device.kind == "cpu" and is_chosen
+    if reads_data:
         recipe = apply_data(load_data(settings).sets["train"], recipe)
     number = settings.chips or count_devices(recipe, settings.trainer)
     require(
@@ -93,7 +98,7 @@ def make_plan(settings: Namespace) -> Plan:
         "whole model. Add -c configs/hardware/tpu_spmd.yaml (TPU) or "
         "-c configs/hardware/fsdp2.yaml (GPU), or set --chips 1.",
     )
-    return Plan(recipe, device, number)
+    return Plan(recipe, device, number, reads_data)
 
 
 def device_kind(accelerator: str) -> str:

@@ -36,6 +36,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         ("memory", "phase", "GB", "how counted"),
         [(item.name, item.phase, format_gb(item.size), item.how) for item in items],
     )
+    if not plan.has_lengths:
+        yield "Rows are the longest that the recipe allows; --read_data true takes the data's"
     yield ""
     yield verdict(plan)
     if plan.uneven:
