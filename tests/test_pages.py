@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import auto_parser
 from lightning.pytorch import LightningDataModule, Trainer
 
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.cli.console import keep_quiet
-from litgrpo.cli.main import COMMANDS, runs_as_list
+from litgrpo.cli.main import COMMANDS
 from litgrpo.cli.options import find_option
-from litgrpo.cli.parser import CALLBACKS, RecipeCLI
+from litgrpo.cli.parser import CALLBACKS, RecipeCLI, parse_options
 from tests.support.pages import ROOT, blocks, name_of, pages
 
 SOURCE = ROOT / "src" / "litgrpo"
@@ -140,8 +139,7 @@ def fails(line: str) -> bool:
         if COMMANDS[name].recipe:
             parse_recipe(name, words)
         else:
-            words = runs_as_list(words) if name == "report" else words
-            auto_parser(COMMANDS[name].load()).parse_args(words)
+            parse_options(COMMANDS[name].load(), words)
     except SystemExit as stop:
         return bool(stop.code)
     return False

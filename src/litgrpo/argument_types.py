@@ -387,8 +387,10 @@ def classes_in(hint: Any) -> list[type]:
     """
     arguments = typing.get_args(hint)
     if inspect.isclass(hint) and not arguments:
-        # Enums, paths and the like are plain values; object and Any say nothing.
-        return [] if hint.__module__.partition(".")[0] in sys.stdlib_module_names else [hint]
+        # Enums, paths, tensors and the like are plain values; object and Any say nothing.
+        package = hint.__module__.partition(".")[0]
+        is_plain = package in sys.stdlib_module_names or hint.__name__ == "Tensor"
+        return [] if is_plain else [hint]
     if arguments and isinstance(arguments[0], list):  # Callable[[...], X]: a factory of X
         arguments = arguments[1:]
     return list(dict.fromkeys(each for inner in arguments for each in classes_in(inner)))
@@ -442,11 +444,10 @@ def find_class(name: str, bases: Sequence[type]) -> type:
     # The first of a name is torch's; bitsandbytes also has an SGD.
     named = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
     known = dict(reversed(named))
-    listed = f": use one of {', '.join(sorted(known))}, or an import path"
     near = nearest(name, list(known))
-    require(
-        name in known, f"unknown class {name!r}" + (near and f", did you mean {near!r}?") + listed
-    )
+    hint = near and f" (did you mean {near!r}?)"
+    listed = f"use one of {', '.join(sorted(known))}, or an import path"
+    require(name in known, f"unknown class {name!r}{hint}: {listed}")
     return known[name]
 
 
@@ -456,6 +457,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     Example:
         >>> nearest("kl", ["eps", "kl_coef"]), nearest("rnak", ["rank"]), nearest("x", ["rank"])
         ('kl_coef', 'rank', '')
+        >>> nearest("Adamw", ["Adam", "AdamW"])
+        'AdamW'
     """
-    longer = [each for each in known if each.startswith(name)]
+    longer = [word for word in known if word.lower().startswith(name.lower())]
     return next(iter(longer + difflib.get_close_matches(name, known, 1, CLOSE)), "")

@@ -41,6 +41,12 @@ def above(name: str, value: float | None, bound: float) -> None:
     require(value is None or value > bound, f"{name} is {value}; it must be above {bound}.")
 
 
+def require_folder_of(option: str, path: str | None) -> None:
+    """Reject a file to write whose folder does not exist; None passes."""
+    folder = os.path.dirname(path or "") or "."
+    require(os.path.isdir(folder), f"the folder {folder} of --{option} {path} does not exist")
+
+
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Reject a value that is not among the allowed ones."""
     known = list(allowed)

@@ -357,6 +357,17 @@ def test_an_unknown_option_is_reported_before_a_missing_one():
         ("export . x --force 3", ("force", "3", "bool")),
         ("fit -c grpo.yaml --model.sampling 0.5", ("model.sampling", "0.5", "{temperature: 0.5}")),
         ("fit -c grpo.yaml --model.rewards.other 3", ("model.rewards.other is 3", "Reward")),
+        ("plan -c grpo.yaml --model.precision 5", ("model.precision is 5", "Precision")),
+        ("plan -c grpo.yaml --progress 3", ("progress is 3", "{every_s: 3}")),
+        ("plan -c grpo.yaml --model.optimizer.lr 1e-5x", ("lr is '1e-5x'", "float")),
+        ("plan -c grpo.yaml --model.optimizer.betas 0.9", ("betas is 0.9", "tuple")),
+        ("plan -c grpo.yaml --model.optimizer Adamw", ("'Adamw'", "'AdamW'")),
+        ("plan -c grpo.yaml --model.rewards.correct null", ("correct is null", "Reward")),
+        ("plan -c grpo.yaml --report none/x.json", ("the folder none",)),
+        ("predict -c grpo.yaml --model SFT", ("SFT generates nothing",)),
+        ("compare quickstart --jobs 0", ("jobs is 0",)),
+        ("compare nowhere", ("recipe 'nowhere' not found",)),
+        ("report a🙂 b", ("a🙂",)),
         ("compare quickstart --jobs two", ("jobs", "'two'", "int")),
         ("compare quickstart --seeds 3", ("seeds", "3", "[3]")),
         ("compare quickstart --algorithms dapo", ("algorithms", "'dapo'", "['dapo']")),
@@ -388,6 +399,18 @@ def test_words_of_a_command_without_a_mistake_are_accepted():
     settings = {"checkpoint": "a", "folder": "b", "force": True, "dtype": "float16"}
     assert read_words(words, options) == settings
     assert find_mistake(settings, options) == ""
+
+
+def test_words_that_are_left_are_a_list_and_dotted_options_are_those_of_fit():
+    runs = options_of(COMMANDS["report"].load())
+    assert read_words(["a", "--output", "x", "🙂"], runs) == {"runs": ["a", "🙂"], "output": "x"}
+    words = ["quickstart", "--data.val.limit", "50", "--jobs", "2", "--model.lora.rank=4"]
+    settings = read_words(words, options_of(COMMANDS["compare"].load()))
+    assert settings == {
+        "recipe": "quickstart",
+        "jobs": 2,
+        "fit_options": ["--data.val.limit", "50", "--model.lora.rank", "4"],
+    }
 
 
 def test_settings_without_a_mistake_are_accepted():

@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from litgrpo.arguments import at_least
+from litgrpo.arguments import at_least, require_folder_of
 from litgrpo.audit.answers import audit_rewards
 from litgrpo.audit.cases import AnswerFormat, Problem
 from litgrpo.audit.code_tests import find_test_faults
@@ -60,6 +60,7 @@ def audit(
         report: also write the numbers to this .json file.
     """
     at_least("limit", limit, 0)
+    require_folder_of("report", report)
     recipe = given.recipe
     settings = recipe["model"]["init_args"]
     scorer = build_scorer(settings)

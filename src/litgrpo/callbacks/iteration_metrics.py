@@ -1,7 +1,8 @@
-"""Metrics of an iteration that need no model, and a warning when there is no learning signal."""
+"""Metrics of an iteration that need no model, durations, and a warning without learning signal."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,47 @@ from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.lightning_compat import log_numbers
 from litgrpo.metrics import average_over_ranks
 from litgrpo.models.policy import Policy
-from litgrpo.protocol import RolloutModule
+from litgrpo.protocol import RolloutModule, TrainedModule
 from litgrpo.tensors import local
 from litgrpo.text.counts import plural
 from litgrpo.types import Iteration, RewardTable, Rollout, Stats, StepReport
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4
 ENTRIES = 1024  # sampled from a tensor to measure its change
+
+
+class Durations(Callback):
+    """Logs `time/evaluation_s`, and `time/step_s` of modules that do not log it with their phases.
+
+    Example:
+        `Trainer(callbacks=[Durations()])`; the command line adds it.
+    """
+
+    def __init__(self) -> None:
+        self.iteration = -1
+        self.step_began = self.evaluation_began = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
+        """Start timing a step, which may have several batches (accumulate_grad_batches)."""
+        if pl_module.iteration != self.iteration:
+            self.iteration, self.step_began = pl_module.iteration, time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        """Log the step up to here; GRPO logs its own."""
+        if "rollout" not in (outputs or {}):
+            pl_module.log("time/step_s", time.monotonic() - self.step_began)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Start timing an evaluation."""
+        self.evaluation_began = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Log the evaluation, also the one before training, in which Lightning logs nothing."""
+        seconds = time.monotonic() - self.evaluation_began
+        for logger in trainer.loggers:
+            logger.log_metrics({"time/evaluation_s": seconds}, step=pl_module.iteration)
 
 
 class IterationMetrics(Callback):

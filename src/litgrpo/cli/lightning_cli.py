@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import import_by_path, require
 from litgrpo.callbacks.guards import TimeBudget
+from litgrpo.callbacks.iteration_metrics import Durations
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
     MetricsCSV,
@@ -40,6 +41,7 @@ from litgrpo.checkpointing.resume import LoggerState, OptimizerOptions, RngState
 from litgrpo.checkpointing.shards import read_checkpoint, verify_checkpoint
 from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
+from litgrpo.cli.settings import iterate_options
 from litgrpo.distributed.machine import check_machine
 from litgrpo.distributed.messages import forget_warnings
 from litgrpo.distributed.restarts import open_restart_store
@@ -324,6 +326,7 @@ class LitGRPOCLI(RecipeCLI):
             RunFolder(self.config_text, replaced),
             Hyperparameters(self.config_text),
             OptimizerOptions(),
+            Durations(),
             RngState(),
             LoggerState(self.config.run_dir),
         ]
@@ -393,15 +396,6 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         for path in dict.fromkeys([*first, *second])
         if first.get(path) != second.get(path) and not path.startswith(NOT_IDENTITY)
     ]
-
-
-def iterate_options(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted paths of nested settings and their values."""
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for name, inner in value.items():
-        yield from iterate_options(inner, f"{path}.{name}" if path else str(name))
 
 
 def read_completion(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import errno
 import gc
-import json
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NoReturn
 
 from litgrpo import __version__
@@ -75,20 +74,53 @@ class Command:
 
     Args:
         summary: one line for `--help`.
-        run: called with what follows the command.
+        function: import path of the function whose options it has; "" for a method of the trainer.
         recipe: True if it reads recipes and overrides, as `fit` does.
-        function: import path of the function whose options it has; of a command that reads
-            recipes, beside those of `fit`.
     """
 
     summary: str
-    run: Callable[[Sequence[str]], None]
-    recipe: bool = False
     function: str = ""
+    recipe: bool = True
 
     def load(self) -> Callable[..., Any] | None:
         """Import the function."""
         return import_by_path(self.function) if self.function else None
+
+
+COMMANDS = {
+    "fit": Command("train; write results, checkpoints and the model to the run folder"),
+    "validate": Command("evaluate on the held-out validation prompts"),
+    "test": Command("evaluate on the test prompts"),
+    "predict": Command("generate answers to prompts: print them, write JSONL"),
+    "export": Command(
+        "write a checkpoint's policy in Hugging Face format",
+        "litgrpo.cli.export.export",
+        recipe=False,
+    ),
+    "audit": Command(
+        "check reward functions for false negatives and exploits", "litgrpo.audit.command.audit"
+    ),
+    "plan": Command(
+        "count the memory of a recipe: does it fit, and what to change",
+        "litgrpo.plan.command.plan",
+    ),
+    "compare": Command(
+        "compare algorithms over seeds, with confidence intervals",
+        "litgrpo.runs.compare.compare",
+        recipe=False,
+    ),
+    "doctor": Command(
+        "diagnose a run and suggest changes", "litgrpo.runs.doctor.command.doctor", recipe=False
+    ),
+    "replay": Command(
+        "print an episode of a run, turn by turn", "litgrpo.runs.replay.replay", recipe=False
+    ),
+    "report": Command(
+        "write one HTML page that shows a run, or compares several",
+        "litgrpo.runs.report.command.report",
+        recipe=False,
+    ),
+}
 
 
 def run_trainer(command: str, words: Sequence[str]) -> None:
@@ -107,115 +139,15 @@ def run_trainer(command: str, words: Sequence[str]) -> None:
     done.mark_complete()
 
 
-def check_recipe(command: str, words: Sequence[str]) -> None:
-    """Call the function of a command that reads a recipe and trains nothing."""
-    from litgrpo.cli.parser import RecipeCLI
+def call(name: str, function: Callable[..., Any], words: Sequence[str]) -> None:
+    """Call the function of a command, with its options or with a parsed recipe."""
+    from litgrpo.cli.parser import RecipeCLI, parse_options
 
-    function = import_by_path(COMMANDS[command].function)
-    given = RecipeCLI(words, command, extra=function)
-    function(given, **given.extra_options)
-
-
-def collect_fit_options(words: Sequence[str]) -> list[str]:
-    """Return the words of `compare` with all dotted options, which are those of `fit`, as one list.
-
-    Example:
-        >>> collect_fit_options(["quickstart", "--data.val.limit", "50", "--jobs", "2"])
-        ['quickstart', '--jobs', '2', '--fit_options=["--data.val.limit", "50"]']
-    """
-    own: list[str] = []
-    given: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or "." not in word.partition("=")[0]:
-            own.append(word)
-            continue
-        given.append(word)
-        if "=" not in word and rest and not rest[0].startswith("--"):
-            given.append(rest.pop(0))
-    if given and any(word.startswith(("--fit_options", "--fit-options")) for word in own):
-        raise ValueError(f"give {given[0]} either within --fit_options or beside it, not both ways")
-    return [*own, f"--fit_options={json.dumps(given)}"] if given else own
-
-
-def call(command: str, words: Sequence[str]) -> None:
-    """Call the function of a command that reads no recipe, with its options."""
-    from litgrpo.cli.parser import call as call_function
-
-    given = [word for word in words if word != "--debug"]
-    prepare = {"compare": collect_fit_options, "report": runs_as_list}.get(command, list)
-    call_function(import_by_path(COMMANDS[command].function), prepare(given))
-
-
-def runs_as_list(words: Sequence[str]) -> list[str]:
-    """Return the words of `report` with all run folders as one list.
-
-    Example:
-        >>> runs_as_list(["a", "b", "--output", "c.html"])
-        ['["a", "b"]', '--output', 'c.html']
-    """
-    runs: list[str] = []
-    others: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        is_value = before.startswith("--") and "=" not in before and before != "--debug"
-        (others if word.startswith("-") or is_value else runs).append(word)
-    return [json.dumps(runs), *others] if runs else others
-
-
-COMMANDS: dict[str, Command] = {
-    "fit": Command(
-        "train; write results, checkpoints and the model to the run folder",
-        partial(run_trainer, "fit"),
-        recipe=True,
-    ),
-    "validate": Command(
-        "evaluate on the held-out validation prompts", partial(run_trainer, "validate"), recipe=True
-    ),
-    "test": Command("evaluate on the test prompts", partial(run_trainer, "test"), recipe=True),
-    "predict": Command(
-        "generate answers to prompts: print them, write JSONL",
-        partial(run_trainer, "predict"),
-        recipe=True,
-    ),
-    "export": Command(
-        "write a checkpoint's policy in Hugging Face format",
-        partial(call, "export"),
-        function="litgrpo.cli.export.export",
-    ),
-    "audit": Command(
-        "check reward functions for false negatives and exploits",
-        partial(check_recipe, "audit"),
-        recipe=True,
-        function="litgrpo.audit.command.audit",
-    ),
-    "plan": Command(
-        "count the memory of a recipe: does it fit, and what to change",
-        partial(check_recipe, "plan"),
-        recipe=True,
-        function="litgrpo.plan.command.plan",
-    ),
-    "compare": Command(
-        "compare algorithms over seeds, with confidence intervals",
-        partial(call, "compare"),
-        function="litgrpo.runs.compare.compare",
-    ),
-    "doctor": Command(
-        "diagnose a run and suggest changes",
-        partial(call, "doctor"),
-        function="litgrpo.runs.doctor.command.doctor",
-    ),
-    "replay": Command(
-        "print an episode of a run, turn by turn",
-        partial(call, "replay"),
-        function="litgrpo.runs.replay.replay",
-    ),
-    "report": Command(
-        "write one HTML page that shows a run, or compares several",
-        partial(call, "report"),
-        function="litgrpo.runs.report.command.report",
-    ),
-}
+    if COMMANDS[name].recipe:
+        given = RecipeCLI(words, name, extra=function)
+        function(given, **given.extra_options)
+    else:
+        function(**parse_options(function, [word for word in words if word != "--debug"]))
 
 
 def run_program() -> NoReturn:
@@ -332,11 +264,12 @@ def run(name: str, words: list[str]) -> None:
     command = COMMANDS[name]
     import_parser()
     keep_quiet()
+    function = command.load()
     if HELP_FLAGS.intersection(words):
         from litgrpo.cli.help import command_page, function_page
 
         page = command_page if command.recipe else function_page
-        print(page(program_name(), name, command.summary, command.load()))
+        print(page(program_name(), name, command.summary, function))
         return
     if command.recipe:
         from litgrpo.cli.help import find_question, option_page
@@ -347,7 +280,10 @@ def run(name: str, words: list[str]) -> None:
         # Rewards, environments and data may be in modules beside a recipe.
         folders = [str(recipe_file(each).parent) for each in split_words(words)[0]]
         add_folders([*folders, "."])
-    command.run(words)
+    if function is None:
+        run_trainer(name, words)
+    else:
+        call(name, function, words)
 
 
 def user_error(error: BaseException) -> tuple[str, int]:

@@ -109,8 +109,10 @@ def mistake_in(option: Option, value: Any, top: Mapping[str, Option]) -> str:
         return mistake_in_object(option, value, classes, top)
     if isinstance(value, Mapping) and values is not UNSET:
         inner = (
-            mistake_in(Option(f"{option.key}.{name}", values, UNSET, ""), each, top)
-            for name, each in value.items()
+            mistake_in_value(Option(f"{option.key}.{name}", values, UNSET, ""), item)
+            if item is None
+            else mistake_in(Option(f"{option.key}.{name}", values, UNSET, ""), item, top)
+            for name, item in value.items()
         )
         return next(filter(None, inner), "") or mistake_in_value(option, value)
     if isinstance(value, Mapping) and "class_path" in value:

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import litgrpo
-from litgrpo.argument_types import UNSET
+from litgrpo.argument_types import UNSET, classes_in
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.evaluation_files import EvaluationFiles, Predictions
@@ -24,10 +24,17 @@ from litgrpo.callbacks.guards import NonFinite, Recompilation, Watchdog
 from litgrpo.callbacks.progress import Progress
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.cli.console import one_line
-from litgrpo.cli.mistakes import MISSING, find_mistake, last_line
-from litgrpo.cli.options import Option, options_of
+from litgrpo.cli.mistakes import MISSING, find_mistake, last_line, mistake_in_value
+from litgrpo.cli.options import Option, is_list_of_texts, options_of
 from litgrpo.cli.recipes import with_init_args
-from litgrpo.cli.settings import NULLS, PRINT, CommandLine, read_option
+from litgrpo.cli.settings import (
+    NULLS,
+    PRINT,
+    CommandLine,
+    iterate_options,
+    lookup,
+    read_option,
+)
 from litgrpo.modules.sft import SFT
 from litgrpo.runs.doctor.callback import Doctor
 from litgrpo.runs.summary import Summary
@@ -85,6 +92,7 @@ NOT_REQUIRED: dict[str, dict[str, Any]] = {
     "predict": {"rewards": {"none": {"function": "litgrpo.rewards.correctness"}}},
     "audit": {"pretrained": ""},
 }
+FIT_OPTIONS = "fit_options"  # argument of a function that passes options on to `fit`
 MOST_RUNS = 8  # that a message lists
 MAX_SEED = 2**32 - 1  # numpy's largest
 # Options of one call, which are not part of the configuration of a run.
@@ -204,6 +212,7 @@ class RecipeCLI(LightningCLI):
         """Read a command line; return its settings in the parser's form."""
         self.given = CommandLine.read(words, {name: o.hint for name, o in self.options.items()})
         check_keys(self.given.settings)
+        check_groups(self.given)
         require(
             self.command != "predict" or not issubclass(self.given.hints["model"], SFT),
             "SFT generates nothing: predict without its recipe, from the model that it trained: "
@@ -287,6 +296,19 @@ class RecipeCLI(LightningCLI):
             super().instantiate_classes()
 
 
+def check_groups(given: CommandLine) -> None:
+    """Check that options with options below them are mappings: the parser takes a number for one.
+
+    Raises:
+        ValueError: one is a number or a list.
+    """
+    for key, value in iterate_options(given.settings):
+        option = lookup(key, given.hints)
+        is_group = classes_in(option.hint) == [option.hint]
+        if is_group and value is not None and not isinstance(value, str):
+            raise ValueError(mistake_in_value(option, value))
+
+
 def check_keys(settings: dict[str, Any]) -> None:
     """Remember keys and passwords, which are masked from now on.
 
@@ -302,8 +324,8 @@ def check_keys(settings: dict[str, Any]) -> None:
     )
 
 
-def call(function: Callable[..., Any], words: Sequence[str]) -> None:
-    """Call a function with its arguments from the command line.
+def parse_options(function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a function from the command line.
 
     Args:
         function: whose signature and docstring are the options; those without a default need no
@@ -316,7 +338,7 @@ def call(function: Callable[..., Any], words: Sequence[str]) -> None:
     parser = OneLineParser()
     parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
     parser.explain = lambda: find_mistake(settings, known)
-    function(**vars(parser.instantiate(parser.parse_object(dict(settings)))))
+    return dict(vars(parser.instantiate(parser.parse_object(dict(settings)))))
 
 
 def read_words(words: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
@@ -324,35 +346,55 @@ def read_words(words: Sequence[str], options: Mapping[str, Option]) -> dict[str,
 
     Args:
         words: what follows the command.
-        options: {name: option}; those without a default are given in their order.
+        options: {name: option}; those without a default are given in their order, and a list takes
+            all words that are left. Dotted options are those of `fit`.
 
     Raises:
         ValueError: a word belongs to no option, an option has no value, or one is missing.
 
     Example:
-        >>> read_words(["--jobs", "2"], {"jobs": Option("jobs", int, 1, "")})
-        {'jobs': 2}
+        >>> options = {
+        ...     "runs": Option("runs", list[str], UNSET, ""), "jobs": Option("jobs", int, 1, "")
+        ... }
+        >>> read_words(["a", "--jobs", "2", "b"], options)
+        {'runs': ['a', 'b'], 'jobs': 2}
     """
-    required = [name for name, option in options.items() if option.default is UNSET]
+    required = [option for option in options.values() if option.default is UNSET]
     hints = {name: option.hint for name, option in options.items()}
     settings: dict[str, Any] = {}
+    fit_options: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
+        if not word.startswith("--"):
+            add_argument(settings, word, required)
+            continue
         name, equals, text = word.removeprefix("--").partition("=")
         value: str | None = text if equals else None
-        if not word.startswith("--"):
-            free = [each for each in required if each not in settings]
-            expected = f"expected {' '.join(required)} [--OPTION VALUE ...]"
-            require(bool(free), f"unexpected {word!r}: {expected}")
-            name, value = free[0], word
-        elif not equals and rest and not rest[0].startswith("--"):
+        if not equals and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        settings[name] = read_option(name, value, hints) if name in options else value
-    missing = [options[name] for name in required if name not in settings]
+        if "." in name and FIT_OPTIONS in options:
+            fit_options += [f"--{name}"] if value is None else [f"--{name}", value]
+        else:
+            settings[name] = read_option(name, value, hints) if name in options else value
+    if fit_options:
+        settings[FIT_OPTIONS] = [*settings.get(FIT_OPTIONS, []), *fit_options]
+    missing = [option for option in required if option.key not in settings]
     if missing:
         require(False, find_mistake(settings, options) or describe_missing(missing))
     return settings
+
+
+def add_argument(settings: dict[str, Any], word: str, required: Sequence[Option]) -> None:
+    """Set the first required option that is not set yet; a list takes all words that are left."""
+    unset = [option for option in required if option.key not in settings]
+    for option in [*unset, *required[-1:]][:1]:
+        if is_list_of_texts(option.hint):
+            settings[option.key] = [*settings.get(option.key, []), word]
+            return
+    expected = " ".join(option.key for option in required)
+    require(bool(unset), f"unexpected {word!r}: expected {expected} [--OPTION VALUE ...]")
+    settings[unset[0].key] = word
 
 
 def describe_missing(options: Sequence[Option]) -> str:

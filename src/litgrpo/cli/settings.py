@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_origin
 
@@ -298,6 +298,15 @@ def can_merge(
         return True
     known = {name for owner in classes_in(hint) for name in options_of(owner)}
     return known.union(OBJECT_KEYS) >= {*old, *new}
+
+
+def iterate_options(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted paths of nested settings and their values."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from iterate_options(inner, f"{path}.{name}" if path else str(name))
 
 
 def check_environment(model: Any) -> None:

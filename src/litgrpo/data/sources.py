@@ -355,7 +355,7 @@ def read_rows(source: SetsLike) -> Rows:
 
 def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
     """Return {name: source} of named sets as YAML holds them."""
-    require("path" not in given, _unknown_key(given))
+    require("path" not in given, _explain_source(given))
     require(bool(given), "the sets are {}, but at least one `name: source` is needed")
     for name, source in given.items():
         good = isinstance(name, str) and name and "/" not in name
@@ -368,15 +368,17 @@ def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
 
 def _parse_source(node: Any) -> Any:
     if isinstance(node, dict) and "path" in node:
-        require(node.keys() <= SOURCE_KEYS, _unknown_key(node))
+        require(node.keys() <= SOURCE_KEYS, _explain_source(node))
         return Source(**node)
     return node
 
 
-def _unknown_key(node: Mapping[str, Any]) -> str:
-    word = next((str(name) for name in node if name not in SOURCE_KEYS), "")
-    hint = did_you_mean(word, SOURCE_KEYS)
-    return f"a source has no key {word!r}{hint}; it has {', '.join(SOURCE_KEYS)}"
+def _explain_source(node: Mapping[str, Any]) -> str:
+    unknown = [str(name) for name in node if name not in SOURCE_KEYS]
+    if not unknown:
+        return f"a source is {dict(node)!r:.200}, of which a value has a wrong type"
+    hint = did_you_mean(unknown[0], SOURCE_KEYS)
+    return f"a source has no key {unknown[0]!r}{hint}; it has {', '.join(SOURCE_KEYS)}"
 
 
 def _open(source: Any) -> list[Sequence[PlacedRow]]:

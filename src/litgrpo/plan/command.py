@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from litgrpo.arguments import require
+from litgrpo.arguments import require, require_folder_of
 from litgrpo.plan import render
 from litgrpo.plan.measure import measure_recipe, read_length
 from litgrpo.plan.plan import make_plan
@@ -39,6 +39,7 @@ def plan(
         measure: run five iterations here, in a temporary folder, and extrapolate to the whole run.
         report: also write the numbers to this .json file.
     """
+    require_folder_of("report", report)
     if measure:
         require(chip is None, "measure runs on this machine: leave out either chip or measure.")
         length, times = read_length(given.config), measure_recipe(given.recipe)

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import litgrpo
 from litgrpo.algorithms.published import PUBLISHED
-from litgrpo.arguments import require
+from litgrpo.arguments import at_least, require
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
 from litgrpo.runs.run import Run
@@ -106,6 +106,8 @@ def compare(
     check_different(
         f"algorithms is {algorithms}; give at least 2 different algorithms.", algorithms
     )
+    at_least("jobs", jobs, 1)
+    recipe_file(recipe)
     has_matplotlib = find_spec("matplotlib") is not None
     require(has_matplotlib, "the plot needs matplotlib: pip install matplotlib")
     chosen = {name: find_words(name) for name in algorithms}

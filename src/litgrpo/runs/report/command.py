@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from litgrpo.arguments import require
+from litgrpo.arguments import require, require_folder_of
 from litgrpo.files import write_text
 from litgrpo.run_folder import CONFIG, REPORT
 from litgrpo.runs.config import RunConfig
@@ -63,7 +63,7 @@ def write_report(runs: list[str], output: str | None = None) -> Path:
     name = REPORT if len(runs) == 1 else "report-of-several.html"
     path = Path(runs[0], name) if output is None else Path(output)
     opened = [open_run(run) for run in runs]
-    require(path.parent.is_dir(), f"the folder {path.parent} of --output {path} does not exist")
+    require_folder_of("output", output)
     require(not path.is_dir(), f"--output {path} is a folder; give a file")
     text = render_page(opened, [None if run.metrics.empty else examine(run) for run in opened])
     try:
