@@ -142,6 +142,8 @@ def fails(line: str) -> bool:
             parse_options(COMMANDS[name].load(), words)
     except SystemExit as stop:
         return bool(stop.code)
+    except ValueError:
+        return True
     return False
 
 

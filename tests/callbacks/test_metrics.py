@@ -7,6 +7,7 @@ from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import KLCov
 from litgrpo.algorithms.terms import PositiveNLL
+from litgrpo.callbacks.iteration_metrics import StepTime
 from litgrpo.callbacks.metrics import METRICS, TRL, VERL, definition, find_entry
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.modules import PairData, PromptData
@@ -16,6 +17,7 @@ from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
 from litgrpo.rewards.runner import Runner
 from litgrpo.rewards.scorer import Reward
+from litgrpo.runs.summary import Summary
 
 MODEL = "builtin:tiny-gemma2"
 # Logged by other tests: a step with a NaN, a corpus of dialogues.
@@ -24,13 +26,12 @@ OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac",
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
 OF_EPISODES |= {"policy/observation_nll"}
 OF_EPISODES |= {"env/segments"}  # of agents; see tests/modules/test_agents.py
-OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
+OF_EPISODES |= {f"val/<set>/{name}" for name in ("turns", "tool_call_frac")}
+OF_EPISODES |= {f"val/<set>/greedy_{name}" for name in ("turns", "tool_call_frac")}
 OF_EPISODES |= {"reward/greedy_mean"}  # of ReMax; see tests/modules/test_grpo.py
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
-ELSEWHERE |= {
-    "data/on_policy",
-    "policy/data_nll",
-}  # see tests/rollout/sources/test_data_completions.py
+# Of completions of the data; see tests/rollout/sources/test_data_completions.py.
+ELSEWHERE |= {"data/on_policy", "policy/data_nll"}
 # Of off-policy runs; see tests/rollout/sources/test_ahead.py.
 ELSEWHERE |= {"async/staleness_mean", "async/staleness_max"}
 # No completion of these runs ends; see tests/callbacks/test_iteration_metrics.py.
@@ -66,11 +67,11 @@ def short(prompts, completions, **_):
     return [-float(len(text)) for text in completions]
 
 
-def collect_names(folder, module, data) -> set[str]:
+def collect_names(folder, module, data, *callbacks) -> set[str]:
     names = Names()
     trainer = Trainer(
         default_root_dir=folder,
-        callbacks=[IterationCheckpoint()],
+        callbacks=[IterationCheckpoint(), *callbacks],
         logger=names,
         accelerator="cpu",
         max_epochs=-1,
@@ -81,7 +82,7 @@ def collect_names(folder, module, data) -> set[str]:
         enable_model_summary=False,
     )
     trainer.fit(module, data)
-    return names.seen - {"step", "epoch"}
+    return {n for n in names.seen - {"step", "epoch"} if not n.startswith("summary/")}
 
 
 def of_grpo(folder) -> set[str]:
@@ -115,13 +116,14 @@ def of_grpo(folder) -> set[str]:
 def of_sft(folder) -> set[str]:
     pairs = [{"prompt": "1+1?", "completion": "2"}, {"prompt": "1+2?", "completion": "3"}]
     module = SFT(MODEL, max_iterations=1)
-    return collect_names(
-        folder, module, PairData(pairs, val=[{"prompt": "2+2?", "completion": "4"}], batch_size=2)
-    )
+    data = PairData(pairs, val=[{"prompt": "2+2?", "completion": "4"}], batch_size=2)
+    return collect_names(folder, module, data, Summary(), StepTime())
 
 
 def test_logged_metrics_are_those_of_the_table(tmp_path):
-    seen = of_grpo(tmp_path / "grpo") | of_sft(tmp_path / "sft")
+    seen_of_sft = of_sft(tmp_path / "sft")
+    assert {"time/step_s", "time/evaluation_s"} < seen_of_sft
+    seen = of_grpo(tmp_path / "grpo") | seen_of_sft
     assert not [name for name in seen if not definition(name)]
     assert METRICS.keys() - {find_entry(name) for name in seen} == ELSEWHERE | OF_EPISODES
 
@@ -132,6 +134,7 @@ def test_the_most_specific_definition_is_chosen():
     assert find_entry("reward/format_std") == "reward/<part>_std"
     assert find_entry("reward/cosine_a_b") == "reward/cosine_<part>_<part>"
     assert find_entry("val/hard/avg@16_high") == "val/<set>/avg@<k>"
+    assert find_entry("val/greedy_turns") == "val/<set>/greedy_turns"
     assert find_entry("test/initial_kl") == "val/<set>/initial_kl"
     assert find_entry("val/loss") == "val/<set>/loss"
     assert definition("loss") == ""

@@ -1,4 +1,4 @@
-"""Metrics of an iteration that need no model, durations, and a warning without learning signal."""
+"""Metrics of an iteration that need no model, and a warning when there is no learning signal."""
 
 from __future__ import annotations
 
@@ -24,38 +24,27 @@ LOOP_TOKENS, LOOP_TIMES = 4, 4
 ENTRIES = 1024  # sampled from a tensor to measure its change
 
 
-class Durations(Callback):
-    """Logs `time/evaluation_s`, and `time/step_s` of modules that do not log it with their phases.
+class StepTime(Callback):
+    """Logs `time/step_s` of modules that do not log it with their phases, such as `SFT`.
 
     Example:
-        `Trainer(callbacks=[Durations()])`; the command line adds it.
+        `Trainer(callbacks=[StepTime()])`; the command line adds it.
     """
 
     def __init__(self) -> None:
-        self.iteration = -1
-        self.step_began = self.evaluation_began = 0.0
+        self.iteration, self.began = -1, 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
-        """Start timing a step, which may have several batches (accumulate_grad_batches)."""
+        """Start the clock; a step may have several batches (accumulate_grad_batches)."""
         if pl_module.iteration != self.iteration:
-            self.iteration, self.step_began = pl_module.iteration, time.monotonic()
+            self.iteration, self.began = pl_module.iteration, time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Log the step up to here; GRPO logs its own."""
+        """Log the seconds of the step up to here."""
         if "rollout" not in (outputs or {}):
-            pl_module.log("time/step_s", time.monotonic() - self.step_began)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Start timing an evaluation."""
-        self.evaluation_began = time.monotonic()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Log the evaluation, also the one before training, in which Lightning logs nothing."""
-        seconds = time.monotonic() - self.evaluation_began
-        for logger in trainer.loggers:
-            logger.log_metrics({"time/evaluation_s": seconds}, step=pl_module.iteration)
+            pl_module.log("time/step_s", time.monotonic() - self.began)
 
 
 class IterationMetrics(Callback):
@@ -202,9 +191,9 @@ def sample_weights(module: Any) -> Tensor | None:
     """Evenly spread entries of each trained tensor; None on devices that compile every shape."""
     if backend(module.device).static_shapes:
         return None
-    weights = [each for each in module.parameters() if each.requires_grad]
-    trained = [local(each.detach()).flatten() for each in weights]
-    spread = [each[:: max(1, len(each) // ENTRIES)].float() for each in trained]
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [local(parameter.detach()).flatten() for parameter in weights]
+    spread = [tensor[:: max(1, len(tensor) // ENTRIES)].float() for tensor in trained]
     return torch.cat(spread) if spread else None
 
 
@@ -269,13 +258,15 @@ def task_stats(
     zero_variance = rewards.find_zero_variance()
     lengths = rollout.lengths.cpu().view(success.shape)
     for name in names:
-        own = torch.tensor([task == name for task in rewards.tasks])
-        rows = own[:, None].expand(success.shape)
+        of_task = torch.tensor([task == name for task in rewards.tasks])
+        rows = of_task[:, None].expand(success.shape)
         numbers = {
-            "frac": sum_and_count(own, torch.ones_like(own)),
+            "frac": sum_and_count(of_task, torch.ones_like(of_task)),
             "reward": sum_and_count(rewards.total, rows & rewards.valid),
             "correct_frac": sum_and_count(success, rows & ~success.isnan()),
-            "zero_variance_groups_frac": sum_and_count(zero_variance, own & ~zero_variance.isnan()),
+            "zero_variance_groups_frac": sum_and_count(
+                zero_variance, of_task & ~zero_variance.isnan()
+            ),
             "completion_len": sum_and_count(lengths, rows),
         }
         stats |= {f"task/{name}/{key}": pair for key, pair in numbers.items()}
@@ -294,8 +285,8 @@ def text_stats(rollout: Rollout, rewards: RewardTable) -> Stats:
 def token_stats(rollout: Rollout, policy: Policy) -> Stats:
     """Fractions of completions with an end token and with a loop; begin tokens of prompts."""
     prompts = rollout.prompts
-    given = [rollout.completion_ids, rollout.loss_mask, prompts.prompt_ids, prompts.prompt_mask]
-    ids, mask, prompt_ids, prompt_mask = to_host(given)
+    tensors = [rollout.completion_ids, rollout.loss_mask, prompts.prompt_ids, prompts.prompt_mask]
+    ids, mask, prompt_ids, prompt_mask = to_host(tensors)
     ended = torch.isin(ids, torch.tensor(policy.eos_ids)) & mask
     begin = policy.tokenizer.bos_token_id
     begins = (prompt_ids == (-1 if begin is None else begin)) & prompt_mask
@@ -326,12 +317,12 @@ def has_loop(ids: Tensor, mask: Tensor) -> Tensor:
     # Hash each window of four tokens to one number; windows with padding get distinct negative
     # numbers. After sorting, LOOP_TIMES equal numbers are adjacent.
     number = torch.zeros(len(ids), windows, dtype=torch.int64)
-    whole = torch.ones(len(ids), windows, dtype=torch.bool)
+    is_complete = torch.ones(len(ids), windows, dtype=torch.bool)
     for shift in range(LOOP_TOKENS):
         number = number * 1_000_003 + ids[:, shift : shift + windows].long()
-        whole &= mask[:, shift : shift + windows]
-    own = -1 - torch.arange(windows).expand_as(number)
-    ordered = torch.where(whole, number & (2**62 - 1), own).sort(1).values
+        is_complete &= mask[:, shift : shift + windows]
+    unique = -1 - torch.arange(windows).expand_as(number)
+    ordered = torch.where(is_complete, number & (2**62 - 1), unique).sort(1).values
     return (ordered[:, LOOP_TIMES - 1 :] == ordered[:, : 1 - LOOP_TIMES]).any(1)
 
 
@@ -343,6 +334,6 @@ def clip_stats(reports: list[StepReport], limit: float | None) -> Stats:
         limit: largest norm; None does not clip.
     """
     key = "optim/grad_norm"
-    norms = [float(each.sums[key][0]) for each in reports if key in each.sums]
+    norms = [float(report.sums[key][0]) for report in reports if key in report.sums]
     over = [limit is not None and norm > limit for norm in norms]
     return {"optim/clipped_frac": torch.tensor([float(sum(over)), float(len(over))])}

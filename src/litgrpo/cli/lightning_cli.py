@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import import_by_path, require
 from litgrpo.callbacks.guards import TimeBudget
-from litgrpo.callbacks.iteration_metrics import Durations
+from litgrpo.callbacks.iteration_metrics import StepTime
 from litgrpo.callbacks.loggers import (
     Hyperparameters,
     MetricsCSV,
@@ -105,8 +105,8 @@ class LitGRPOCLI(RecipeCLI):
             super().__init__(words, command, build=True)
             if self.is_complete:
                 return
-            given = {name: self.config[name] for name in self.trainer_options()}
-            getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **given)
+            arguments = {name: self.config[name] for name in self.trainer_options()}
+            getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **arguments)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of a run, with the defaults of the command."""
@@ -121,15 +121,15 @@ class LitGRPOCLI(RecipeCLI):
         run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
         run_dir = str(run_dir).replace("{seed}", str(settings.seed_everything))
         settings.run_dir = settings.trainer.default_root_dir = run_dir
-        given = settings.ckpt_path
+        ckpt_path = settings.ckpt_path
         require(
-            given is None or not self.resumes_automatically,
-            f"--auto_resume finds the checkpoint itself, but --ckpt_path names {given}: leave one "
-            "of them out.",
+            ckpt_path is None or not self.resumes_automatically,
+            f"--auto_resume finds the checkpoint itself, but --ckpt_path names {ckpt_path}: leave "
+            "one of them out.",
         )
         path = find_newest_checkpoint(Path(run_dir)) if self.resumes_automatically else None
-        if given is not None:
-            path = resolve_checkpoint(str(given), Path(run_dir))
+        if ckpt_path is not None:
+            path = resolve_checkpoint(str(ckpt_path), Path(run_dir))
         settings.ckpt_path = None if path is None else str(path)
 
     @property
@@ -224,12 +224,12 @@ class LitGRPOCLI(RecipeCLI):
     def outputs(self) -> list[str]:
         """Files and folders that a run writes at its end."""
         settings = self.config
-        wanted = {
+        outputs = {
             "summary.json": True,
             "final_model": settings.export.final,
             REPORT: settings.html,
         }
-        return [name for name, is_wanted in wanted.items() if is_wanted]
+        return [name for name, is_wanted in outputs.items() if is_wanted]
 
     def mark_complete(self) -> None:
         """Note that everything of a finished run is written, so that a repeated start ends.
@@ -244,7 +244,7 @@ class LitGRPOCLI(RecipeCLI):
         limit = self.model.max_iterations
         is_reached = limit is not None and iteration >= limit
         trainer: Any = self.trainer
-        if not is_reached and any(isinstance(each, timers) for each in trainer.callbacks):
+        if not is_reached and any(isinstance(callback, timers) for callback in trainer.callbacks):
             return
         note = {"checkpoint": newest.resolve().name, "iteration": iteration, "limits": limits}
         path = checkpoint_folder(self.config.run_dir) / COMPLETE
@@ -305,15 +305,17 @@ class LitGRPOCLI(RecipeCLI):
         check_trainer_options(options, self.model)
         check_accelerator(options["accelerator"])
         options["accelerator"] = choose_accelerator(options["accelerator"])
-        given = options["callbacks"] or []
-        given = given if isinstance(given, list) else [given]
+        recipe_callbacks = options["callbacks"] or []
+        recipe_callbacks = (
+            recipe_callbacks if isinstance(recipe_callbacks, list) else [recipe_callbacks]
+        )
         ours = [self.config_init[name] for name in CALLBACKS]
         if options["enable_checkpointing"] is False:
-            ours = [each for each in ours if not isinstance(each, Checkpoint)]
+            ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
         if options["enable_progress_bar"] is False or any(
-            isinstance(g, ProgressBar) for g in given
+            isinstance(g, ProgressBar) for g in recipe_callbacks
         ):
-            ours = [each for each in ours if not isinstance(each, ProgressBar)]
+            ours = [callback for callback in ours if not isinstance(callback, ProgressBar)]
         max_time = options.pop("max_time")
         if max_time is not None:
             ours.append(TimeBudget(max_time))
@@ -326,28 +328,28 @@ class LitGRPOCLI(RecipeCLI):
             RunFolder(self.config_text, replaced),
             Hyperparameters(self.config_text),
             OptimizerOptions(),
-            Durations(),
+            StepTime(),
             RngState(),
             LoggerState(self.config.run_dir),
         ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written.
-        options["callbacks"] = [*ours, *always, *given]
+        options["callbacks"] = [*ours, *always, *recipe_callbacks]
         options["logger"] = self.loggers(options["logger"])
         options["plugins"] = [*cluster_plugins(options["plugins"]), VerifiedCheckpointIO()]
         return Trainer(**options)
 
-    def loggers(self, given: Any) -> list[Logger] | bool:
+    def loggers(self, recipe_loggers: Any) -> list[Logger] | bool:
         """Return TensorBoard, CSV and the recipe's loggers for `fit`; else the recipe's alone."""
-        if given is False or self.command != "fit":
-            return given if isinstance(given, list) else False
+        if recipe_loggers is False or self.command != "fit":
+            return recipe_loggers if isinstance(recipe_loggers, list) else False
         folder = self.config.run_dir
         loggers: list[Logger] = []
         if self.config.tensorboard:
             loggers.append(TensorBoard(folder))
         if self.config.csv:
             loggers.append(MetricsCSV(folder))
-        extra = given if isinstance(given, list) else [given]
+        extra = recipe_loggers if isinstance(recipe_loggers, list) else [recipe_loggers]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
         return [guard(logger) for logger in loggers]
 
@@ -386,11 +388,11 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         >>> find_changes({"data": {"batch_size": 8}}, {"data": {"batch_size": 4}})
         ['data.batch_size was 8, now it is 4']
     """
-    found: list[dict[str, Any]] = []
+    flat: list[dict[str, Any]] = []
     for settings in (before, now):
         nodes = {name: settings.get(name) for name in ("model", "data")}
-        found.append({path.replace(".init_args", ""): x for path, x in iterate_options(nodes)})
-    first, second = found
+        flat.append({path.replace(".init_args", ""): x for path, x in iterate_options(nodes)})
+    first, second = flat
     return [
         f"{path} was {first.get(path)!r:.60}, now it is {second.get(path)!r:.60}"
         for path in dict.fromkeys([*first, *second])
@@ -409,11 +411,11 @@ def read_completion(folder: Path) -> dict[str, Any]:
 
 def raising_class(error: BaseException) -> tuple[str, str]:
     """Return name and module of the class whose constructor raised; ("", "") if there is none."""
-    trace, found = error.__traceback__, ("", "")
+    trace, innermost = error.__traceback__, ("", "")
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code.co_name == "__init__" and "self" in frame.f_locals:
             kind = type(frame.f_locals["self"])
-            found = (kind.__name__, str(frame.f_globals.get("__name__", "")))
+            innermost = (kind.__name__, str(frame.f_globals.get("__name__", "")))
         trace = trace.tb_next
-    return found
+    return innermost

@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from litgrpo.argument_types import check_argument_types
 from litgrpo.callbacks.completions import format_episode
@@ -51,6 +51,7 @@ from litgrpo.text.tables import align_columns
 from litgrpo.text.visible import visible
 
 Report = dict[str, float]
+EVALUATION_S = "time/evaluation_s"
 MAX_CANDIDATES = 64  # prompts of which samples are shown
 # Fractions of completions that the accuracies leave out.
 UNSCORED = ("unscored_frac", "greedy_unscored_frac")
@@ -113,11 +114,12 @@ class Summary(Callback):
         self.reports: dict[int, Report] = {}  # {iteration: report} of this process
         self.trained_s = 0.0
         self.training_since: float | None = None  # None while the clock is stopped
+        self.evaluation_began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
         """Add the callback that records the prompts, unless the trainer has one."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(each, EvaluationFiles) for each in callbacks):
+        if not any(isinstance(callback, EvaluationFiles) for callback in callbacks):
             # In front of this one, which reads the file.
             callbacks.insert(callbacks.index(self), EvaluationFiles())
 
@@ -132,6 +134,12 @@ class Summary(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Stop the clock: validation does not count as training time."""
         self.trained_s, self.training_since = self._training_time_s(), None
+        self.evaluation_began = time.monotonic()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the seconds of the evaluation up to its report."""
+        if trainer.state.fn == "fit":
+            pl_module.log(EVALUATION_S, time.monotonic() - self.evaluation_began)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Keep the report and restart the clock."""
@@ -141,8 +149,10 @@ class Summary(Callback):
             return
         # Lightning logs nothing in a sanity check; with this the curves start at iteration 0.
         if trainer.sanity_checking and 0 not in logged_reports(recorded_run(trainer)):
+            numbers = {f"val/{name}": value for name, value in report.items()}
+            numbers[EVALUATION_S] = time.monotonic() - self.evaluation_began
             for logger in trainer.loggers:
-                logger.log_metrics({f"val/{k}": v for k, v in report.items()}, step=0)
+                logger.log_metrics(numbers, step=0)
         self.reports[pl_module.iteration] = report
         if not trainer.sanity_checking:
             self.training_since = time.monotonic()
@@ -219,8 +229,8 @@ class Summary(Callback):
 
 def records_prompts(trainer: Any) -> bool:
     """Return whether this trainer writes its held-out prompts to files."""
-    files = [each for each in trainer.callbacks if isinstance(each, EvaluationFiles)]
-    return writes_files(trainer) and any(each.enabled for each in files)
+    files = [callback for callback in trainer.callbacks if isinstance(callback, EvaluationFiles)]
+    return writes_files(trainer) and any(callback.enabled for callback in files)
 
 
 def recorded_run(trainer: Trainer) -> Run:
@@ -265,7 +275,7 @@ class RunSummary:
     def evaluations(self) -> dict[str, Evaluation]:
         """{when: evaluation} of those that there are."""
         pairs = {"before": self.before, "after": self.after}
-        return {when: each for when, each in pairs.items() if each is not None}
+        return {when: evaluation for when, evaluation in pairs.items() if evaluation is not None}
 
     @cached_property
     def comparisons(self) -> dict[str, Comparison]:
@@ -294,7 +304,7 @@ class RunSummary:
         return {
             "before": _summarize(self.before),
             "after": _summarize(self.after),
-            "change": {name: as_json(each) for name, each in self.comparisons.items()},
+            "change": {name: as_json(comparison) for name, comparison in self.comparisons.items()},
             "seconds": round(self.seconds, 1),
             # Set by lightning.seed_everything.
             "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
@@ -314,8 +324,8 @@ class RunSummary:
         before = [] if self.before is None else self.before.rows
         earlier = {prompt_key(new): old for _, old, new in pair_rows(before, after)}
         pairs = [(earlier.get(prompt_key(row)), row) for row in after]
-        chosen = [pairs[n] for n in choose_prompts(pairs, self.num_samples)]
-        return [(old and first_sample(old), first_sample(new)) for old, new in chosen]
+        examples = [pairs[n] for n in choose_prompts(pairs, self.num_samples)]
+        return [(old and first_sample(old), first_sample(new)) for old, new in examples]
 
     def page(self, folder: Path | None, iterations: int) -> str:
         """Text that the terminal shows at the end of a run.
@@ -377,8 +387,8 @@ def _summarize(evaluation: Evaluation | None) -> dict[str, Any] | None:
     summary = {}
     for name in sets:
         prefix = f"{name}/"
-        own = {k.removeprefix(prefix): x for k, x in report.items() if k.startswith(prefix)}
-        summary[name] = _summarize_set(evaluation, own, evaluation.counts[name])
+        set_report = {k.removeprefix(prefix): x for k, x in report.items() if k.startswith(prefix)}
+        summary[name] = _summarize_set(evaluation, set_report, evaluation.counts[name])
     return summary
 
 
@@ -447,8 +457,8 @@ def format_table(
     """
     last = list(evaluations.values())[-1]
     columns = {}
-    reports = [each.report for each in reversed(list(evaluations.values()))]
-    shown = dict.fromkeys(name for report in reports for name in without_zero_counts(report))
+    reports = [evaluation.report for evaluation in reversed(list(evaluations.values()))]
+    all_names = dict.fromkeys(name for report in reports for name in without_zero_counts(report))
     for heading, evaluation in evaluations.items():
         count = len(evaluation.rows)
         same = count in (0, len(last.rows))
@@ -457,7 +467,7 @@ def format_table(
             title += f" (iteration {evaluation.iteration})"
         columns[title] = format_report(evaluation.report)
     changes = change_column(comparisons or {})
-    names = [name for name in shown if not name.endswith(BOUNDS)]
+    names = [name for name in all_names if not name.endswith(BOUNDS)]
     head, *lines = _align_metrics(names, columns, changes)
     if changes and max(map(len, lines)) > terminal_columns():
         bare = {
@@ -499,10 +509,11 @@ def change_column(comparisons: Mapping[str, Comparison]) -> dict[str, str]:
 def format_solved_counts(comparisons: Mapping[str, Comparison]) -> list[str]:
     """One line for each validation set with newly solved or no longer solved prompts."""
     return [
-        f"{name + ': ' if name else ''}prompts solved ({each.solved_by}): {len(each.gained)} "
-        f"gained, {len(each.lost)} lost (McNemar's exact p {each.p_value:.2g})"
-        for name, each in comparisons.items()
-        if each.gained or each.lost
+        f"{name + ': ' if name else ''}prompts solved ({comparison.solved_by}): "
+        f"{len(comparison.gained)} gained, {len(comparison.lost)} lost "
+        f"(McNemar's exact p {comparison.p_value:.2g})"
+        for name, comparison in comparisons.items()
+        if comparison.gained or comparison.lost
     ]
 
 
