@@ -80,12 +80,14 @@ def audit_rewards(
     """
     if success is not None:
         one_of("success_reward", success, scorer.components)
-    tasks = {name: each.tasks for name, each in scorer.components.items()}
+    tasks = {name: reward.tasks for name, reward in scorer.components.items()}
     deciding = find_success_rewards(scorer.weights, tasks, success)
     require(len(problems) > 0, "there are no problems to audit with")
     with patient_scorer(scorer) as patient:
-        chosen = answer_format or recognize_format(patient, problems, deciding, threshold)
-        probes = [(problem, make_cases(problem, chosen, seed)) for problem in problems]
+        completion_format = answer_format or recognize_format(
+            patient, problems, deciding, threshold
+        )
+        probes = [(problem, make_cases(problem, completion_format, seed)) for problem in problems]
         scored, stats = score_probes(patient, probes, deciding, threshold)
     columns = problems[0].columns
     slowest = [measure_slowest(part, scorer, columns) for part in scorer.components.values()]
@@ -102,11 +104,11 @@ def audit_rewards(
     decides = ", ".join(dict.fromkeys(deciding.values()))
     return AuditReport(
         title=f"{len(problems)} problems; {decides!r} decides if an answer is correct; completions "
-        f"look like {chosen.text!r}",
+        f"look like {completion_format.text!r}",
         numbers={
             "problems": len(problems),
             "success": decides,
-            "answer_format": chosen.text,
+            "answer_format": completion_format.text,
             "false_negatives": int((variants["count"] - variants["correct"]).sum()),
         },
         tables={
@@ -142,9 +144,9 @@ def recognize_format(
         (
             problem,
             [
-                Case(HONEST, each.fill(problem.reasoning, shown), problem.answer)
-                for each in formats
-                for shown in (problem.reference, f"\n   {problem.reference} \n")
+                Case(HONEST, candidate.fill(problem.reasoning, answer), problem.answer)
+                for candidate in formats
+                for answer in (problem.reference, f"\n   {problem.reference} \n")
             ],
         )
         for problem in few
@@ -336,10 +338,10 @@ def reward_faults(name: str, row: Series) -> Iterator[str]:
             f"false negatives: '{name}' gives {unfair[HONEST]} correct answers less than its best "
             "although they look as in the data set"
         )
-    if others := [f"{kind} {count}" for kind, count in unfair.items() if kind != HONEST]:
+    if variants := [f"{kind} {count}" for kind, count in unfair.items() if kind != HONEST]:
         yield (
             f"false negatives: '{name}' gives less than its best in the variants "
-            f"{', '.join(others)}"
+            f"{', '.join(variants)}"
         )
     if reasons := [f"{reason}: {count}" for reason, count in row["failed"].items()]:
         yield f"failures: '{name}' fails on completions of the audit ({', '.join(reasons)})"

@@ -51,8 +51,8 @@ class Problem:
     def reference(self) -> str:
         """Reference answer without its solution, as text."""
         answer = str(next(iter(list_answers(self.answer)), self.answer))
-        found = extract_answer(answer)
-        return (answer if found is None else found).strip()
+        extracted = extract_answer(answer)
+        return (answer if extracted is None else extracted).strip()
 
     @property
     def number(self) -> Fraction | None:
@@ -67,9 +67,9 @@ class Problem:
         text = str(self.answer)
         if "####" in text:
             return re.sub(r"<<[^<>]*>>", "", text.partition("####")[0]).strip()
-        given = ", ".join(NUMBERS.findall(self.prompt)[:4])
-        named = f"The question gives {given}. " if given else ""
-        return f"{named}Taken together, step by step, that leads to {self.reference}."
+        numbers = ", ".join(NUMBERS.findall(self.prompt)[:4])
+        question = f"The question gives {numbers}. " if numbers else ""
+        return f"{question}Taken together, step by step, that leads to {self.reference}."
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class AnswerFormat:
 
     def __post_init__(self) -> None:
         """Check that the template holds the answer."""
-        found = "{answer}" in self.text
-        require(found, f"answer_format must contain {{answer}}, got {self.text!r}")
+        has_answer = "{answer}" in self.text
+        require(has_answer, f"answer_format must contain {{answer}}, got {self.text!r}")
 
     def fill(self, reasoning: str, answer: str) -> str:
         """Return a completion with this reasoning and answer."""
         # Without a closing tag, reward functions read the answer up to the end of its line.
-        shown = answer.strip() if self.text.endswith("{answer}") else answer
-        return self.text.replace("{reasoning}", reasoning).replace("{answer}", shown)
+        text = answer.strip() if self.text.endswith("{answer}") else answer
+        return self.text.replace("{reasoning}", reasoning).replace("{answer}", text)
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,18 @@ def correct_answers(problem: Problem, answer_format: AnswerFormat) -> list[Case]
         answer_format: template of a completion.
     """
 
-    def case(kind: str, shown: str, answer: Any = problem.answer) -> Case:
-        return Case(kind, answer_format.fill(problem.reasoning, shown), answer)
+    def case(kind: str, text: str, answer: Any = problem.answer) -> Case:
+        return Case(kind, answer_format.fill(problem.reasoning, text), answer)
 
     number = problem.number
     if number is None:
         return [case(kind, show(problem.reference)) for kind, show in TEXT_VARIANTS.items()]
-    shown = {kind: render(number) for kind, render in VARIANTS.items()} | {
+    texts = {kind: render(number) for kind, render in VARIANTS.items()} | {
         HONEST: problem.reference
     }
     # Few data sets have negative answers: the reference answer is negated as well.
     negated = case(NEGATIVE, format_number(-number), format_number(-number))
-    return [*(case(kind, text) for kind, text in shown.items()), negated]
+    return [*(case(kind, text) for kind, text in texts.items()), negated]
 
 
 def make_exploits(problem: Problem, answer_format: AnswerFormat, rng: random.Random) -> list[Case]:

@@ -84,18 +84,18 @@ def try_row(
     ]
     limits = SandboxLimits(seconds=timeout_s * (1 + len(programs)), memory_mib=memory_mib)
     marks, broken = run_tests(list(programs.values()), cases, limits, timeout_s / 2)
-    shown, count = f"{row.tests:.100}", len(row.listed)
+    tests, count = f"{row.tests:.100}", len(row.listed)
     if broken:
-        yield f"they {describe_broken(broken)}", shown
+        yield f"they {describe_broken(broken)}", tests
         return
     for number, name in enumerate(programs):
         places = [n for n, case in enumerate(cases) if case["source"] == number][:count]
         passed = sum(marks[n : n + 1] == "+" for n in places)
         if name == REFERENCE and passed < count:
-            example = f"{shown} ({passed} of {count}; one test may take {timeout_s / 2:g} s)"
+            example = f"{tests} ({passed} of {count}; one test may take {timeout_s / 2:g} s)"
             yield f"the {REFERENCE} does not pass all of them", example
         if name != REFERENCE and passed == count:
-            yield f"{name} would pass all of them", shown
+            yield f"{name} would pass all of them", tests
 
 
 def find_imports(test: Mapping[str, Any]) -> list[str]:

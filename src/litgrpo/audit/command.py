@@ -67,10 +67,12 @@ def audit(
     evaluation = settings["evaluation"]
     plays = settings.get("environment") is not None
     code_rewards = [
-        scorer.components[name] for name, each in scorer.functions.items() if each is unit_tests
+        scorer.components[name]
+        for name, function in scorer.functions.items()
+        if function is unit_tests
     ]
-    found = [] if plays and not code_rewards else read_problems(recipe, problems)
-    answered = [problem for problem in found if list_answers(problem.answer)]
+    all_problems = [] if plays and not code_rewards else read_problems(recipe, problems)
+    answered = [problem for problem in all_problems if list_answers(problem.answer)]
     if plays:
         result = audit_environment(recipe, scorer, problems, limit)
     elif not answered:
@@ -87,7 +89,7 @@ def audit(
             answer_format=None if answer_format is None else AnswerFormat(answer_format),
         )
         print("\n".join(evaluation_lines(scorer, answered)))
-    rows = [problem.columns for problem in found]
+    rows = [problem.columns for problem in all_problems]
     for reward in code_rewards:
         result.faults.extend(find_test_faults(reward, rows))
     print(visible("\n".join(result.lines())))

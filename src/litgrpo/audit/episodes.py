@@ -82,12 +82,12 @@ def audit_episodes(
     import pandas as pd
 
     require(len(starts) > 0, "there are no rows to play")
-    shown = [texts[n] for texts, n in zip(turn_texts, best_samples(samples), strict=True)]
+    best_turns = [texts[n] for texts, n in zip(turn_texts, best_samples(samples), strict=True)]
     answers = [_answer(start.row) for start in starts]
     rows = {}
     with patient_scorer(scorer) as patient:
-        for policy in list_policies(environment, any(map(bool, shown)), any(answers)):
-            games = [Game("", *seen) for seen in zip(shown, answers, strict=True)]
+        for policy in list_policies(environment, any(map(bool, best_turns)), any(answers)):
+            games = [Game("", *seen) for seen in zip(best_turns, answers, strict=True)]
             episodes = play(pool, policy, starts, games, max_turns)
             rows[policy.name] = summarize_policy(
                 policy, episodes, score_episodes(patient, episodes), samples
@@ -232,20 +232,20 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
     played = [episodes[number] for number in complete]
     last = [episode.turns[-1] for episode in played]
     names = dict.fromkeys(name for episode in played for name in episode.start.row)
-    columns = {name: [each.start.row.get(name) for each in played] for name in names}
+    columns = {name: [episode.start.row.get(name) for episode in played] for name in names}
     columns |= {
-        "messages": [each.messages for each in played],
-        "turns": [each.turns for each in played],
-        "turn_rewards": [each.rewards for each in played],
+        "messages": [episode.messages for episode in played],
+        "turns": [episode.turns for episode in played],
+        "turn_rewards": [episode.rewards for episode in played],
         # The audit has no tokenizer here; characters stand for tokens.
-        "completion_ids": [[ord(one) for one in text[:1000]] for text in last],
+        "completion_ids": [[ord(character) for character in text[:1000]] for text in last],
         "completion_lengths": [min(len(text), 1000) for text in last],
         "truncated": [False] * len(played),
     }
     del columns["prompt"]
-    prompts = [each.game.prompt for each in played]
+    prompts = [episode.game.prompt for episode in played]
     chat = scorer.reward_format == "chat"
-    completions: Any = [each.messages for each in played] if chat else last
+    completions: Any = [episode.messages for episode in played] if chat else last
     table = scorer(prompts, completions, columns, 1)
     paid[complete] = table.total.masked_fill(~table.valid, torch.nan).flatten()
     return paid

@@ -54,9 +54,9 @@ def audit_open_text(
         ]
         paid = score_cases(patient, list(zip(problems, probes, strict=True))).total
     rows = {}
-    for place, case in enumerate(probes[0]):
-        totals = paid[:, place]
-        example = probes[int(totals.nan_to_num(-torch.inf).argmax())][place].completion
+    for column, case in enumerate(probes[0]):
+        totals = paid[:, column]
+        example = probes[int(totals.nan_to_num(-torch.inf).argmax())][column].completion
         rows[case.kind] = compare_with_samples(totals, real) | {"example": example}
     exploits = pd.DataFrame.from_dict(rows, orient="index").sort_values("mean", ascending=False)
     mean, best = mean_and_best(real)
@@ -157,13 +157,13 @@ def find_words(value: Any) -> dict[str, float]:
     if not (inspect.ismodule(value) or callable(value)):
         collections += getattr(value, "__dict__", {}).values()
     scores: dict[str, float] = {}
-    for each in collections:
-        if isinstance(each, Mapping):
-            for word, score in each.items():
+    for collection in collections:
+        if isinstance(collection, Mapping):
+            for word, score in collection.items():
                 if _is_word(word):
                     scores[word] = float(score) if isinstance(score, int | float) else 0.0
-        elif isinstance(each, list | tuple | set | frozenset):
-            scores |= dict.fromkeys(sorted(filter(_is_word, each)), 0.0)
+        elif isinstance(collection, list | tuple | set | frozenset):
+            scores |= dict.fromkeys(sorted(filter(_is_word, collection)), 0.0)
     return scores
 
 

@@ -111,16 +111,18 @@ def call_texts(environment: object) -> str:
     An environment parses one of the formats; to it, the others are ordinary text.
     """
     calls = [_arguments(schema.get("function", schema)) for schema in schemas_of(environment)]
-    own = format_of(environment.call_format) if isinstance(environment, ToolCaller) else None
-    json_tag = own.tag if isinstance(own, HermesFormat) else HermesFormat().tag
-    short_tag = own.call_tag if isinstance(own, TagFormat) else TagFormat().call_tag
-    as_json = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    call_format = (
+        format_of(environment.call_format) if isinstance(environment, ToolCaller) else None
+    )
+    json_tag = call_format.tag if isinstance(call_format, HermesFormat) else HermesFormat().tag
+    short_tag = call_format.call_tag if isinstance(call_format, TagFormat) else TagFormat().call_tag
+    as_json = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     as_python = [
-        f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-        for name, given in calls
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        for name, arguments in calls
     ]
-    texts = [f"<{json_tag}>{each}</{json_tag}>" for each in as_json]
-    texts += [f"<{short_tag}>{each}</{short_tag}>" for each in as_python]
+    texts = [f"<{json_tag}>{call}</{json_tag}>" for call in as_json]
+    texts += [f"<{short_tag}>{call}</{short_tag}>" for call in as_python]
     if as_python:
         texts.append(f"\n```\n[{', '.join(as_python)}]\n```")
     return "".join(texts)

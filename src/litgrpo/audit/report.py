@@ -50,8 +50,8 @@ class AuditReport:
             name: table.rename_axis(name).reset_index().to_dict("records")
             for name, table in self.tables.items()
         }
-        found = {"passed": self.passed, "faults": self.faults, "remarks": self.remarks}
-        return self.numbers | found | {"tables": tables}
+        verdict = {"passed": self.passed, "faults": self.faults, "remarks": self.remarks}
+        return self.numbers | verdict | {"tables": tables}
 
     def lines(self) -> Iterator[str]:
         """Yield the report in lines."""

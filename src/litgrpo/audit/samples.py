@@ -150,7 +150,7 @@ def audit_environment(
         max_observation_chars=episode.max_observation_chars,
     )
     size = rollout.group_size
-    turn_texts = [each.assistant_texts for each in rollout.episodes]
+    turn_texts = [episode.assistant_texts for episode in rollout.episodes]
     groups = [turn_texts[first : first + size] for first in range(0, len(turn_texts), size)]
     with closing(pool):
         turns, environment = episode.max_turns, module.environment
@@ -203,13 +203,13 @@ def sample_episodes(module: GRPO, data: PromptData, name: str) -> tuple[Rollout,
 def episode_starts(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStart]:
     """Return starts of the same episodes as a rollout's, with the prompts before `reset`."""
     prompts, texts = rollout.prompts, data.sets["val"].texts
-    named = RolloutKey(seed, "val", 0, 0)
-    numbers = {index: place for place, index in enumerate(data.sets["val"].index)}
+    key = RolloutKey(seed, "val", 0, 0)
+    numbers = {index: position for position, index in enumerate(data.sets["val"].index)}
     return [
         EpisodeStart(
             {name: values[row] for name, values in prompts.columns.items()}
             | {"prompt": texts[numbers[index]]},
-            seed=episode_seed(named, index),
+            seed=episode_seed(key, index),
             key=(0, 0, index, 0),
         )
         for row, index in enumerate(prompts.index.tolist())

@@ -149,11 +149,11 @@ def compare_with_samples(totals: Tensor, samples: Tensor) -> dict[str, Any]:
         Number of prompts, mean of the rewards, and on how many prompts they beat the best and the
         mean sample.
     """
-    known, paid = totals[~totals.isnan()], totals.nan_to_num(LOWEST)
+    scored, paid = totals[~totals.isnan()], totals.nan_to_num(LOWEST)
     highest, mean = samples.nan_to_num(LOWEST).max(1).values, samples.nanmean(1)
     return {
         "count": len(totals),
-        "mean": float(known.mean()) if len(known) else 0.0,
+        "mean": float(scored.mean()) if len(scored) else 0.0,
         "beats_best": int((paid > highest + slack(highest)).sum()),
         "beats_mean": int((paid > mean + slack(mean)).sum()),
     }

@@ -298,8 +298,8 @@ def format_episode(row: Mapping[str, Any]) -> str:
         if role == "policy" and "messages" in row:
             turn += 1
             name = f"policy {turn}"
-        first, *others = text.splitlines() or [""]
-        lines += [f"{name:<10} | {first}", *(f"{'':<10} | {line}" for line in others)]
+        first, *other_lines = text.splitlines() or [""]
+        lines += [f"{name:<10} | {first}", *(f"{'':<10} | {line}" for line in other_lines)]
         if reward:
             lines[-1] += f"   (reward {reward})"
     return "\n".join(lines + _format_notes(row))

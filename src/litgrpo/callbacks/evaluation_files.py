@@ -144,8 +144,8 @@ def known_mean(values: list[float | None]) -> float | None:
         >>> known_mean([1.0, None, 0.0]), known_mean([None])
         (0.5, None)
     """
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    scored = [value for value in values if value is not None]
+    return sum(scored) / len(scored) if scored else None
 
 
 def gather_rows(rows: list[Row]) -> list[Row]:

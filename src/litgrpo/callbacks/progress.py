@@ -83,8 +83,8 @@ class WholeItems(tqdm):
         lines += [(bar_format.replace(BAR, ""), items[:count]) for count in counts]
         lines.append((bar_format.split(BAR, maxsplit=1)[0], []))
         line = ""
-        for form, shown in lines:
-            texts = {"bar_format": form, "postfix": ", ".join(shown)} | settings
+        for form, metrics in lines:
+            texts = {"bar_format": form, "postfix": ", ".join(metrics)} | settings
             line = tqdm.format_meter(n, total, elapsed, ncols=None, **texts)
             if ncols is None or disp_len(line) <= ncols:
                 break
@@ -420,5 +420,5 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
         >>> format_metrics({"reward/mean": 0.51234, "perf/tokens_per_s": 15234.0, "optim/lr": 0.1})
         {'reward': '0.512', 'tok/s': '15234'}
     """
-    known = {name: float(metrics[key]) for name, key in NAMES.items() if key in metrics}
-    return {name: format_number(value) for name, value in list(known.items())[:MAX_NAMES]}
+    numbers = {name: float(metrics[key]) for name, key in NAMES.items() if key in metrics}
+    return {name: format_number(value) for name, value in list(numbers.items())[:MAX_NAMES]}

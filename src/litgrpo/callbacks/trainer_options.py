@@ -112,8 +112,8 @@ def describe_rejected_callback(callbacks: Any) -> str:
     Args:
         callbacks: trainer.callbacks: names, `{class_path: ...}` or a list of them.
     """
-    listed = callbacks if isinstance(callbacks, list) else [callbacks]
-    paths = [str(item.get("class_path") if isinstance(item, Mapping) else item) for item in listed]
+    items = callbacks if isinstance(callbacks, list) else [callbacks]
+    paths = [str(item.get("class_path") if isinstance(item, Mapping) else item) for item in items]
     names = {path.rpartition(".")[2] for path in paths}
     for kind, note in REJECTED_CALLBACKS.items():
         if kind.__name__ in names:
@@ -146,7 +146,7 @@ def check_accelerator(name: Any) -> None:
     Raises:
         ValueError: with the accelerators that it has.
     """
-    known = AcceleratorRegistry.available_accelerators()
+    accelerators = AcceleratorRegistry.available_accelerators()
     if not isinstance(name, str) or name == "auto":
         return
     on_mps = name == "mps" or (name == "gpu" and is_mps_chosen())
@@ -154,11 +154,15 @@ def check_accelerator(name: Any) -> None:
     # Lightning takes `gpu` for the first kind of GPU that it finds.
     kinds = ("cuda", "mps") if name == "gpu" else (name,)
     require(
-        name == "gpu" or name in known,
-        f"trainer.accelerator is {name!r}{did_you_mean(name, ['gpu', *known])}: expected auto, "
-        f"gpu, {', '.join(known)}",
+        name == "gpu" or name in accelerators,
+        f"trainer.accelerator is {name!r}{did_you_mean(name, ['gpu', *accelerators])}: expected "
+        f"auto, gpu, {', '.join(accelerators)}",
     )
-    usable = [each for each in known if AcceleratorRegistry[each]["accelerator"].is_available()]
+    usable = [
+        accelerator
+        for accelerator in accelerators
+        if AcceleratorRegistry[accelerator]["accelerator"].is_available()
+    ]
     require(
         bool({*kinds} & {*usable}),
         f"trainer.accelerator is {name!r}, but this machine has no such device, or torch was "
@@ -198,11 +202,11 @@ def check_strategy(strategy: Any) -> None:
     require(not shards or name == "FSDP2Strategy", describe_rejection("strategy", value, SHARD))
     if not isinstance(strategy, str):
         return
-    known = ["auto", *StrategyRegistry.available_strategies()]
+    strategies = ["auto", *StrategyRegistry.available_strategies()]
     require(
-        strategy in known,
-        f"trainer.strategy is {strategy!r}{did_you_mean(strategy, known)}: expected a name such "
-        "as auto or ddp, or a class: {class_path: package.module.Class}.",
+        strategy in strategies,
+        f"trainer.strategy is {strategy!r}{did_you_mean(strategy, strategies)}: expected a name "
+        "such as auto or ddp, or a class: {class_path: package.module.Class}.",
     )
     require("spawn" not in strategy, describe_rejection("strategy", strategy, SPAWN))
 
@@ -238,7 +242,7 @@ def cluster_plugins(given: Any) -> list[Any]:
         given: value of `trainer.plugins`.
     """
     plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
-    has_environment = any(isinstance(each, ClusterEnvironment) for each in plugins)
+    has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
     if not has_environment and SLURMEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))
     return plugins

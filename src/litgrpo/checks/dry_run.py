@@ -90,11 +90,11 @@ class RecordingReward:
 
     def count_misplaced(self, rollout: Rollout, batch: TrainingBatch) -> float:
         """Count rows whose reward or training row belongs to another prompt."""
-        own = torch.arange(len(batch)) // rollout.group_size
-        correct = batch.prompt_of.cpu() == own
-        known = {**rollout.prompts.columns, "prompts": rollout.prompts.prompts}
-        for row, prompt in enumerate(own.tolist()):
-            expected = {name: values[prompt] for name, values in known.items()}
+        prompt_of = torch.arange(len(batch)) // rollout.group_size
+        correct = batch.prompt_of.cpu() == prompt_of
+        columns = {**rollout.prompts.columns, "prompts": rollout.prompts.prompts}
+        for row, prompt in enumerate(prompt_of.tolist()):
+            expected = {name: values[prompt] for name, values in columns.items()}
             expected["completions"] = rollout.completions[row]
             correct[row] &= expected == {name: self.inputs[name][row] for name in expected}
         return float((~correct).sum())
@@ -104,7 +104,7 @@ def select_few_prompts(prompts: PromptBatch) -> PromptBatch:
     """Select the first prompts of a batch, cut to a short length; the reference reads them, too."""
     batch = prompts.select(range(min(PROMPTS, len(prompts))))
     ids, mask = batch.prompt_ids[:, -PROMPT_LEN:], batch.prompt_mask[:, -PROMPT_LEN:]
-    columns = {name: each for name, each in batch.columns.items() if name != REFERENCE_PROMPT}
+    columns = {name: values for name, values in batch.columns.items() if name != REFERENCE_PROMPT}
     return replace(batch, prompt_ids=ids, prompt_mask=mask, columns=columns)
 
 

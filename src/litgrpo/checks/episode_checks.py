@@ -122,26 +122,28 @@ def _find_differences(first: Transcript, second: Transcript, how: str) -> list[s
     """Describe differing responses; a missing one counts as different."""
     missing = FailedEpisode("nothing")
     longer = max(len(first), len(second))
-    padded = [[*each, *[missing] * (longer - len(each))] for each in (first, second)]
+    padded = [
+        [*transcript, *[missing] * (longer - len(transcript))] for transcript in (first, second)
+    ]
     return [
-        f"{f'turn {turn}' if turn else 'reset'}, {how}: got {two!r:.80}, expected {one!r:.80}"
-        for turn, (one, two) in enumerate(zip(*padded, strict=True))
-        if one != two
+        f"{f'turn {turn}' if turn else 'reset'}, {how}: got {two!r:.80}, expected {response!r:.80}"
+        for turn, (response, two) in enumerate(zip(*padded, strict=True))
+        if response != two
     ]
 
 
 def mark_stop_strings(rollout: Rollout, stops: StopStrings | None) -> Tensor:
     """Mark the tokens [N, C] that complete a stop string within their turn."""
-    found = torch.zeros_like(rollout.completion_mask)
+    marks = torch.zeros_like(rollout.completion_mask)
     assert rollout.turns is not None
     if stops is None:
-        return found
+        return marks
     for row, turns in enumerate(rollout.turns):
         for turn in range(int(turns.max()) + 1):
             places = (turns == turn).nonzero().flatten()
             end = stops.length(rollout.completion_ids[row][places].tolist())
-            found[row, places[end - 1 : end]] = True
-    return found
+            marks[row, places[end - 1 : end]] = True
+    return marks
 
 
 def count_bad_turns(rollout: Rollout, ends: Tensor, limit: int) -> float:

@@ -225,7 +225,7 @@ def measure_invariants(
         adapted = adapter_errors(dry, few, limit)
         rollout, errors = sampling_errors(dry, few, limit)
         # Not `max`, which may return the other number if one is NaN.
-        errors |= {name: each for name, each in adapted.items() if not each <= errors[name]}
+        errors |= {name: error for name, error in adapted.items() if not error <= errors[name]}
         errors |= bridge_errors(rollouter)
         results = reduce_over_ranks(learner.comm, errors, limit)
         if not all(result.holds for result in results):
@@ -297,8 +297,8 @@ def reduce_over_ranks(
         errors: {invariant: error}, the same invariants on every rank.
         limit: tolerance of errors that are not counts.
     """
-    own = torch.tensor(list(errors.values()), dtype=torch.float32)
-    worst = comm.max(own.nan_to_num(math.inf, posinf=math.inf)).tolist()
+    local_errors = torch.tensor(list(errors.values()), dtype=torch.float32)
+    worst = comm.max(local_errors.nan_to_num(math.inf, posinf=math.inf)).tolist()
     return [
         CheckResult(invariant, error, 0.0 if invariant.counts else limit)
         for invariant, error in zip(errors, worst, strict=True)
@@ -410,8 +410,8 @@ def learner_error(
     ids = torch.nn.functional.pad(tokens.completion_ids, (0, padding))
     if padding:
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
-    given = {"completion_ids": ids, "completion_mask": mask, "loss_mask": generated}
-    tokens = replace(tokens, candidate_ids=None, **given)
+    changed = {"completion_ids": ids, "completion_mask": mask, "loss_mask": generated}
+    tokens = replace(tokens, candidate_ids=None, **changed)
     new = logprobs_at_once(learner, tokens)
     expected = torch.nn.functional.pad(true.logprobs, (0, padding))
     return float(row_gaps(new - expected, generated).max())
@@ -445,13 +445,13 @@ def count_mismatched_rows(
 ) -> float:
     """Count rows that continue another prompt than their own."""
     num_prompts = len(rollout.prompts)
-    own = torch.arange(len(rollout.lengths)) // rollout.group_size
+    own_prompt = torch.arange(len(rollout.lengths)) // rollout.group_size
     misfits = ~(true.sampler_gaps(rollout) <= limit)
-    found = torch.zeros_like(misfits)
+    misplaced = torch.zeros_like(misfits)
     for away in range(1, num_prompts if bool(misfits.any()) else 1):
-        other = true_logprobs(dry, rollout, limit, (own + away) % num_prompts)
-        found |= misfits & (other.sampler_gaps(rollout) <= limit)
-    return float(found.sum())
+        other = true_logprobs(dry, rollout, limit, (own_prompt + away) % num_prompts)
+        misplaced |= misfits & (other.sampler_gaps(rollout) <= limit)
+    return float(misplaced.sum())
 
 
 def count_bad_ends(dry: DryRun, rollout: Rollout) -> float:
@@ -577,8 +577,8 @@ def _sum_gradients(learner: Learner, batch: TrainingBatch, limits: BatchLimits) 
     parameters = parameters[: max(1, int((sizes <= MAX_GRADIENT_NUMBERS).sum()))]
     total = [widen(torch.zeros_like(p)) for p in parameters]
     for output, _ in learner.losses(batch, limits):
-        found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
-        for part, gained in zip(total, found, strict=True):
+        gradients = torch.autograd.grad(output.loss, parameters, allow_unused=True)
+        for part, gained in zip(total, gradients, strict=True):
             if gained is not None:
                 part.add_(gained)
     return total

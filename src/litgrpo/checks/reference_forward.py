@@ -45,8 +45,8 @@ class ReferenceForward:
 
     def sampler_gaps(self, rollout: Rollout) -> Tensor:
         """[N] distance of each row, mean over its tokens."""
-        given = rollout.sampler_logprobs
-        off = torch.maximum(self.least - given, given - self.most).clamp(min=0)
+        logprobs = rollout.sampler_logprobs
+        off = torch.maximum(self.least - logprobs, logprobs - self.most).clamp(min=0)
         off = off + self.out_of_support
         return row_gaps(off, rollout.loss_mask)
 

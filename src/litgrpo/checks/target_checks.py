@@ -53,7 +53,7 @@ def select_short_rows(batch: PairBatch) -> PairBatch:
     starts = functional.pad(batch.loss_mask, (1, 0)).int().diff(dim=1)
     rows = (starts > 0).sum(1).argsort(descending=True, stable=True)[:ROWS]
     ids, real, targets = (
-        each[rows] for each in (batch.input_ids, batch.attention_mask, batch.loss_mask)
+        tensor[rows] for tensor in (batch.input_ids, batch.attention_mask, batch.loss_mask)
     )
     column = torch.arange(ids.shape[1], device=ids.device)
     start = torch.where(starts[rows] != 0, column, 0).cummax(1).values
@@ -76,11 +76,11 @@ def target_error(policy: Policy, score: Callable[[PairBatch], Tensor], batch: Pa
         functional.pad(batch.attention_mask, (0, length)),
         functional.pad(batch.loss_mask, (0, length)),
     )
-    sizes = [len(each) for each in expected]
+    sizes = [len(row) for row in expected]
     gaps = [
-        (own - plain).abs().mean()
+        (logprobs - plain).abs().mean()
         for rows in (replace(batch, input_ids=filled), padded)
-        for own, plain in zip(score(rows).detach().split(sizes), expected, strict=True)
+        for logprobs, plain in zip(score(rows).detach().split(sizes), expected, strict=True)
         if len(plain)
     ]
     return float(torch.stack(gaps).nan_to_num(torch.inf).max()) if gaps else 0.0

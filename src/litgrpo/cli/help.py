@@ -94,7 +94,7 @@ def function_page(
     required = [option for option in options if option.default is UNSET]
     page = argparse.ArgumentParser(
         prog=f"{program} {command}",
-        usage=" ".join([program, command, *(each.key.upper() for each in required)])
+        usage=" ".join([program, command, *(option.key.upper() for option in required)])
         + " [--OPTION VALUE ...]",
         description=f"{summary[:1].upper()}{summary[1:]}.",
         formatter_class=PageFormatter,
@@ -127,8 +127,8 @@ def find_question(words: Sequence[str]) -> tuple[str, str] | None:
         ('model.engine', 'StaticEngine')
     """
     for word, following in pairwise([*words, ""]):
-        if found := QUESTION.fullmatch(word):
-            return found[1], found[2] or ("" if following.startswith("-") else following)
+        if match := QUESTION.fullmatch(word):
+            return match[1], match[2] or ("" if following.startswith("-") else following)
     return None
 
 
@@ -145,8 +145,8 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
     """
     configure_jsonargparse()
     import_named_classes()
-    given = read_settings(words)
-    option = find_option(key, given.hints)
+    command_line = read_settings(words)
+    option = find_option(key, command_line.hints)
     classes = classes_in(option.hint)
     lines = [
         f"--{option.key} ({type_name(option.hint)}{default_text(option.default)})",
@@ -155,8 +155,8 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
     if name:
         owner: type | None = find_class(name, classes or [object])
     else:
-        concrete = [each for each in classes if not inspect.isabstract(each)]
-        selected = find_configured_class(key, given.settings, classes)
+        concrete = [kind for kind in classes if not inspect.isabstract(kind)]
+        selected = find_configured_class(key, command_line.settings, classes)
         owner = selected or default_class(option) or next(iter(concrete), None)
     if owner is not None:
         page = ArgumentParser(
@@ -164,19 +164,21 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         )
         page.add_class_arguments(owner, option.key, sub_configs=False)
         lines += ["", page.format_help().strip()]
-    known = [each for base in classes for each in subclasses(base)]
-    if not name and len(known) > 1 and "." in key:
+    kinds = [kind for base in classes for kind in subclasses(base)]
+    if not name and len(kinds) > 1 and "." in key:
         lines += ["", f"Classes with options (--{key}.help CLASS):"]
         lines += [
-            f"  {each.__name__}: {parse(each.__doc__ or '').short_description}" for each in known
+            f"  {kind.__name__}: {parse(kind.__doc__ or '').short_description}" for kind in kinds
         ]
     if inspect.isfunction(option.default):
         module = option.default.__module__
-        found = inspect.getmembers(inspect.getmodule(option.default), inspect.isfunction)
+        functions = inspect.getmembers(inspect.getmodule(option.default), inspect.isfunction)
         names = [
-            f"{module}.{each}" for each, f in found if f.__module__ == module and each[:1] != "_"
+            f"{module}.{function_name}"
+            for function_name, f in functions
+            if f.__module__ == module and function_name[:1] != "_"
         ]
-        lines += ["", "Functions, given by import path:", *(f"  {each}" for each in names)]
+        lines += ["", "Functions, given by import path:", *(f"  {path}" for path in names)]
     return "\n".join(lines)
 
 
@@ -200,9 +202,9 @@ def default_text(default: Any) -> str:
 def read_settings(words: Sequence[str]) -> CommandLine:
     """Return the settings of a command line without its question."""
     asked = [word for word in words if not QUESTION.fullmatch(word)]
-    named = words[words.index(next(w for w in words if QUESTION.fullmatch(w))) + 1 :][:1]
-    if named and not named[0].startswith("-"):
-        asked.remove(named[0])
+    following = words[words.index(next(w for w in words if QUESTION.fullmatch(w))) + 1 :][:1]
+    if following and not following[0].startswith("-"):
+        asked.remove(following[0])
     return CommandLine.read(asked, {"trainer": Trainer, **CALLBACKS})
 
 

@@ -144,8 +144,8 @@ def call(name: str, function: Callable[..., Any], words: Sequence[str]) -> None:
     from litgrpo.cli.parser import RecipeCLI, parse_options
 
     if COMMANDS[name].recipe:
-        given = RecipeCLI(words, name, extra=function)
-        function(given, **given.extra_options)
+        parsed = RecipeCLI(words, name, extra=function)
+        function(parsed, **parsed.extra_options)
     else:
         function(**parse_options(function, [word for word in words if word != "--debug"]))
 
@@ -182,10 +182,10 @@ def main() -> int:
     try:
         code = run_to_the_end(name, rest)
     except (KeyboardInterrupt, SystemExit) as stop:
-        found = code_of_interrupt(stop)
-        if found is None:
+        saved = code_of_interrupt(stop)
+        if saved is None:
             raise
-        code = found
+        code = saved
     return code
 
 
@@ -213,12 +213,12 @@ def code_of_interrupt(stop: BaseException) -> int | None:
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__context__
-    codes = [each.code for each in chain if isinstance(each, SystemExit)]
+    codes = [error.code for error in chain if isinstance(error, SystemExit)]
     saved = next((code for code in codes if isinstance(code, int) and code > SIGNALLED), None)
     if saved is not None:
         return saved
     # Lightning turns an interrupt into an exit; during training it is saved instead.
-    if any(isinstance(each, KeyboardInterrupt) for each in chain):
+    if any(isinstance(error, KeyboardInterrupt) for error in chain):
         print("interrupted; nothing to save yet", file=sys.stderr)
         return INTERRUPTED
     return None
@@ -232,7 +232,9 @@ def environment_problem(words: Sequence[str]) -> str:
         except UnicodeEncodeError:  # bytes that are no text in the locale's encoding
             return f"{word!a} {ENCODING_HINT}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads and not all(each.strip().isdigit() and int(each) for each in threads.split(",")):
+    if threads and not all(
+        number.strip().isdigit() and int(number) for number in threads.split(",")
+    ):
         return f"OMP_NUM_THREADS is {threads!r}, expected a number of threads, such as 4"
     return ""
 
@@ -278,7 +280,7 @@ def run(name: str, words: list[str]) -> None:
             print(option_page(*question, words))
             return
         # Rewards, environments and data may be in modules beside a recipe.
-        folders = [str(recipe_file(each).parent) for each in split_words(words)[0]]
+        folders = [str(recipe_file(name).parent) for name in split_words(words)[0]]
         add_folders([*folders, "."])
     if function is None:
         run_trainer(name, words)
@@ -352,5 +354,5 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Any)
 
 def help_page() -> str:
     """Return the page of `--help`."""
-    commands = "\n".join(f"  {name:<10}{each.summary}" for name, each in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
     return HELP.format(program=program_name(), commands=commands)

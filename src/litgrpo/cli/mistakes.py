@@ -79,7 +79,7 @@ def find_mistake(settings: Mapping[str, Any], options: Mapping[str, Option]) -> 
     ]
     mistakes = filter(None, [*unknown, *wrong])
     # What is missing may have been given in the wrong place, so that is reported last.
-    return next(iter(sorted(mistakes, key=lambda each: each.startswith(MISSING))), "")
+    return next(iter(sorted(mistakes, key=lambda mistake: mistake.startswith(MISSING))), "")
 
 
 def first_path(value: Any) -> list[str]:
@@ -126,29 +126,33 @@ def mistake_in_object(
     option: Option, value: Mapping[str, Any], classes: Sequence[type], top: Mapping[str, Option]
 ) -> str:
     """Return what is wrong with the settings of an object; "" if nothing is."""
-    named = value.get("class_path")
-    if named is not None and (found := unknown_class(option, str(named), classes)):
-        return found
+    class_path = value.get("class_path")
+    if class_path is not None and (mistake := unknown_class(option, str(class_path), classes)):
+        return mistake
     default = option.default
-    owner = default_class(default, classes) if named is None else find_class(str(named), classes)
-    is_named = named is not None or isinstance(default, owner) or default is owner
+    owner = (
+        default_class(default, classes)
+        if class_path is None
+        else find_class(str(class_path), classes)
+    )
+    is_named = class_path is not None or isinstance(default, owner) or default is owner
     if not is_named and (inspect.isabstract(owner) or callable_hint(option.hint)):
-        known = ", ".join(sorted(each.__name__ for each in subclasses(owner)))
+        names = ", ".join(sorted(kind.__name__ for kind in subclasses(owner)))
         return (
             f"{option.key} has options but no class: give --{option.key} CLASS "
-            f"(in a recipe: class_path), with CLASS one of {known}"
+            f"(in a recipe: class_path), with CLASS one of {names}"
         )
     known_options = options_of(owner, option.key)
-    for name, each in value.items():
+    for name, inner in value.items():
         if name in known_options:
-            found = mistake_in(known_options[name], each, top)
+            mistake = mistake_in(known_options[name], inner, top)
         elif name in OBJECT_KEYS or takes_any_option(owner):
             continue
         else:
-            found = unknown_option_of(option.key, str(name), owner, top)
-        if found:
-            return found
-    required = {name: each.key for name, each in known_options.items() if each.default is UNSET}
+            mistake = unknown_option_of(option.key, str(name), owner, top)
+        if mistake:
+            return mistake
+    required = {name: inner.key for name, inner in known_options.items() if inner.default is UNSET}
     missing = [key for name, key in required.items() if value.get(name) is None]
     # A factory, such as of an optimizer, gets its required arguments later.
     if missing and "dict_kwargs" not in value and not callable_hint(option.hint):
@@ -160,11 +164,11 @@ def mistake_in_object(
 def refusal_of(option: Option, owner: type, value: Mapping[str, Any]) -> str:
     """Return why a reward class or a setting group rejects its settings; "" if it does not."""
     if callable_hint(option.hint) and not classes_in(option.hint):
-        given = {name: each for name, each in value.items() if name != "class_path"}
+        arguments = {name: inner for name, inner in value.items() if name != "class_path"}
         try:
             parser = ArgumentParser(exit_on_error=False)
             parser.add_class_arguments(owner, "value")
-            parser.instantiate(parser.parse_object({"value": given}))
+            parser.instantiate(parser.parse_object({"value": arguments}))
         except (ValueError, ImportError, ArgumentError) as error:  # others are bugs
             return f"{option.key}: {root_cause(error)}"
     return ""
@@ -172,7 +176,7 @@ def refusal_of(option: Option, owner: type, value: Mapping[str, Any]) -> str:
 
 def callable_hint(hint: Any) -> bool:
     """Return True if a type allows a function."""
-    return any("Callable" in str(each) for each in members(hint))
+    return any("Callable" in str(member) for member in members(hint))
 
 
 def mistake_in_value(option: Option, value: Any) -> str:
@@ -225,7 +229,7 @@ def suggest_value(option: Option, value: Any) -> str:
     if isinstance(value, bool):
         near = "{}" if value else "null"
         return near if is_accepted(option.hint, yaml.safe_load(near)) else ""
-    kinds = [get_origin(each) for each in members(option.hint)]
+    kinds = [get_origin(member) for member in members(option.hint)]
     if {list, tuple, Sequence} & {*kinds} and is_accepted(option.hint, [value]):
         return f"[{as_written(value)}]"
     classes = classes_in(option.hint)
@@ -252,21 +256,25 @@ def unknown_class(option: Option, name: str, classes: Sequence[type]) -> str:
     try:
         find_class(name, classes)
     except ValueError as error:
-        names = [each for hint in members(option.hint) for each in get_args(hint)]
-        known = ", ".join(each for each in names if isinstance(each, str))
-        return f"{option.key}: {error}" + (known and f"; or a name: {known}")
+        names = [name for hint in members(option.hint) for name in get_args(hint)]
+        listed_names = ", ".join(name for name in names if isinstance(name, str))
+        return f"{option.key}: {error}" + (listed_names and f"; or a name: {listed_names}")
     return ""
 
 
 def unknown_function(option: Option, name: str) -> str:
     """Return how a function is given, with the nearest of those beside the default."""
     module = option.default.__module__
-    found = inspect.getmembers(import_by_path(module), inspect.isfunction)
-    known = [each for each, f in found if f.__module__ == module and not each.startswith("_")]
-    near = nearest(name, known) or option.default.__name__
+    functions = inspect.getmembers(import_by_path(module), inspect.isfunction)
+    function_names = [
+        function_name
+        for function_name, f in functions
+        if f.__module__ == module and not function_name.startswith("_")
+    ]
+    near = nearest(name, function_names) or option.default.__name__
     return (
         f"{option.key} is {name!r}; a function is given by its import path: {module}.{near} "
-        f"(functions there: {', '.join(known)})"
+        f"(functions there: {', '.join(function_names)})"
     )
 
 
@@ -277,7 +285,7 @@ def unknown_option(key: str, top: Mapping[str, Option]) -> str:
         key: the option.
         top: {name: option} without parts.
     """
-    unknown, known = f"unknown option {key!r}", list(top)
+    unknown, top_names = f"unknown option {key!r}", list(top)
     first, last = key.partition(".")[0], key.rpartition(".")[2]
     is_recipe = "model" in top
     if last in LEFT_OUT:
@@ -285,10 +293,10 @@ def unknown_option(key: str, top: Mapping[str, Option]) -> str:
     if is_recipe and (other := other_name(key, top) or find_name(last, top)):
         return f"{unknown}: use {other!r}"
     if not is_recipe and first in RECIPE_OPTIONS:
-        if "fit_options" in known:
+        if "fit_options" in top_names:
             return f"{unknown}: 'fit' takes it; pass it as --fit_options='[\"--{key}\", \"VALUE\"]'"
-        return f"{unknown}: 'fit' takes it; options here: {', '.join(known)}"
-    near = nearest(first, known)
+        return f"{unknown}: 'fit' takes it; options here: {', '.join(top_names)}"
+    near = nearest(first, top_names)
     return unknown + (f": did you mean {near!r}?" if near else "; see --help")
 
 
@@ -302,7 +310,7 @@ def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option
         top: {name: option} without parts.
     """
     unknown = f"unknown option {f'{key}.{name}'!r} (of {owner.__name__})"
-    known = list(options_of(owner))
+    option_names = list(options_of(owner))
     if name in LEFT_OUT:
         return f"{unknown}: {PENALTY}"
     if name in top:
@@ -310,13 +318,13 @@ def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option
     other = other_name(f"{key}.{name}", top)
     if other and other != f"{key}.{name}":  # before names that only look alike
         return f"{unknown}: use {other!r}"
-    near, elsewhere = nearest(name, known), find_name(name, top)
+    near, elsewhere = nearest(name, option_names), find_name(name, top)
     is_typo = near.startswith(name) or difflib.get_close_matches(name, [near], 1, NEAR)
     if elsewhere and not is_typo:
         return f"{unknown}: use {elsewhere!r}"
     if near:
         return f"{unknown}: did you mean {f'{key}.{near}'!r}?"
-    return f"{unknown}: it takes {', '.join(known[:MOST_LISTED])}"
+    return f"{unknown}: it takes {', '.join(option_names[:MOST_LISTED])}"
 
 
 def find_name(name: str, top: Mapping[str, Option]) -> str:
@@ -337,10 +345,10 @@ def find_name(name: str, top: Mapping[str, Option]) -> str:
                 default_class(option.default, classes_in(option.hint)), option.key
             ).values()
         ]
-        matching = [each.key for each in below if each.key.rpartition(".")[2] == name]
+        matching = [inner.key for inner in below if inner.key.rpartition(".")[2] == name]
         if matching:
             return matching[0]
-        level = [each for each in below if any(has_options(c) for c in classes_in(each.hint))]
+        level = [inner for inner in below if any(has_options(c) for c in classes_in(inner.hint))]
     return ""
 
 
@@ -373,7 +381,7 @@ def other_name(key: str, top: Mapping[str, Option] | None = None) -> str:
     """
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
-    names = (OTHER_NAMES[each] for each in ends if each in OTHER_NAMES)
+    names = (OTHER_NAMES[end] for end in ends if end in OTHER_NAMES)
     return next((name for name in names if top is None or exists(name, top)), "")
 
 
@@ -381,9 +389,9 @@ def last_line(message: str) -> str:
     """Return the last line of a message of the parser that is not about the given value."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     # That null was tried as well says nothing.
-    told = [line for line in lines if line and "NoneType" not in line]
-    told = [line for line in told if not line.startswith("Given value")]
-    return (told or [" ".join(message.split())])[-1]
+    lines = [line for line in lines if line and "NoneType" not in line]
+    lines = [line for line in lines if not line.startswith("Given value")]
+    return (lines or [" ".join(message.split())])[-1]
 
 
 def root_cause(error: BaseException) -> str:

@@ -58,7 +58,10 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
     """
     constructor = getattr(owner, "__init__", owner) if inspect.isclass(owner) else owner
     documented = [*parse(owner.__doc__ or "").params, *parse(constructor.__doc__ or "").params]
-    texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented}
+    texts = {
+        parameter.arg_name: " ".join((parameter.description or "").split())
+        for parameter in documented
+    }
     hints = argument_hints(owner)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     factories: dict[str, Any] = {
@@ -73,19 +76,19 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
     return {
         name: Option(
             ".".join(filter(None, [key, name])),
-            hints.get(name, each.annotation),
-            factories.get(name, each.default),
+            hints.get(name, parameter.annotation),
+            factories.get(name, parameter.default),
             texts.get(name, ""),
         )
-        for name, each in inspect.signature(owner).parameters.items()
-        if each.kind not in variadic and name not in ("params", "self")
+        for name, parameter in inspect.signature(owner).parameters.items()
+        if parameter.kind not in variadic and name not in ("params", "self")
     }
 
 
 def takes_any_option(owner: Any) -> bool:
     """Return True for a signature with `**kwargs`, whose options are not known."""
     parameters = inspect.signature(owner).parameters.values()
-    return any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def is_text(hint: Any) -> bool:
@@ -134,17 +137,17 @@ def find_option(key: str, roots: Mapping[str, Any]) -> Option:
     require(first in roots, f"unknown option {first!r}{did_you_mean(first, roots)}")
     option = Option(first, roots[first], UNSET, "")
     for part in rest:
-        known: dict[str, Option] = {}
+        below: dict[str, Option] = {}
         for owner in owners_of(option):
-            known = options_of(owner, option.key) | known
-        if part in known:
-            option = known[part]
+            below = options_of(owner, option.key) | below
+        if part in below:
+            option = below[part]
             continue
         values = values_of_mapping(option.hint)
-        listed = f"it takes {', '.join(known)}" if known else "it has no options"
+        allowed = f"it takes {', '.join(below)}" if below else "it has no options"
         require(
             values is not UNSET,
-            f"unknown option {option.key}.{part}{did_you_mean(part, known)}: {listed}",
+            f"unknown option {option.key}.{part}{did_you_mean(part, below)}: {allowed}",
         )
         option = Option(f"{option.key}.{part}", values, UNSET, option.text)
     return option
@@ -175,7 +178,7 @@ def type_name(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(map(repr, inner))
     if len(members(hint)) > 1:
-        return " or ".join(dict.fromkeys(type_name(each) for each in members(hint)))
+        return " or ".join(dict.fromkeys(type_name(member) for member in members(hint)))
     if origin is Callable:
         return "function"
     if inspect.isclass(origin or hint):

@@ -218,11 +218,11 @@ class RecipeCLI(LightningCLI):
             "SFT generates nothing: predict without its recipe, from the model that it trained: "
             "--model.pretrained RUN/final_model",
         )
-        settings = {name: each for name, each in self.given.settings.items() if name != PRINT}
+        settings = {name: value for name, value in self.given.settings.items() if name != PRINT}
         model = settings["model"]
         if isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO"):
             settings["model"] = NOT_REQUIRED.get(self.command, {}) | model
-        return {name: with_init_args(each) for name, each in settings.items()}
+        return {name: with_init_args(value) for name, value in settings.items()}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of a run, of its callbacks, and of the command."""
@@ -274,7 +274,7 @@ class RecipeCLI(LightningCLI):
         if skip is None:
             return {}
         options = options_of(getattr(Trainer, self.command))
-        return {name: each for name, each in options.items() if name not in skip}
+        return {name: option for name, option in options.items() if name not in skip}
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class RecipeCLI(LightningCLI):
         parser: Any = self.parser
         content = yaml.safe_load(parser.dump_with_keys(self.config))
         unwanted = CALL_OPTIONS | set(options_of(self.extra) if self.extra else ())
-        return {name: each for name, each in content.items() if name not in unwanted}
+        return {name: value for name, value in content.items() if name not in unwanted}
 
     @property
     def extra_options(self) -> dict[str, Any]:
@@ -296,14 +296,14 @@ class RecipeCLI(LightningCLI):
             super().instantiate_classes()
 
 
-def check_groups(given: CommandLine) -> None:
+def check_groups(command_line: CommandLine) -> None:
     """Check that options with options below them are mappings: the parser takes a number for one.
 
     Raises:
         ValueError: one is a number or a list.
     """
-    for key, value in iterate_options(given.settings):
-        option = lookup(key, given.hints)
+    for key, value in iterate_options(command_line.settings):
+        option = lookup(key, command_line.hints)
         is_group = classes_in(option.hint) == [option.hint]
         if is_group and value is not None and not isinstance(value, str):
             raise ValueError(mistake_in_value(option, value))
@@ -333,11 +333,11 @@ def parse_options(function: Callable[..., Any], words: Sequence[str]) -> dict[st
         words: what follows the command.
     """
     configure_jsonargparse()
-    known = options_of(function)
-    settings = read_words([with_underscores(word) for word in words], known)
+    options = options_of(function)
+    settings = read_words([with_underscores(word) for word in words], options)
     parser = OneLineParser()
     parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
-    parser.explain = lambda: find_mistake(settings, known)
+    parser.explain = lambda: find_mistake(settings, options)
     return dict(vars(parser.instantiate(parser.parse_object(dict(settings)))))
 
 
@@ -399,14 +399,14 @@ def add_argument(settings: dict[str, Any], word: str, required: Sequence[Option]
 
 def describe_missing(options: Sequence[Option]) -> str:
     """Return which options are missing, with the run folders here if one is meant."""
-    listed = ", ".join(f"{each.key} ({each.text.rstrip('.')})" for each in options)
+    described = ", ".join(f"{option.key} ({option.text.rstrip('.')})" for option in options)
     folders = ""
-    if any("run folder" in each.text for each in options):
+    if any("run folder" in option.text for option in options):
         runs = find_runs()
         folders = (
             f"; run folders here: {', '.join(runs)}" if runs else "; no run folder below runs/"
         )
-    return f"{MISSING}{listed}{folders}"
+    return f"{MISSING}{described}{folders}"
 
 
 def find_runs() -> list[str]:

@@ -56,8 +56,8 @@ HINTS = {
 
 def built_in_recipes() -> dict[str, Path]:
     """Return {name: file} of the built-in recipes, such as `hardware/cuda`."""
-    found = sorted(FOLDER.rglob("*.yaml"))
-    return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in found}
+    files = sorted(FOLDER.rglob("*.yaml"))
+    return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in files}
 
 
 def recipe_file(word: str) -> Path:
@@ -73,23 +73,23 @@ def recipe_file(word: str) -> Path:
     name, recipes = word.removeprefix(CLONE_FOLDER).removesuffix(".yaml"), built_in_recipes()
     places = [Path(word), Path(f"{word}.yaml"), recipes.get(name, Path(word))]
     try:
-        found = next((path for path in places if path.is_file()), None)
+        file = next((path for path in places if path.is_file()), None)
     except (OSError, ValueError) as error:  # a name that no file can have
         raise ValueError(f"recipe {word[:80]!r} cannot be a file: {error}") from error
-    if found is None:
+    if file is None:
         folder = f"it is a folder in {Path.cwd()}" if Path(word).is_dir() else ""
-        tasks = [each for each in recipes if "/" not in each]
+        tasks = [recipe for recipe in recipes if "/" not in recipe]
         files = {str(path.with_suffix("")): str(path) for path in Path(word).parent.glob("*.y*ml")}
-        known = {each: each for each in recipes} | files
+        names = {recipe: recipe for recipe in recipes} | files
         near = "".join(
-            f" (did you mean {known[each]!r}?)" for each in get_close_matches(name, known, 1)
+            f" (did you mean {names[near]!r}?)" for near in get_close_matches(name, names, 1)
         )
         raise ValueError(
             f"recipe {word!r} not found: {folder or f'no such file in {Path.cwd()}'}, and no "
             f"built-in recipe has this name{near}. Recipes are YAML files; built-in: "
             f"{', '.join(tasks)}."
         )
-    return found
+    return file
 
 
 def read_recipe(word: str) -> dict[str, Any]:
@@ -225,14 +225,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | 
             f"unexpected {word!r}: options are given as --KEY VALUE, recipes as -c RECIPE",
         )
         option, equals, value = word.partition("=")
-        given: str | None = value if equals else None
+        text: str | None = value if equals else None
         if not equals and rest and not rest[0].startswith("--") and rest[0] not in RECIPE_FLAGS:
-            given = rest.pop(0)
+            text = rest.pop(0)
         if option in RECIPE_FLAGS:
-            require(given is not None, f"{option} needs a recipe: {option} quickstart")
-            names.append(str(given))
+            require(text is not None, f"{option} needs a recipe: {option} quickstart")
+            names.append(str(text))
         else:
-            options.append((option.lstrip("-"), given))
+            options.append((option.lstrip("-"), text))
     return names, options
 
 
@@ -274,16 +274,16 @@ def write_out_rewards(rewards: Any) -> Any:
     if isinstance(rewards, str) or (isinstance(rewards, dict) and "class_path" in rewards):
         rewards = [rewards]
     if isinstance(rewards, list):
-        listed = [reward_options(each) for each in rewards]
-        names = [reward_name(each) for each in listed]
+        reward_nodes = [reward_options(reward) for reward in rewards]
+        names = [reward_name(reward) for reward in reward_nodes]
         require(
             len(set(names)) == len(names),
             f"model.rewards: several functions of a list have the same name: {', '.join(names)}; "
             "give {name: function}",
         )
-        return dict(zip(names, listed, strict=True))
+        return dict(zip(names, reward_nodes, strict=True))
     if isinstance(rewards, dict):
-        return {name: reward_options(each) for name, each in rewards.items()}
+        return {name: reward_options(reward) for name, reward in rewards.items()}
     return rewards
 
 
@@ -314,15 +314,15 @@ def without_init_args(node: Any) -> Any:
         ValueError: an option is given both beside `init_args` and below it.
     """
     if isinstance(node, list):
-        return [without_init_args(each) for each in node]
+        return [without_init_args(inner) for inner in node]
     if not isinstance(node, dict):
         return node
     below = node.get("init_args")
     require(isinstance(below, dict | None), f"init_args is {below!r:.60}, expected {{name: value}}")
-    beside = {key: each for key, each in node.items() if key != "init_args"}
+    beside = {key: inner for key, inner in node.items() if key != "init_args"}
     twice = [str(key) for key in beside if key in (below or {})]
     require(not twice, f"{', '.join(twice)}: given twice, beside init_args and below it")
-    return {key: without_init_args(each) for key, each in (beside | (below or {})).items()}
+    return {key: without_init_args(inner) for key, inner in (beside | (below or {})).items()}
 
 
 def with_init_args(node: Any) -> Any:
@@ -333,7 +333,7 @@ def with_init_args(node: Any) -> Any:
         {'class_path': 'GRPO', 'init_args': {'group_size': 4, 'lora': {'rank': 2}}}
     """
     if isinstance(node, list):
-        return [with_init_args(each) for each in node]
+        return [with_init_args(inner) for inner in node]
     if not isinstance(node, dict):
         return node
     inner = {key: with_init_args(value) for key, value in node.items()}

@@ -101,9 +101,9 @@ def find_classes(
         nodes = [recipe.get(key) for recipe in recipes]
         paths = [node.get("class_path") for node in nodes if isinstance(node, dict)]
         paths += [text for name, text in options if name in (key, f"{key}.class_path")]
-        named = [path for path in paths if path and str(path)[0] not in "{["]
+        class_paths = [path for path in paths if path and str(path)[0] not in "{["]
         try:
-            classes[key] = find_class(str([default, *named][-1]), [object])
+            classes[key] = find_class(str([default, *class_paths][-1]), [object])
         except ValueError:  # reported when the settings are checked
             classes[key] = BASES[key]
     return classes
@@ -290,14 +290,14 @@ def can_merge(
     key: str, old: Mapping[str, Any], new: Mapping[str, Any], hints: Mapping[str, Any]
 ) -> bool:
     """Return True if two mappings are settings of the same object."""
-    classes = [str(each["class_path"]) for each in (old, new) if "class_path" in each]
+    classes = [str(mapping["class_path"]) for mapping in (old, new) if "class_path" in mapping]
     if len({path.rpartition(".")[2] for path in classes}) > 1:
         return False
     hint = lookup(key, hints).hint
     if values_of_mapping(hint) is UNSET:
         return True
-    known = {name for owner in classes_in(hint) for name in options_of(owner)}
-    return known.union(OBJECT_KEYS) >= {*old, *new}
+    option_names = {name for owner in classes_in(hint) for name in options_of(owner)}
+    return option_names.union(OBJECT_KEYS) >= {*old, *new}
 
 
 def iterate_options(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -119,10 +119,10 @@ def compare(
 
     def train(name: str, seed: int) -> SeedResult:
         own_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
-        own = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
+        run_options = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
         # All share the initial policy: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
-        words = ["-c", recipe, *chosen[name], *evaluation, *limits, *fit_options, *own, *skipped]
+        words = ["-c", recipe, *chosen[name], *evaluation, *limits, *fit_options, *run_options, *skipped]
         fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
         return read_result(Run(own_dir), (*metrics, REWARD))
 
@@ -143,9 +143,9 @@ def compare(
     print(f"\n{note}\n\nwritten to {run_dir}: table.md, table.json, plot.png and every run")
 
 
-def check_different(message: str, given: Sequence[object]) -> None:
+def check_different(message: str, values: Sequence[object]) -> None:
     """Raise if there are fewer than two values, or equal ones."""
-    require(len(set(given)) == len(given) > 1, message)
+    require(len(set(values)) == len(values) > 1, message)
 
 
 def find_words(name: str) -> list[str]:
@@ -216,7 +216,7 @@ def read_result(run: Run, metrics: Sequence[str]) -> SeedResult:
         not evaluated.empty,
         f"{run.folder} has no evaluation with {', '.join(metrics)} at the same time.",
     )
-    before, after = (evaluated.iloc[place].to_dict() for place in (0, -1))
+    before, after = (evaluated.iloc[position].to_dict() for position in (0, -1))
     tokens = run["perf/generated_tokens"]
     return SeedResult(before, after, int(tokens.iloc[-1]), len(tokens))
 
@@ -225,22 +225,23 @@ def compare_runs(
     runs: dict[str, list[SeedResult]], metrics: Sequence[str]
 ) -> list[AlgorithmResult]:
     """Compare each algorithm with the first one, paired by seed."""
-    first, *others = runs
+    first, *other_names = runs
     gains = {
         (name, metric): compute_paired_difference(
             [run.after[metric] for run in runs[first]], [run.after[metric] for run in runs[name]]
         )
-        for name in others
+        for name in other_names
         for metric in metrics
     }
     corrected = {
-        metric: holm({name: gains[name, metric].p_value for name in others}) for metric in metrics
+        metric: holm({name: gains[name, metric].p_value for name in other_names})
+        for metric in metrics
     }
     rows = [AlgorithmResult(first, runs[first], {}, {})]
-    for name in others:
-        own = {metric: gains[name, metric] for metric in metrics}
+    for name in other_names:
+        differences = {metric: gains[name, metric] for metric in metrics}
         p_values = {metric: corrected[metric][name] for metric in metrics}
-        rows.append(AlgorithmResult(name, runs[name], own, p_values))
+        rows.append(AlgorithmResult(name, runs[name], differences, p_values))
     return rows
 
 
@@ -342,12 +343,12 @@ def plot(rows: list[AlgorithmResult], metrics: Sequence[str], path: Path) -> Non
 
     size = (7, 1.2 + 0.35 * len(rows))
     figure, axes = pyplot.subplots(figsize=size, constrained_layout=True)
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         for metric, marker, color in zip(metrics, "os", ("C0", "C1"), strict=True):
             low, high = bounds(row.values(metric))
             mean = fmean(row.values(metric))
             reach = [[mean - low], [high - mean]]
-            axes.errorbar(mean, place, xerr=reach, fmt=marker, color=color, capsize=3)
+            axes.errorbar(mean, y, xerr=reach, fmt=marker, color=color, capsize=3)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     axes.set(xlabel=f"{metrics[0]} (dots), {metrics[1]} (squares), 95 % intervals over seeds")

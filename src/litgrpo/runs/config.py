@@ -62,14 +62,14 @@ class RunConfig:
 
         Empty if it is not known.
         """
-        named = self.get("model.evaluation.success_reward")
+        success_reward = self.get("model.evaluation.success_reward")
         rewards = self.get("model.rewards", {})
         if not isinstance(rewards, Mapping):
-            return {"": str(named)} if named else {}
+            return {"": str(success_reward)} if success_reward else {}
         weights = {name: self.get(f"model.rewards.{name}.weight", 1.0) for name in rewards}
         tasks = {name: self.get(f"model.rewards.{name}.tasks", []) for name in rewards}
         numbers = {n: float(w) for n, w in weights.items() if isinstance(w, int | float)}
-        deciding = find_success_rewards(numbers, tasks, named)
+        deciding = find_success_rewards(numbers, tasks, success_reward)
         return deciding if deciding[""] else {}
 
     @property

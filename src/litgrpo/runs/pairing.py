@@ -235,16 +235,16 @@ def choose_prompts(pairs: Sequence[tuple[Row | None, Row]], number: int) -> dict
     incorrect = [n for n in rewards if samples[n].get("correct") is False]
     truncated = [n for n, sample in enumerate(samples) if sample.get("truncated")]
     several, some = max(1, number // 4), max(1, number // 6)
-    chosen: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for reason, most, order in (
         ("most improved", several, {n: -gain for n, gain in gains.items() if gain > 0}),
         ("got worse", several, {n: gain for n, gain in gains.items() if gain < 0}),
         ("incorrect, highest reward", some, {n: -rewards[n] for n in incorrect}),
         ("truncated", some, {n: rewards.get(n, 0.0) for n in truncated}),
     ):
-        remaining = [n for n in order if n not in chosen]
-        chosen |= dict.fromkeys(sorted(remaining, key=order.__getitem__)[:most], reason)
-    remaining = [n for n in range(len(pairs)) if n not in chosen]
-    step = max(1, len(remaining) // max(1, number - len(chosen)))
-    chosen |= dict.fromkeys(remaining[::step], "one of the others")
-    return dict(list(chosen.items())[:number])
+        remaining = [n for n in order if n not in reasons]
+        reasons |= dict.fromkeys(sorted(remaining, key=order.__getitem__)[:most], reason)
+    remaining = [n for n in range(len(pairs)) if n not in reasons]
+    step = max(1, len(remaining) // max(1, number - len(reasons)))
+    reasons |= dict.fromkeys(remaining[::step], "one of the others")
+    return dict(list(reasons.items())[:number])

@@ -73,9 +73,9 @@ def select_row(rows: list[Row], row: str, path: Path) -> int:
         ValueError: there is no such row.
     """
     rewards = {
-        n: float(each["reward"])
-        for n, each in enumerate(rows)
-        if isinstance(each.get("reward"), int | float)
+        n: float(sample["reward"])
+        for n, sample in enumerate(rows)
+        if isinstance(sample.get("reward"), int | float)
     }
     extremes = {BEST: max, WORST: min}
     if row in extremes:

@@ -197,8 +197,8 @@ class Run:
     def samples(self) -> list[Row]:
         """Completions of training with their rewards, of the first and the last files."""
         files = list(self.sample_files.values())
-        chosen = [*files[:1], *files[1:][1 - MAX_SAMPLE_FILES :]]
-        rows = [row for file in chosen for row in read_json_lines(file)[0]]
+        read_files = [*files[:1], *files[1:][1 - MAX_SAMPLE_FILES :]]
+        rows = [row for file in read_files for row in read_json_lines(file)[0]]
         # Readers look into these two, which may be null.
         return [
             row | {name: row.get(name) or {} for name in ("rewards", "columns")} for row in rows
@@ -370,7 +370,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
     """
     if len(values) <= most:
         return list(values)
-    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
+    return [values[round(position * (len(values) - 1) / (most - 1))] for position in range(most)]
 
 
 def finite_numbers(values: Iterable[Any]) -> list[float]:

@@ -51,7 +51,9 @@ class Doctor(Callback):
         from litgrpo.runs.doctor.diagnosis import examine  # imports pandas
 
         diagnosis = examine(run)
-        new = [each for each in diagnosis.findings if self.is_new(each.rule, each.severity)]
+        new = [
+            finding for finding in diagnosis.findings if self.is_new(finding.rule, finding.severity)
+        ]
         for finding in new:
             rank_zero_info(render_line(finding))
         for logger in loggers_of(trainer, TensorBoardLogger) if new else ():

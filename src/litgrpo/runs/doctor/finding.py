@@ -88,4 +88,4 @@ class Diagnosis:
     @property
     def all_findings(self) -> tuple[Finding, ...]:
         """Causes, each followed by its symptoms."""
-        return tuple(found for cause in self.findings for found in (cause, *cause.symptoms))
+        return tuple(finding for cause in self.findings for finding in (cause, *cause.symptoms))

@@ -88,5 +88,5 @@ def _render_sample(row: dict[str, Any]) -> str:
 
 def render_markdown(diagnosis: Diagnosis) -> str:
     """Render the findings as a Markdown list."""
-    found = "\n".join(f"- {render_line(each)}" for each in diagnosis.findings)
-    return found or describe_no_problems(diagnosis)
+    findings = "\n".join(f"- {render_line(finding)}" for finding in diagnosis.findings)
+    return findings or describe_no_problems(diagnosis)

@@ -105,14 +105,16 @@ def group_curves(run: Run) -> Iterator[tuple[str, list[Curve], str]]:
     """Yield title, curves and explanation of each chart that has data."""
     names = [name for name in run.names if not name.endswith(BOUNDS)]
     for panel in PANELS:
-        found = [name for each in panel.patterns for name in names if re.fullmatch(each, name)]
-        if not found:
+        matching = [
+            name for pattern in panel.patterns for name in names if re.fullmatch(pattern, name)
+        ]
+        if not matching:
             continue
         curves = []
-        for name in dict.fromkeys(found[:MAX_CURVES]):
+        for name in dict.fromkeys(matching[:MAX_CURVES]):
             points, low, high = (list(run[name + end].items()) for end in ("", *BOUNDS))
             curves.append(Curve(name, points, low, high))
-        yield panel.title, curves, definition(found[0])
+        yield panel.title, curves, definition(matching[0])
 
 
 # --- drawing ---
@@ -224,14 +226,14 @@ def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     num_stretches = most // 2
-    kept: list[Point] = []
+    points_left: list[Point] = []
     for n in range(num_stretches):
         first = n * len(points) // num_stretches
         stretch = points[first : (n + 1) * len(points) // num_stretches]
         extremes = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
         # Where all values are equal, keep both ends of the stretch.
-        kept += sorted(extremes if len(extremes) > 1 else {stretch[0], stretch[-1]})
-    return kept
+        points_left += sorted(extremes if len(extremes) > 1 else {stretch[0], stretch[-1]})
+    return points_left
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
@@ -243,7 +245,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     """
     last = len(points) - 1
     smoothed = []
-    for n in sorted({round(place * last / MEAN_POINTS) for place in range(MEAN_POINTS + 1)}):
+    for n in sorted({round(part * last / MEAN_POINTS) for part in range(MEAN_POINTS + 1)}):
         reach = min(n, last - n, len(points) // 20)
         mean = fmean(value for _, value in points[n - reach : n + reach + 1])
         smoothed.append((points[n][0], mean))
@@ -311,9 +313,15 @@ def _table(curves: Sequence[Curve]) -> list[list[str]]:
     """Return the values of each curve at a few iterations."""
     steps = sorted({int(step) for curve in curves for step, _ in curve.points})
     count = min(TABLE_ROWS, len(steps))
-    chosen = [steps[round(n * (len(steps) - 1) / max(1, count - 1))] for n in range(count)]
+    table_steps = [steps[round(n * (len(steps) - 1) / max(1, count - 1))] for n in range(count)]
     values = [dict(curve.points) for curve in curves]
     return [
-        [f"{step:,}", *(format_number(each[step]) if step in each else "" for each in values)]
-        for step in chosen
+        [
+            f"{step:,}",
+            *(
+                format_number(curve_values[step]) if step in curve_values else ""
+                for curve_values in values
+            ),
+        ]
+        for step in table_steps
     ]

@@ -75,7 +75,7 @@ def render_page(runs: Sequence[Run], diagnoses: Sequence[Diagnosis | None] = ())
         .get_template("page.html")
         .render(
             title=" and ".join(visible(run.name, MAX_RUN_NAME_CHARS) for run in runs),
-            runs=[view_run(run, found) for run, found in zip(runs, padded, strict=True)],
+            runs=[view_run(run, diagnosis) for run, diagnosis in zip(runs, padded, strict=True)],
             several=several,
             comparisons=[
                 {"name": visible(name, MAX_RUN_NAME_CHARS), "pairs": pairs}
@@ -145,7 +145,7 @@ def make_card(number: int, finding: Finding) -> FindingCard:
 
 def chart_run(run: Run, findings: Sequence[Finding]) -> list[Chart]:
     """Draw the charts of a run, with a mark where each finding begins."""
-    marks = [(float(each.first_iteration), str(n)) for n, each in enumerate(findings, 1)]
+    marks = [(float(finding.first_iteration), str(n)) for n, finding in enumerate(findings, 1)]
     return [
         Chart(title, text, [curve.name for curve in curves], draw(curves, run.iterations, marks))
         for title, curves, text in group_curves(run)
@@ -175,8 +175,8 @@ def chart_runs_together(runs: Sequence[Run]) -> list[Chart]:
 def tabulate_components(run: Run) -> list[list[str]]:
     """Return table cells for each reward component: weight, first and last mean, spread, share."""
 
-    def cell(metric: str, place: int) -> str:
-        return format_number(run[metric].iloc[place]) if metric in run else "unknown"
+    def cell(metric: str, position: int) -> str:
+        return format_number(run[metric].iloc[position]) if metric in run else "unknown"
 
     rows = []
     for name in run.reward_components:
@@ -197,9 +197,9 @@ def tabulate_components(run: Run) -> list[list[str]]:
 def view_audit(report: Row) -> dict[str, Any]:
     """Return the result of a reward audit; {} if there is none."""
     lists = {
-        name: [visible(text, 400) for text in found if isinstance(text, str)]
+        name: [visible(text, 400) for text in texts if isinstance(text, str)]
         for name in ("faults", "remarks")
-        if isinstance(found := report.get(name), list)
+        if isinstance(texts := report.get(name), list)
     }
     if not isinstance(report.get("passed"), bool) or "faults" not in lists:
         return {}

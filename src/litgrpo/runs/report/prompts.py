@@ -94,8 +94,8 @@ def describe_completion(row: Row) -> list[str]:
 
 def _describe_calls(tool: str, counts: Any) -> str:
     """Describe [calls, failed calls] of a tool."""
-    known = finite_numbers(counts if isinstance(counts, list) else [])
-    calls, failed = [*known, 0.0, 0.0][:2]
+    numbers = finite_numbers(counts if isinstance(counts, list) else [])
+    calls, failed = [*numbers, 0.0, 0.0][:2]
     counted = f"{plural(int(calls), 'call')} of {tool}"
     return counted + (f", {failed:.0f} failed" if failed else "")
 
@@ -119,9 +119,9 @@ def follow_prompts(run: Run) -> list[PromptHistory]:
     *_, last = evaluations.values()
     shared = [key for key in first if all(key in rows for rows in evaluations.values())]
     histories = []
-    chosen = choose_prompts([(first[key], last[key]) for key in shared], MAX_PROMPTS)
-    for place, reason in chosen.items():
-        key = shared[place]
+    reasons = choose_prompts([(first[key], last[key]) for key in shared], MAX_PROMPTS)
+    for position, reason in reasons.items():
+        key = shared[position]
         completions, earlier = [], None
         for iteration, rows in evaluations.items():
             sample = rows[key]["samples"][0]
@@ -163,7 +163,7 @@ def rank_prompts(run: Run) -> tuple[list[RankedPrompt], list[RankedPrompt]]:
             _format(row.get("reward")),
         )
 
-    known = [row for row in after if finite_numbers([row.get("correct")])]
-    ranking = [view(row) for row in sorted(known, key=rank)]
+    scored = [row for row in after if finite_numbers([row.get("correct")])]
+    ranking = [view(row) for row in sorted(scored, key=rank)]
     count = min(NUM_EXTREMES, len(ranking) // 2)
     return ranking[:count], ranking[len(ranking) - count :][::-1]

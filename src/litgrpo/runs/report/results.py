@@ -30,8 +30,8 @@ def compare_first_and_last(run: Run) -> list[PairedEvaluation]:
 
 def compare_with_first_run(runs: Sequence[Run]) -> list[tuple[str, list[PairedEvaluation]]]:
     """Pair the last evaluation of each other run with that of the first run."""
-    first, *others = [(run.name, [[], *run.evaluations.values()][-1]) for run in runs]
-    return [(name, pair_evaluations(first[1], rows)) for name, rows in others]
+    first, *other_runs = [(run.name, [[], *run.evaluations.values()][-1]) for run in runs]
+    return [(name, pair_evaluations(first[1], rows)) for name, rows in other_runs]
 
 
 def write_verdict(run: Run, pairs: Sequence[PairedEvaluation]) -> str:
@@ -96,9 +96,9 @@ def held_out_metrics(run: Run) -> list[list[str]]:
     ]
 
 
-def _format_logged(run: Run, name: str, place: int) -> str:
+def _format_logged(run: Run, name: str, position: int) -> str:
     """Format a logged value with its interval."""
-    step, value = run[name].index[place], run[name].iloc[place]
+    step, value = run[name].index[position], run[name].iloc[position]
     bounds = [run[name + end].get(step) for end in BOUNDS]
     ends = ", ".join(format_number(bound) for bound in bounds if bound is not None)
     return format_number(value) + (f" [{ends}]" if ends else "")

@@ -66,14 +66,14 @@ def diff_messages(row: dict[str, Any], earlier: dict[str, Any] | None = None) ->
         earlier: another one of the same prompt; differences to it are marked.
     """
     earlier_texts = [text for _, text, _ in _messages(earlier)] if earlier is not None else []
-    found = []
-    for place, (role, text, reward) in enumerate(_messages(row)):
+    diffs = []
+    for number, (role, text, reward) in enumerate(_messages(row)):
         if earlier is None:
             old = None
         else:
-            old = earlier_texts[place] if place < len(earlier_texts) else ""
-        found.append(MessageDiff(role, *mark_difference(text, old), reward))
-    return found
+            old = earlier_texts[number] if number < len(earlier_texts) else ""
+        diffs.append(MessageDiff(role, *mark_difference(text, old), reward))
+    return diffs
 
 
 def _messages(row: dict[str, Any]) -> list[tuple[str, str, str]]:
