@@ -6,15 +6,22 @@ import argparse
 import inspect
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin
 
 from docstring_parser import parse
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from lightning.pytorch import Trainer
 
-from litgrpo.argument_types import UNSET, classes_in, find_class, subclasses
+from litgrpo.argument_types import (
+    UNSET,
+    classes_in,
+    find_class,
+    subclasses,
+    values_of_mapping,
+)
+from litgrpo.cli.mistakes import as_written
 from litgrpo.cli.options import Option, find_option, options_of, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS, configure_jsonargparse, import_named_classes
 from litgrpo.cli.recipes import DEFAULT_CLASSES, built_in_recipes
@@ -113,22 +120,28 @@ def add(group: Any, flag: str, option: Option) -> None:
         notes.append(", ".join(map(str, get_args(option.hint))))
     if default not in (UNSET, None, False, []) and isinstance(default, int | float | str | list):
         notes.append(f"default: {default}")
-    sentence = END_OF_SENTENCE.split(option.text)[0].rstrip(".")
-    sentence += f" ({'; '.join(notes)})" if notes else ""
+    add_text(group, flag, END_OF_SENTENCE.split(option.text)[0], "; ".join(notes))
+
+
+def add_text(group: Any, flag: str, text: str, notes: str) -> None:
+    """Add an option to a page, with a text and notes in brackets."""
+    text = text.rstrip(".") + (f" ({notes})" if notes else "")
     metavar = "" if flag.startswith("--") else flag.upper()
-    group.add_argument(flag, metavar=metavar, help=sentence.replace("%", "%%"))
+    group.add_argument(flag, metavar=metavar, help=text.replace("%", "%%"))
 
 
-def find_question(words: Sequence[str]) -> tuple[str, str] | None:
-    """Return the option and the class of the first `--OPTION.help [CLASS]`; None without one.
+def find_question(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
+    """Return option, class and other words of the first `--OPTION.help [CLASS]`; None without one.
 
     Example:
         >>> find_question(["-c", "a.yaml", "--model.engine.help", "StaticEngine"])
-        ('model.engine', 'StaticEngine')
+        ('model.engine', 'StaticEngine', ['-c', 'a.yaml'])
     """
-    for word, following in pairwise([*words, ""]):
+    for place, (word, following) in enumerate(pairwise([*words, ""])):
         if match := QUESTION.fullmatch(word):
-            return match[1], match[2] or ("" if following.startswith("-") else following)
+            is_class = match[2] is None and following != "" and not following.startswith("-")
+            others = [*words[:place], *words[place + 1 + is_class :]]
+            return match[1], following if is_class else match[2] or "", others
     return None
 
 
@@ -138,51 +151,64 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
     Args:
         key: dotted name of the option.
         name: class that it is explained for; "" for its default.
-        words: of the command line, whose recipes name the classes of model and data.
+        words: the rest of the command line, whose recipes name the classes of model and data.
 
     Raises:
         ValueError: there is no such option or class.
     """
     configure_jsonargparse()
     import_named_classes()
-    command_line = read_settings(words)
+    command_line = CommandLine.read(words, {"trainer": Trainer, **CALLBACKS})
     option = find_option(key, command_line.hints)
     classes = classes_in(option.hint)
-    lines = [
-        f"--{option.key} ({type_name(option.hint)}{default_text(option.default)})",
-        option.text,
-    ]
+    notes = type_name(option.hint) + default_text(option.default)
+    text = [f"--{option.key} ({notes})", *textwrap.wrap(option.text, width())]
     if name:
         owner: type | None = find_class(name, classes or [object])
     else:
         concrete = [kind for kind in classes if not inspect.isabstract(kind)]
         selected = find_configured_class(key, command_line.settings, classes)
-        owner = selected or default_class(option) or next(iter(concrete), None)
+        owner = selected or find_default_class(option) or next(iter(concrete), None)
     if owner is not None:
-        page = ArgumentParser(
-            usage=argparse.SUPPRESS, add_help=False, formatter_class=WideFormatter
+        page = argparse.ArgumentParser(
+            usage=argparse.SUPPRESS, add_help=False, formatter_class=PageFormatter
         )
-        page.add_class_arguments(owner, option.key, sub_configs=False)
-        lines += ["", page.format_help().strip()]
+        title = describe_class(owner).rstrip(".")
+        group = page.add_argument_group(textwrap.fill(title, width() - 1))
+        # Each value of a mapping is an object, such as `model.rewards.NAME`.
+        is_mapping = values_of_mapping(option.hint) is not UNSET
+        above = f"{option.key}.NAME" if is_mapping else option.key
+        for inner in options_of(owner, above).values():
+            default = default_text(inner.default)
+            add_text(group, f"--{inner.key}", inner.text, type_name(inner.hint) + default)
+        text += ["", page.format_help().strip()]
     kinds = [kind for base in classes for kind in subclasses(base)]
     if not name and len(kinds) > 1 and "." in key:
-        lines += ["", f"Classes with options (--{key}.help CLASS):"]
-        lines += [
-            f"  {kind.__name__}: {parse(kind.__doc__ or '').short_description}" for kind in kinds
-        ]
+        text += ["", f"Classes with options (--{key}.help CLASS):"]
+        text += [wrap_item(describe_class(kind)) for kind in kinds]
     if inspect.isfunction(option.default):
         module = option.default.__module__
         functions = inspect.getmembers(inspect.getmodule(option.default), inspect.isfunction)
-        names = [
-            f"{module}.{function_name}"
-            for function_name, f in functions
-            if f.__module__ == module and function_name[:1] != "_"
+        text += ["", "Functions, given by import path:"]
+        text += [
+            f"  {module}.{function_name}"
+            for function_name, function in functions
+            if function.__module__ == module and not function_name.startswith("_")
         ]
-        lines += ["", "Functions, given by import path:", *(f"  {path}" for path in names)]
-    return "\n".join(lines)
+    return "\n".join(text)
 
 
-def default_class(option: Option) -> type | None:
+def describe_class(kind: type) -> str:
+    """Return the name of a class with the first sentence of its docstring."""
+    return ": ".join(filter(None, [kind.__name__, parse(kind.__doc__ or "").short_description]))
+
+
+def wrap_item(line: str) -> str:
+    """Return a line of a list, indented and as wide as the terminal."""
+    return textwrap.fill(line, width(), initial_indent="  ", subsequent_indent="    ")
+
+
+def find_default_class(option: Option) -> type | None:
     """Return the class of an option's default; None if it is not an object with options."""
     kind = option.default if inspect.isclass(option.default) else type(option.default)
     return kind if option.default is not UNSET and classes_in(kind) else None
@@ -196,16 +222,7 @@ def default_text(default: Any) -> str:
         return f", default: {default.__name__}"
     if classes_in(type(default)):
         return f", default: {type(default).__name__}()"
-    return f", default: {'null' if default is None else default}"
-
-
-def read_settings(words: Sequence[str]) -> CommandLine:
-    """Return the settings of a command line without its question."""
-    asked = [word for word in words if not QUESTION.fullmatch(word)]
-    following = words[words.index(next(w for w in words if QUESTION.fullmatch(w))) + 1 :][:1]
-    if following and not following[0].startswith("-"):
-        asked.remove(following[0])
-    return CommandLine.read(asked, {"trainer": Trainer, **CALLBACKS})
+    return f", default: {as_written(default) if default in (None, True, False, '') else default}"
 
 
 def find_configured_class(
@@ -222,13 +239,6 @@ def find_configured_class(
 def width() -> int:
     """Return the columns of the terminal; without one, `WIDTH`."""
     return shutil.get_terminal_size((WIDTH, 24)).columns
-
-
-class WideFormatter(DefaultHelpFormatter):
-    """jsonargparse's help of a class, with types and defaults, as wide as the terminal."""
-
-    def __init__(self, prog: str, **_: Any) -> None:
-        super().__init__(prog, max_help_position=COLUMN, width=width())
 
 
 class PageFormatter(argparse.HelpFormatter):

@@ -277,7 +277,7 @@ def run(name: str, words: list[str]) -> None:
         from litgrpo.cli.help import find_question, option_page
 
         if question := find_question(words):
-            print(option_page(*question, words))
+            print(option_page(*question))
             return
         # Rewards, environments and data may be in modules beside a recipe.
         folders = [str(recipe_file(name).parent) for name in split_words(words)[0]]
