@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,9 +32,8 @@ from litgrpo.data.rendering import (
     TemplateFailure,
     TextTemplate,
     apply_chat_template,
-    report_systems,
 )
-from litgrpo.data.rows import digest, fingerprint, identity, report_duplicates
+from litgrpo.data.rows import RowScan
 from litgrpo.data.sources import Rows, SourceRow
 from litgrpo.data.tokenization import (
     TokenFingerprint,
@@ -275,12 +273,11 @@ def tokenize_pairs(
 
     A truncated pair has no end token; it is an error if nothing is left to predict.
     """
-    most, num_systems = limit.max_chars(tokenizer), 0
-    lengths, texts, data = array("q"), array("q"), array("q")
+    most, scan = limit.max_chars(tokenizer), RowScan(rows, role)
     pairs: list[list[int]] = []
     targets: list[list[tuple[int, int]]] = []
     for chunk in rows.chunks():
-        num_systems += pair_format.count_systems(chunk)
+        scan.num_systems += pair_format.count_systems(chunk)
         spans = pair_format.spans(chunk, tokenizer)
         too_long = [sum(len(text) for text, _ in row) > most for row in spans]
         clipped = [
@@ -288,17 +285,14 @@ def tokenize_pairs(
             for row, long in zip(spans, too_long, strict=True)
         ]
         encoded = pair_format.encode(chunk, clipped, tokenizer)
-        data.extend(digest(identity(row)) for row in chunk)
-        texts.extend(hash(tuple(text for text, _ in row[:-1])) for row in spans)
-        for parts, long in zip(encoded, too_long, strict=True):
+        for row, texts, parts, long in zip(chunk, spans, encoded, too_long, strict=True):
             ids = [token for ids, _ in parts for token in ids]
-            lengths.append(max(len(ids), limit.tokens + long))
+            prompt = tuple(text for text, _ in texts[:-1])
+            scan.add(row, prompt, max(len(ids), limit.tokens + long))
             pairs.append(ids[: limit.tokens])
             targets.append(loss_spans(parts))
-    report_systems(role, num_systems, len(rows))
-    report_duplicates(role, rows, texts, data)
-    kept = limit.select(lengths, rows, role)
-    for number in kept:
+    fitting = scan.select(limit)
+    for number in fitting:
         length = targets[number][0][0]
         if 0 < length < limit.tokens:
             continue
@@ -313,12 +307,12 @@ def tokenize_pairs(
             "to learn; set `long_examples: drop`"
         )
     return PairSet(
-        ids=[pairs[number] for number in kept],
-        loss_spans=[targets[number] for number in kept],
+        ids=[pairs[number] for number in fitting],
+        loss_spans=[targets[number] for number in fitting],
         pad_id=tokenizer.pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
-        set_names=rows.select(kept).set_names,
-        data_fingerprint=fingerprint(data),
+        set_names=rows.select(fitting).set_names,
+        data_fingerprint=scan.fingerprint,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,8 @@ from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
 from litgrpo.data.loader import compute_padded_length
-from litgrpo.data.rendering import LengthLimit, PromptFormat, report_systems
-from litgrpo.data.rows import columns_of, digest, fingerprint, identity, report_duplicates
+from litgrpo.data.rendering import LengthLimit, PromptFormat
+from litgrpo.data.rows import RowScan, columns_of
 from litgrpo.data.sources import EPISODE_NUMBER, Rows, SourceRow
 from litgrpo.data.tokenization import TokenCounts, TokenFingerprint
 from litgrpo.types import REFERENCE_PROMPT, TASK, PromptBatch, pad_left
@@ -57,18 +56,15 @@ class PromptSet(Dataset[PromptBatch]):
         self.limit, self.pad_to_multiple_of = limit, pad_to_multiple_of
         # Tokenizing a text of many megabytes takes minutes and gigabytes, to find it too long.
         self.max_chars = limit.max_chars(tokenizer)
-        lengths, texts, data = array("q"), array("q"), array("q")
-        columns, tasks, num_systems = dict[str, None](), dict[str, None](), 0
+        scan, columns, tasks = RowScan(rows, role), dict[str, None](), dict[str, None]()
         tokens, counts = TokenFingerprint(), TokenCounts(tokenizer)
         in_memory, stride = dict[int, Prompt](), -(-len(rows) // MAX_KEPT)
         self.max_tokens = self.max_reference_tokens = 0
         for chunk in rows.chunks():
-            num_systems += prompt_format.count_systems(chunk)
+            scan.num_systems += prompt_format.count_systems(chunk)
             for prompt in self.encode(chunk):
-                number, values = len(lengths), prompt.row.values
-                lengths.append(prompt.length)
-                texts.append(hash((prompt.text, values.get(EPISODE_NUMBER))))
-                data.append(digest(identity(prompt.row)))
+                number, values = len(scan.lengths), prompt.row.values
+                scan.add(prompt.row, (prompt.text, values.get(EPISODE_NUMBER)), prompt.length)
                 counts.add(prompt_format.texts_of_data(prompt.row), prompt.ids)
                 columns |= dict.fromkeys(values)
                 if prompt.length > limit.tokens:
@@ -81,13 +77,11 @@ class PromptSet(Dataset[PromptBatch]):
                 self.max_reference_tokens = max(self.max_reference_tokens, len(reference))
                 if number % stride == 0:
                     in_memory[number] = prompt
-        report_systems(role, num_systems, len(rows))
-        report_duplicates(role, rows, texts, data)
         counts.report(role, split=prompt_format.split_special_tokens)
-        fitting = limit.select(lengths, rows, role)
+        fitting = scan.select(limit)
         self.rows = rows.select(fitting)
         self.column_names, self.tasks = [*columns], [*tasks]
-        self.data_fingerprint, self.token_fingerprint = fingerprint(data), str(tokens)
+        self.data_fingerprint, self.token_fingerprint = scan.fingerprint, str(tokens)
         new_numbers = {old: new for new, old in enumerate(fitting)}
         self.in_memory = {new_numbers[old]: prompt for old, prompt in in_memory.items()}
 

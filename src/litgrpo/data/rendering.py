@@ -33,7 +33,7 @@ from litgrpo.data.tokenization import (
     texts_in,
     tokenize,
 )
-from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
+from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.text.chat_templates import TemplateError, render_messages
 from litgrpo.types import TASK, PromptBatch
 
@@ -509,13 +509,6 @@ def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
             f"{why}: the prompt does not list the tools ({names}); `list_tools_in_prompt: true` of "
             "litgrpo.environments.Tools writes them into the prompt"
         )
-
-
-def report_systems(role: str, number: int, total: int) -> None:
-    """Log how many rows have a system message that replaces `chat.system`."""
-    if number:
-        how = "have a system message, which replaces data.chat.system"
-        rank_zero_info(f"{role}: {number} of {total} rows {how}")
 
 
 def append_opening(messages: Messages, added: str | Messages) -> Messages:

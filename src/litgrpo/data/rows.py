@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from litgrpo.data.sources import (
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 from litgrpo.text.answers import list_answers
 from litgrpo.types import TASK
+
+if TYPE_CHECKING:
+    from litgrpo.data.rendering import LengthLimit
 
 TrainValOverlap = Literal["drop", "error", "keep"]
 # Arguments that every reward function may ask for; a column cannot have such a name.
@@ -270,11 +273,6 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
-def fingerprint(prompts: Sequence[int]) -> str:
-    """Hash digests of prompts in their order."""
-    return hashlib.sha256(array("q", prompts).tobytes()).hexdigest()[:16]
-
-
 def find_repeats(keys: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the keys that occurred before, and of the first key equal to each.
 
@@ -327,20 +325,50 @@ class EmptyColumns:
                 )
 
 
-def report_duplicates(role: str, rows: Rows, texts: Sequence[int], data: Sequence[int]) -> None:
-    """Log how many prompts repeat an earlier one, as the model reads them, with the first pair."""
-    # `texts` are hashes of the prompts as the model reads them, `data` as the data have them. If
-    # only the texts agree, the template leaves out what the rows differ in: that is a warning.
-    repeats, earlier = find_repeats(texts)
-    if not len(repeats):
-        return
-    first = f"{rows[int(repeats[0])].place} repeats {rows[int(earlier[0])].place}"
-    line = f"{role}: {len(repeats)} of {len(rows)} prompts are duplicates ({first})"
-    added = len(repeats) - len(find_repeats(data)[0])
-    if added > 0:
-        rank_zero_warn(f"{line}; {added} of them differ in the data: the template makes them equal")
-    else:
-        rank_zero_info(line)
+class RowScan:
+    """What tokenizing a set counts of its rows: lengths, repeated prompts, their identity."""
+
+    def __init__(self, rows: Rows, role: str) -> None:
+        self.rows, self.role = rows, role
+        self.num_systems = 0  # rows whose system message replaces `chat.system`
+        self.lengths = array("q")
+        # Hashes of the prompts as the model reads them, and digests of those as the data have them.
+        self.texts, self.prompts = array("q"), array("q")
+
+    def add(self, row: SourceRow, text: Hashable, length: int) -> None:
+        """Count a row, with its prompt as the model reads it and its number of tokens."""
+        self.lengths.append(length)
+        self.texts.append(hash(text))
+        self.prompts.append(digest(identity(row)))
+
+    def select(self, limit: LengthLimit) -> list[int]:
+        """Log what was counted, and return the numbers of the rows to use."""
+        if self.num_systems:
+            how = "have a system message, which replaces data.chat.system"
+            rank_zero_info(f"{self.role}: {self.num_systems} of {len(self.rows)} rows {how}")
+        self._report_duplicates()
+        return limit.select(self.lengths, self.rows, self.role)
+
+    def _report_duplicates(self) -> None:
+        """Log how many prompts repeat an earlier one, with the first pair."""
+        repeats, earlier = find_repeats(self.texts)
+        if not len(repeats):
+            return
+        first = f"{self.rows[int(repeats[0])].place} repeats {self.rows[int(earlier[0])].place}"
+        line = f"{self.role}: {len(repeats)} of {len(self.rows)} prompts are duplicates ({first})"
+        # If only the texts agree, the template leaves out what the rows differ in.
+        added = len(repeats) - len(find_repeats(self.prompts)[0])
+        if added > 0:
+            rank_zero_warn(
+                f"{line}; {added} of them differ in the data: the template makes them equal"
+            )
+        else:
+            rank_zero_info(line)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the prompts of the data in their order."""
+        return hashlib.sha256(self.prompts.tobytes()).hexdigest()[:16]
 
 
 def columns_of(

@@ -8,7 +8,6 @@ import argparse
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import venv
 from pathlib import Path
@@ -78,8 +77,6 @@ PACKAGES = {
         "`OpenReward`: a server's rewards, ends and terminal tool; a lost one, unknown splits",
     ),
 }
-# Their tests also need what this environment has, such as torch.
-ON_TOP = ("trl", "reasoning_gym", "mcp", "verifiers", "openreward")
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 
 
@@ -104,11 +101,11 @@ def row(name: str, folder: Path) -> bool:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-    if name in ON_TOP:
-        (own,) = folder.glob("lib/python*/site-packages")
-        (own / "packages_of_this_environment.pth").write_text(sysconfig.get_path("purelib"))
-    # numpy: the pool of episodes isolates its generator
-    asked = ["pip", "install", "-q", "--upgrade", "pytest", "numpy", *wanted]
+    # Under the package is what this environment has: litgrpo imports torch, httpx2 and others.
+    below = [path for path in sys.path if path.endswith("site-packages")]
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "packages_of_this_environment.pth").write_text("\n".join(below))
+    asked = ["pip", "install", "-q", "--upgrade", "pytest", *wanted]
     installed = run(python, "-m", *asked)
     if installed.returncode:
         reason = (installed.stderr.strip().splitlines() or ["pip failed"])[-1]
