@@ -1,10 +1,12 @@
 """Games of GEM."""
 
+from contextlib import closing
+
 import pytest
 
 from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.base import EpisodeStart
-from litgrpo.environments.episode import InProcessEpisodes
+from litgrpo.environments.workers import EpisodeWorkers
 
 pytest.importorskip("gem")
 
@@ -37,19 +39,17 @@ def test_a_wrong_format_ends_it_as_gem_does():
 
 
 def test_global_seeds_are_apart_in_a_pool():
-    def starts(*seeds):
-        return [EpisodeStart({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)]
+    def play(*seeds):
+        starts = [EpisodeStart({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)]
+        environment = game("game:Minesweeper-v0-easy")
+        with closing(EpisodeWorkers(environment, num_workers=len(seeds))) as pool:
+            opening = pool.reset(starts)[0]
+            for number in reversed(range(len(seeds))):
+                pool.send(number, f"\\boxed{{reveal {number} {number}}}")
+                (result,) = pool.receive(wait=True).values()
+        return opening, result
 
-    alone = InProcessEpisodes(game("game:Minesweeper-v0-easy"))
-    first = alone.reset(starts(3))[0]
-    alone.send(0, "\\boxed{reveal 0 0}")
-    expected = alone.receive(wait=True)[0]
-    beside = InProcessEpisodes(game("game:Minesweeper-v0-easy"))
-    assert beside.reset(starts(3, 4))[0] == first
-    beside.send(1, "\\boxed{reveal 1 1}")
-    beside.receive(wait=True)
-    beside.send(0, "\\boxed{reveal 0 0}")
-    assert beside.receive(wait=True)[0] == expected
+    assert play(3, 4) == play(3)
 
 
 def test_an_unknown_id_is_refused():

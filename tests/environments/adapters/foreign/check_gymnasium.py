@@ -57,7 +57,7 @@ def test_numbers_are_written_by_a_describer():
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("Pendulum-v1", "takes actions of Box"), ("FrozenLak-v1", "Did you mean: `FrozenLake`")],
+    [("Pendulum-v1", "actions of type Box"), ("FrozenLak-v1", "Did you mean: `FrozenLake`")],
 )
 def test_continuous_actions_and_unknown_games_are_refused(name, why):
     with pytest.raises(ValueError, match=why):

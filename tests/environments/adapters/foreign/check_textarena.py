@@ -1,10 +1,12 @@
 """Games of TextArena."""
 
+from contextlib import closing
+
 import pytest
 
 from litgrpo.environments.adapters.textarena import TextArena
 from litgrpo.environments.base import EpisodeStart
-from litgrpo.environments.episode import InProcessEpisodes
+from litgrpo.environments.workers import EpisodeWorkers
 
 pytest.importorskip("textarena")
 MOVES = ["[up]", "[left]", "down", "[left]", "[up]"]
@@ -37,18 +39,23 @@ def test_invalid_moves_are_answered_and_end_the_game_after_some():
     assert (heard.calls, heard.done) == ({"action": (1, 1)}, True)
 
 
-def boards(pool, seeds):
-    said = [pool.reset([EpisodeStart({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)])[0]]
-    for move in MOVES:
-        for episode in range(len(seeds)):
-            pool.send(episode, move)
-        said.append(pool.receive(wait=True)[0].observation)
-    return said
+def boards(seeds):
+    starts = [EpisodeStart({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)]
+    with closing(EpisodeWorkers(TextArena("2048-v0"), num_workers=len(seeds))) as pool:
+        observations = [pool.reset(starts)[0]]
+        for move in MOVES:
+            for episode in range(len(seeds)):
+                pool.send(episode, move)
+            results = {}
+            while len(results) < len(seeds):
+                results |= pool.receive(wait=True)
+            observations.append(results[0].observation)
+    return observations
 
 
 def test_global_seeds_are_apart_in_a_pool():
-    alone = boards(InProcessEpisodes(TextArena("2048-v0")), [7])
-    assert boards(InProcessEpisodes(TextArena("2048-v0")), [7, 8, 9]) == alone
+    alone = boards([7])
+    assert boards([7, 8, 9]) == alone
     assert all("[Player]" not in each for each in alone)
 
 
