@@ -6,8 +6,8 @@ from litgrpo.runs.report.charts import (
     Curve,
     axis_ticks,
     draw,
-    format_tick,
     group_curves,
+    label_ticks,
     thin_out,
 )
 from litgrpo.runs.run import Run, table_of
@@ -38,7 +38,7 @@ def test_an_axis_has_two_ends_around_its_values(values):
 
 @pytest.mark.parametrize("values", [[1.057, 1.066], [2.85e-4, 3.05e-4], [2.3e-7, 2.7e-7]])
 def test_ticks_have_different_short_labels(values):
-    labels = [format_tick(tick) for tick in axis_ticks(values)]
+    labels = label_ticks(axis_ticks(values))
     assert len(set(labels)) == len(labels)
     assert max(map(len, labels)) <= 7
 

@@ -209,8 +209,8 @@ def draw(curves: Sequence[Curve], last: float, marks: Sequence[tuple[float, str]
         )
     return Drawing(
         drawn,
-        [(round(x(tick), 1), format_tick(tick)) for tick in x_ticks],
-        [(round(y(tick), 1), format_tick(tick)) for tick in y_ticks],
+        [(round(x(n), 1), text) for n, text in zip(x_ticks, label_ticks(x_ticks), strict=True)],
+        [(round(y(n), 1), text) for n, text in zip(y_ticks, label_ticks(y_ticks), strict=True)],
         [(round(x(step), 1), label) for step, label in marks],
         _table(curves),
     )
@@ -293,20 +293,19 @@ def format_number(value: float) -> str:
     return f"{value:.3g}" if MIN_FIXED <= abs(value) < MAX_FIXED else f"{value:.2g}"
 
 
-def format_tick(value: float) -> str:
-    """Format a tick with all digits that it has, as briefly as possible.
+def label_ticks(ticks: Sequence[float]) -> list[str]:
+    """Write ticks with all their digits; with exponents if one would not fit beside the axis.
 
     Example:
-        >>> [format_tick(x) for x in (1.055, 3 * 0.1, 12000.0, 0.000285, 3e-7)]
-        ['1.055', '0.3', '12,000', '2.85e-4', '3e-7']
+        >>> label_ticks([1.055, 1.06]), label_ticks([0.0, 12000.0]), label_ticks([2.9e-4, 2.95e-4])
+        (['1.055', '1.06'], ['0', '12,000'], ['2.9e-4', '2.95e-4'])
     """
-    if value == int(value) and abs(value) < MAX_WHOLE:
-        return f"{int(value):,}"
-    text = f"{value:.6g}"  # without what rounding adds to a multiple of a step
-    if "e" not in text and len(text) <= MAX_TICK_CHARS:
-        return text
-    digits, exponent = f"{value:.5e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    # Six digits leave out what rounding adds to a multiple of a step.
+    labels = [f"{x:,.0f}" if x == int(x) and abs(x) < MAX_WHOLE else f"{x:.6g}" for x in ticks]
+    if all("e" not in label and len(label) <= MAX_TICK_CHARS for label in labels):
+        return labels
+    parts = [f"{x:.5e}".split("e") for x in ticks]
+    return [f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}" for digits, exponent in parts]
 
 
 def _table(curves: Sequence[Curve]) -> list[list[str]]:
