@@ -23,7 +23,7 @@ def test_a_problem_is_answered_over_turns():
 
 
 def test_unknown_ids_and_rows_without_a_gold_answer_are_refused():
-    with pytest.raises(ValueError, match="No registered env with env_id: nope"):
+    with pytest.raises(ValueError, match="env_id: nope cannot be played"):
         SkyRL(env_id="nope")
     with pytest.raises(ValueError, match="ground_truth is required"):
         SkyRL(env_id="gsm8k_multi_turn").reset(ROW, 0)
