@@ -255,7 +255,9 @@ def test_a_hostile_answer_scores_nothing_and_changes_no_score_of_another(task, t
 @pytest.mark.parametrize(("found", "told"), [("9.9", "9.9"), (None, "none")])
 def test_another_version_or_none_is_rejected_before_training_and_in_it(found, told, monkeypatch):
     monkeypatch.setattr(reward, "installed_version", lambda: found)
-    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
+    # In this process, where the version is another one.
+    runner = Runner(num_workers=0)
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=runner)
     columns = {"metadata": ["{}"] * 2, "task": ["gcd", "countdown"]}
     with raises_for("right", told, f"reasoning-gym=={reward.TESTED_VERSION}"):
         scorer.check(columns)

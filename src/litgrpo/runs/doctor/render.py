@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 from litgrpo.arguments import find_page
@@ -83,7 +82,9 @@ def _render_finding(finding: Finding) -> str:
 
 def _render_sample(row: dict[str, Any]) -> str:
     text = f"{row.get('prompt', '')!r} -> {row.get('completion', '')!r}"
-    return f"{textwrap.shorten(text, MAX_SAMPLE_CHARS)} reward {row.get('reward')}"
+    if len(text) > MAX_SAMPLE_CHARS:
+        text = f"{text[:MAX_SAMPLE_CHARS]} ..."
+    return f"{text} reward {row.get('reward')}"
 
 
 def render_markdown(diagnosis: Diagnosis) -> str:
