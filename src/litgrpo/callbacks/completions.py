@@ -95,29 +95,33 @@ def completion_rows(
         `{"iteration": 1, "prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards":
         {"correct": 1.0}, "advantage": 0.7, "length": 2, "truncated": False, "columns": {}}`
     """
-    lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
-    parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
-    total, advantage = finite_or_none(rewards.scored), finite_or_none(advantages)
+    advantage = finite_or_none(advantages)
     rows = []
-    for row, completion in enumerate(rollout.completions):
+    for row, scored in enumerate(scored_rows(rollout, rewards)):
         prompt = row // rollout.group_size
         columns = {name: values[prompt] for name, values in rollout.prompts.columns.items()}
         columns |= {name: values.get(row) for name, values in rewards.extras.items()}
-        rows.append(
-            {
-                "iteration": iteration,
-                "prompt": rollout.prompts.prompts[prompt],
-                "completion": mark_truncated(completion, truncated[row]),
-                "reward": total[row],
-                "rewards": {name: values[row] for name, values in parts.items()},
-                "advantage": advantage[row],
-                "length": lengths[row],
-                "truncated": truncated[row],
-                "columns": columns,
-                **episode_row(rollout, row),
-            }
-        )
+        source = {"iteration": iteration, "prompt": rollout.prompts.prompts[prompt]}
+        rows.append(source | scored | {"advantage": advantage[row], "columns": columns})
     return rows
+
+
+def scored_rows(rollout: Rollout, rewards: RewardTable) -> list[Row]:
+    """Return text, rewards and length of each completion, and what describes an episode."""
+    total = finite_or_none(rewards.scored)
+    parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
+    lengths, truncated = (x.flatten().tolist() for x in (rollout.lengths, rollout.truncated))
+    return [
+        {
+            "completion": mark_truncated(text, truncated[row]),
+            "reward": total[row],
+            "rewards": {name: values[row] for name, values in parts.items()},
+            "length": lengths[row],
+            "truncated": truncated[row],
+            **episode_row(rollout, row),
+        }
+        for row, text in enumerate(rollout.completions)
+    ]
 
 
 def episode_row(rollout: Rollout, row: int) -> Row:

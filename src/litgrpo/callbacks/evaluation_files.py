@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, distributed
 
-from litgrpo.callbacks.completions import Row, episode_row, format_episode, write_jsonl
-from litgrpo.callbacks.formatting import finite_or_none, mark_truncated
+from litgrpo.callbacks.completions import Row, format_episode, scored_rows, write_jsonl
+from litgrpo.callbacks.formatting import finite_or_none
 from litgrpo.files import write_text
 from litgrpo.protocol import TrainedModule
 from litgrpo.run_folder import NotSaved, run_folder, writes_files
@@ -120,20 +120,9 @@ def sample_rows(rollout: Rollout, rewards: RewardTable, correct: Tensor) -> list
         correct: [B, G] 1.0 for correct completions, 0.0 for others, NaN for unscored ones, which
             are None in the rows.
     """
-    total, successes = finite_or_none(rewards.scored), finite_or_none(correct)
-    parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
-    lengths, truncated = (x.flatten().tolist() for x in (rollout.lengths, rollout.truncated))
     return [
-        {
-            "completion": mark_truncated(text, truncated[row]),
-            "reward": total[row],
-            "rewards": {name: values[row] for name, values in parts.items()},
-            "correct": None if successes[row] is None else bool(successes[row]),
-            "length": lengths[row],
-            "truncated": truncated[row],
-            **episode_row(rollout, row),
-        }
-        for row, text in enumerate(rollout.completions)
+        row | {"correct": None if success is None else bool(success)}
+        for row, success in zip(scored_rows(rollout, rewards), finite_or_none(correct), strict=True)
     ]
 
 
