@@ -1,17 +1,27 @@
 """Names of options in TRL, verl and transformers, for messages that name those of litgrpo."""
 
 import csv
+import re
 from pathlib import Path
 
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
-def _read_table() -> dict[str, str]:
+
+def _read_table() -> list[dict[str, str]]:
     path = Path(__file__).parent / "assets" / "foreign_names.csv"
     with path.open(encoding="utf-8", newline="") as file:
-        return {row["name"]: row["option"] for row in csv.DictReader(file) if row["option"]}
+        return list(csv.DictReader(file))
 
 
+_ROWS = _read_table()
 # {name: option}. The last segments of what a user writes count: `num_generations`,
 # `model.num_generations` and `actor_rollout_ref.rollout.n`, which the file splits into a `prefix`
 # and the `name` that is enough. Its rows with a `table` are those of docs/howto/coming_from_trl.md
 # and coming_from_verl.md; `python -m tests.tables` writes them there.
-OTHER_NAMES = _read_table()
+OTHER_NAMES = {row["name"]: row["option"] for row in _ROWS if row["option"]}
+# {name: what litgrpo does instead} of those without an option, as plain text.
+REMARKS = {
+    row["name"]: LINK.sub(r"\1", row["remark"]).replace("`", "")
+    for row in _ROWS
+    if not row["option"]
+}

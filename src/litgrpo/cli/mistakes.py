@@ -37,7 +37,7 @@ from litgrpo.cli.options import (
     type_name,
 )
 from litgrpo.cli.recipes import OBJECT_KEYS, with_init_args
-from litgrpo.foreign_names import OTHER_NAMES
+from litgrpo.foreign_names import OTHER_NAMES, REMARKS
 
 RECIPE_OPTIONS = (
     "model",
@@ -48,12 +48,6 @@ RECIPE_OPTIONS = (
     "ckpt_path",
     "seed_everything",
 )
-PENALTY = (
-    "penalties change the distribution that is sampled, and the gradient assumes the policy's own. "
-    "In training use the reward litgrpo.rewards.repetition; for text of a trained model give the "
-    "penalty to transformers' generate on final_model"
-)
-LEFT_OUT = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size")
 MOST_LISTED = 20
 MOST_LEVELS = 4  # of options in options, in which a name is looked up
 MISSING = "missing: "
@@ -288,8 +282,8 @@ def unknown_option(key: str, top: Mapping[str, Option]) -> str:
     unknown, top_names = f"unknown option {key!r}", list(top)
     first, last = key.partition(".")[0], key.rpartition(".")[2]
     is_recipe = "model" in top
-    if last in LEFT_OUT:
-        return f"{unknown}: {PENALTY}"
+    if is_recipe and last in REMARKS:
+        return f"{unknown}: {REMARKS[last]}"
     if is_recipe and (other := other_name(key, top) or find_name(last, top)):
         return f"{unknown}: use {other!r}"
     if not is_recipe and first in RECIPE_OPTIONS:
@@ -311,8 +305,8 @@ def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option
     """
     unknown = f"unknown option {f'{key}.{name}'!r} (of {owner.__name__})"
     option_names = list(options_of(owner))
-    if name in LEFT_OUT:
-        return f"{unknown}: {PENALTY}"
+    if name in REMARKS:
+        return f"{unknown}: {REMARKS[name]}"
     if name in top:
         return f"{unknown}: {name!r} stands at the top of a recipe, not below {key!r}"
     other = other_name(f"{key}.{name}", top)
