@@ -119,10 +119,26 @@ def compare(
 
     def train(name: str, seed: int) -> SeedResult:
         own_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
-        run_options = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
+        run_options = [
+            "--seed_everything",
+            str(seed),
+            "--run_dir",
+            str(own_dir),
+            "--overwrite",
+            "true",
+        ]
         # All share the initial policy: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
-        words = ["-c", recipe, *chosen[name], *evaluation, *limits, *fit_options, *run_options, *skipped]
+        words = [
+            "-c",
+            recipe,
+            *chosen[name],
+            *evaluation,
+            *limits,
+            *fit_options,
+            *run_options,
+            *skipped,
+        ]
         fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
         return read_result(Run(own_dir), (*metrics, REWARD))
 
