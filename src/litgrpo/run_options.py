@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from litgrpo.algorithms.objective import Objective
     from litgrpo.learning.controllers import Controllers
-    from litgrpo.learning.update_config import UpdateConfig
+    from litgrpo.rewards.reward import Reward
     from litgrpo.rollout.engines.base import RolloutEngine
     from litgrpo.rollout.sampling import Sampling
 
@@ -20,8 +21,9 @@ class RunOptions:
     objective: Objective
     sampling: Sampling
     engine: RolloutEngine
-    update: UpdateConfig
     controllers: Controllers
+    rewards: Mapping[str, Reward]
     environment: Any
+    has_segments: bool  # an agent plays the episodes, in conversations of its own
     group_size: int
     dynamic_sampling_attempts: int

@@ -3,14 +3,23 @@
 import pytest
 import torch
 
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.objective import Objective
 from litgrpo.distributed.device import Backend, backend
 from litgrpo.learning.micro_batches import BatchLimits
-from litgrpo.learning.static_batches import StaticBatches, StaticSums
+from litgrpo.learning.static_batches import StaticBatches, StaticSums, check_static_shapes
 from litgrpo.metrics import StepSums
+from litgrpo.models.loading.load import Precision
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sources.base import OnPolicy
+from litgrpo.rollout.sources.data_completions import DataCompletions
+from litgrpo.rollout.sources.stored import StoredRollouts
 from litgrpo.types import LossOutput, TrainingBatch
 from tests.learning.parts import learner_of
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.raises import raises_for
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
 
 STATIC = StaticBatches(backend(torch.device("cpu")))
@@ -99,3 +108,19 @@ def test_a_run_with_the_static_engine_is_the_run_with_the_local_one():
     assert same_tokens(one.rollouts[0], other.rollouts[0]) >= 0.999
     assert distance(one.gradients, other.gradients) < 1e-5
     assert one.column("policy/loss") == pytest.approx(other.column("policy/loss"), abs=1e-5)
+
+
+def test_a_device_with_static_shapes_rejects_what_it_cannot_compute():
+    check_static_shapes(StaticEngine(), Objective(), Precision(), OnPolicy())
+    check_static_shapes(StaticEngine(), Objective(), Precision(disable_dropout=False), OnPolicy())
+    with raises_for("engine", "LocalEngine"):
+        check_static_shapes(LocalEngine(), Objective(), Precision(), OnPolicy())
+    by_micro_batch = Objective(loss_aggregation=MicroBatchTokenMean())
+    with raises_for("objective.loss_aggregation"):
+        check_static_shapes(StaticEngine(), by_micro_batch, Precision(), OnPolicy())
+    both = Precision(disable_dropout=False, gradient_checkpointing=True)
+    with raises_for("precision.disable_dropout", "precision.gradient_checkpointing"):
+        check_static_shapes(StaticEngine(), Objective(), both, OnPolicy())
+    for source in (StoredRollouts("runs/demo"), DataCompletions("solution")):
+        with raises_for("model.source", type(source).__name__):
+            check_static_shapes(StaticEngine(), Objective(), Precision(), source)

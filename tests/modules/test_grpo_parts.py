@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.objective import Objective
+from litgrpo.data.modules import PromptData
 from litgrpo.learning.controllers import Controllers, KLTarget, ReferenceSync
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
 from tests.support.models import tiny_policy
 from tests.support.raises import raises_for
-from tests.support.training import module
+from tests.support.training import module, train
 
 
 def with_reference(seed=5, **settings):
@@ -114,3 +116,17 @@ def test_a_checkpoint_of_another_model_is_rejected_and_changes_nothing(change):
     with raises_for("another model"):
         other.on_load_checkpoint(checkpoint)
     assert other.learner.row_limit.max_rows == 2
+
+
+def test_a_group_of_one_needs_a_baseline_without_a_group():
+    with raises_for("group_size"):
+        module(group_size=1)
+    module(group_size=1, objective=Objective(Normalized("batch", "none")))
+    with raises_for("max_iterations", "0"):
+        module(max_iterations=0)
+
+
+def test_greedy_groups_are_not_trained_on():
+    grpo = module(sampling=Sampling(temperature=0.0))
+    with raises_for("sampling.temperature", "0"):
+        train(grpo, PromptData(["a", "b"], batch_size=2))

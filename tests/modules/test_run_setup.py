@@ -12,6 +12,7 @@ from litgrpo.modules.run_setup import (
     GRPO_RATES,
     SFT_RATES,
     _warn_of_lost_updates,
+    check_trainer_precision,
     resolve_run_length,
 )
 from litgrpo.modules.sft import SFT
@@ -310,3 +311,10 @@ def test_a_step_of_half_the_distance_between_two_numbers_is_not_lost(caplog):
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert (weight != start).all()
+
+
+def test_precisions_that_would_convert_prompts_are_rejected():
+    for precision in ("32-true", "bf16-mixed", "16-mixed"):
+        check_trainer_precision(precision)
+    with raises_for("trainer.precision", "16-true"):
+        check_trainer_precision("16-true")

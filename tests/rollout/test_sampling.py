@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from litgrpo.rollout.sampling import LARGE, Sampling, draw_uniforms, sample
 from tests.support.filter_reference import filter_logits
+from tests.support.raises import raises_for
 
 PROBS = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
 
@@ -270,3 +271,11 @@ def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling, s
     drawn = sample(logits, uniforms, sampling, static_shapes=static_shapes)
     assert bool(((drawn.tokens >= 0) & (drawn.tokens < 3)).all())
     assert drawn.logprobs.isfinite().tolist() == [False, False, True]
+
+
+def test_the_candidate_set_of_filters_is_bounded():
+    assert Sampling().with_candidates() == Sampling()
+    limited = Sampling(top_p=0.9).with_candidates()
+    assert limited.top_k == Sampling().max_candidates
+    with raises_for("sampling.top_k", "sampling.max_candidates"):
+        Sampling(top_k=10_000).with_candidates()

@@ -52,6 +52,7 @@ from litgrpo.algorithms.token_selection import token_keys
 from litgrpo.algorithms.turns import TurnAdvantages, Turns
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm, SingleProcess
+from litgrpo.run_options import RunOptions
 from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
 
 ALONE = SingleProcess()
@@ -225,6 +226,56 @@ class Objective:
             raise ValueError(
                 f"{' and '.join(compared)} each compare the policy with the reference over the "
                 "vocabulary, but one objective can have one such term; leave one of them out"
+            )
+
+    def check(self, run: RunOptions) -> None:
+        """Check that the other options of a run give this objective what it learns from.
+
+        Raises:
+            ValueError: they do not; the message names both options.
+        """
+        name = type(self.advantages).__name__
+        if run.group_size == 1 and self.reward_coef and self.advantages.needs_group:
+            raise ValueError(
+                "group_size is 1, but this objective compares completions of the same prompt. Set "
+                "group_size to 2 or more, or model.objective.advantages.baseline and .scale to "
+                "batch or none."
+            )
+        if self.advantages.needs_greedy:
+            if run.dynamic_sampling_attempts:
+                raise ValueError(
+                    f"model.objective.advantages is {name}, whose baseline is a greedy completion: "
+                    "groups of equal rewards have an advantage. Set "
+                    "model.dynamic_sampling_attempts to 0."
+                )
+            for key, reward in run.rewards.items():
+                if reward.normalize != "none":
+                    raise ValueError(
+                        f"model.objective.advantages is {name}, whose baseline is the reward of a "
+                        f"single greedy completion, but model.rewards.{key}.normalize is "
+                        f"{reward.normalize}. Set it to none."
+                    )
+        if self.observation_nll_coef:
+            self._check_observations(run)
+
+    def _check_observations(self, run: RunOptions) -> None:
+        """Check that there are observations, with log-probabilities over all tokens."""
+        setting = f"model.objective.observation_nll_coef is {self.observation_nll_coef}"
+        if run.environment is None:
+            raise ValueError(
+                f"{setting}, but there is no model.environment, so no observations to predict. Set "
+                "it to 0, or set an environment."
+            )
+        if run.has_segments:
+            raise ValueError(
+                f"{setting}, but model.environment is an Agent, whose observations include replies "
+                "of the policy in other segments. Set it to 0."
+            )
+        if run.sampling.truncated:
+            raise ValueError(
+                f"{setting}, but model.sampling has top_k, top_p or min_p: log-probabilities are "
+                "then over the tokens that could be sampled, and observations were not sampled. "
+                "Remove the filters, or set it to 0."
             )
 
     # --- its parts ---

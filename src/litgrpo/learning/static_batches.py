@@ -14,9 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from litgrpo.algorithms.aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.objective import Objective
 from litgrpo.distributed.device import Backend, to_host
 from litgrpo.learning.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching, Rows
 from litgrpo.metrics import StepSums
+from litgrpo.models.loading.load import Precision
+from litgrpo.rollout.engines.base import RolloutEngine
+from litgrpo.rollout.sources.base import RolloutSource
 from litgrpo.types import LossOutput, Stats, TokenRows, TrainingBatch
 
 
@@ -158,3 +163,39 @@ def select_whole_rows(batch: Rows, rows: Tensor) -> Rows:
         prompt_of=torch.arange(len(rows)),
         **chosen,
     )
+
+
+def check_static_shapes(
+    engine: RolloutEngine,
+    objective: Objective,
+    precision: Precision,
+    source: RolloutSource,
+) -> None:
+    """Check that a device that compiles a program per shape can compute a run.
+
+    Raises:
+        ValueError: shapes follow the completions, or the gradient depends on the rows of a
+            micro-batch, or dropout would differ when activations are recomputed.
+    """
+    if "static shapes" not in engine.allows:
+        raise ValueError(
+            f"engine is {type(engine).__name__}, whose shapes follow the completions, but this "
+            "device compiles a program for each shape. Set engine: {class_path: StaticEngine}, as "
+            "the config overrides for such devices in configs/hardware do."
+        )
+    if not source.fixed_shapes:
+        raise ValueError(
+            f"model.source is {type(source).__name__}, but shapes of its completions differ, and "
+            "this device compiles a program for each shape. Train on a CPU or a GPU, or leave it "
+            "out."
+        )
+    if isinstance(objective.aggregation, MicroBatchTokenMean):
+        raise ValueError(
+            "model.objective.loss_aggregation divides by the tokens of a micro-batch, which has a "
+            "fixed shape with filler rows on this device. Use token_mean."
+        )
+    if precision.gradient_checkpointing and not precision.disable_dropout:
+        raise ValueError(
+            "model.precision.disable_dropout is false and model.precision.gradient_checkpointing "
+            "is on, but this device cannot draw the same dropout again. Change one of them."
+        )

@@ -17,6 +17,7 @@ from torch import Tensor
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.published import apply_name
 from litgrpo.argument_types import check_argument_types
+from litgrpo.arguments import at_least
 from litgrpo.callbacks.curriculum import CurriculumFeedback
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
 from litgrpo.callbacks.progress import NAMES, replace_stock_bar
@@ -33,6 +34,7 @@ from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import shown_schemas_of, tools_by_task
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.learning import kernel_choice
@@ -42,7 +44,7 @@ from litgrpo.learning.learner import Learner, learning_row_limit
 from litgrpo.learning.micro_batches import EvenBatches, MicroBatching, RaggedBatches
 from litgrpo.learning.optim import DefaultAdamW
 from litgrpo.learning.stages import GreedyBaseline, Stage
-from litgrpo.learning.static_batches import StaticBatches
+from litgrpo.learning.static_batches import StaticBatches, check_static_shapes
 from litgrpo.learning.steppers import TrainerComm, TrainerStepper, is_attached
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.lightning_compat import (
@@ -69,35 +71,43 @@ from litgrpo.models.loading.load import (
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.models.transformers_compat import checkpoints_activations
-from litgrpo.modules import hyper_parameters, settings_checks
+from litgrpo.modules import hyper_parameters
+from litgrpo.modules.data_checks import (
+    check_batch,
+    check_data_fits_model,
+    check_reference_prompts,
+    check_served_reference,
+    check_tasks,
+)
 from litgrpo.modules.episode_setup import build_episodes, check_environment
 from litgrpo.modules.initial_policy import measure_initial_distance
 from litgrpo.modules.run_setup import (
     GRPO_RATES,
     build_optimizer,
+    check_trainer_precision,
     find_autocast_dtype,
     log_that_run_is_complete,
     make_sharding,
     passes_over_data,
 )
-from litgrpo.modules.settings_checks import (
-    can_reuse_sampler_logprobs,
-    check_data_fits_model,
-    overlong_reward,
-    with_importance_correction,
-)
 from litgrpo.modules.turn_end import add_turn_end, completion_end
 from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import Runner
-from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scorer import Scorer, overlong_reward
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
 from litgrpo.rollout.sampling import Purpose, Sampling
-from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference
-from litgrpo.rollout.sources.base import OnPolicy, RolloutSource, SourceParts
+from litgrpo.rollout.servers.reference import ReferenceServers, ServedReference, read_reference
+from litgrpo.rollout.sources.base import (
+    OnPolicy,
+    RolloutSource,
+    SourceParts,
+    can_reuse_sampler_logprobs,
+    with_importance_correction,
+)
 from litgrpo.run_options import RunOptions
 from litgrpo.tensors import FEW_LOGITS
 from litgrpo.types import Experience, Iteration, PromptBatch, Stats
@@ -212,36 +222,35 @@ class GRPO(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold trained weights only
 
-        self.source = OnPolicy() if source is None else copy(source)
-        self.source.check(
-            RunOptions(
-                objective,
-                sampling,
-                engine,
-                update,
-                controllers,
-                environment,
-                group_size,
-                dynamic_sampling_attempts,
-            )
-        )
-        settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
+        at_least("group_size", group_size, 1)
+        at_least("max_completion_length", max_completion_length, 1)
+        at_least("max_iterations", max_iterations, 1)
         rewards = name_rewards(rewards)
-        settings_checks.check_greedy(objective, rewards, dynamic_sampling_attempts)
-        self.pretrained = save_in_memory_model(pretrained)
-        self.reference_path = settings_checks.read_reference(
-            reference, objective, sampling, engine, moves=controllers.reference is not None
+        self.environment: Any = check_environment(environment, episode, engine, rewards)
+        run = RunOptions(
+            objective,
+            sampling,
+            engine,
+            controllers,
+            rewards,
+            self.environment,
+            isinstance(self.environment, Agent),
+            group_size,
+            dynamic_sampling_attempts,
         )
+        self.source = OnPolicy() if source is None else copy(source)
+        self.source.check(run)
+        objective.check(run)
+        self.reference_path = read_reference(reference, run)
+        self.pretrained = save_in_memory_model(pretrained)
         self.group_size, self.max_completion_length = group_size, max_completion_length
-        self.sampling = settings_checks.with_candidates(sampling)
+        self.sampling = sampling.with_candidates()
         self.engine, self.update = engine, update
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
         self.dynamic_sampling_attempts = dynamic_sampling_attempts
         self.precision, self.lora = precision, lora
         self.check_invariants = check_invariants
-        self.environment: Any = check_environment(environment, episode, engine, rewards)
-        settings_checks.check_observation_nll(objective, self.environment, sampling)
         self.episode, self.seed = episode, seed
 
         objective = with_importance_correction(
@@ -291,21 +300,15 @@ class GRPO(LightningModule):
         use_verified_io(self)
         device = self.trainer.strategy.root_device
         if stage == "fit":
-            settings_checks.check_temperature(self.sampling, self.group_size)
-            settings_checks.check_reference_prompts(
-                self, self.coefficients.objective, self.environment
-            )
-            settings_checks.check_batch(
+            self.sampling.check_groups(self.group_size)
+            check_reference_prompts(self, self.coefficients.objective, self.environment)
+            check_batch(
                 self, self.group_size, self.max_completion_length, self.update.num_mini_batches
             )
-        settings_checks.check_trainer_precision(str(self.trainer.precision))
-        settings_checks.check_device(
-            device,
-            self.engine,
-            self.coefficients.objective,
-            self.precision,
-            self.source,
-        )
+        check_trainer_precision(str(self.trainer.precision))
+        if backend(device).static_shapes:
+            objective = self.coefficients.objective
+            check_static_shapes(self.engine, objective, self.precision, self.source)
         backend(device).prepare()
         if device.type == "cpu":
             self.cpu_contention.start()
@@ -320,7 +323,7 @@ class GRPO(LightningModule):
         if stage == "fit":
             self.source.setup(self)
         self.task_names = task_names(self.trainer) if stage == "fit" else []
-        settings_checks.check_tasks(self.task_names, sets, self.scorer)
+        check_tasks(self.task_names, sets, self.scorer)
         if stage != "predict":
             rule = self.evaluator.success_rule
             rank_zero_info(f"Correct: {rule} (model.evaluation.success_reward)")
@@ -357,7 +360,7 @@ class GRPO(LightningModule):
             self._built_for = device, precision
         if is_attached(self):
             check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
-            settings_checks.check_served_reference(self, self.reference, self.max_completion_length)
+            check_served_reference(self, self.reference, self.max_completion_length)
             kernel_choice.use_everywhere(self, policy)
 
     def _load_policy(self) -> Policy:
@@ -461,7 +464,6 @@ class GRPO(LightningModule):
         return stages
 
     def _connect_source(self, policy: Policy, device: torch.device) -> None:
-        settings_checks.check_sharded_source(policy, self.engine, self.source)
         self.source.connect(
             SourceParts(
                 self.rollouter,

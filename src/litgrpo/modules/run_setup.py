@@ -339,3 +339,16 @@ def passes_over_data(trainer: Trainer) -> float:
 
 def _return_none() -> Any:
     return None
+
+
+def check_trainer_precision(precision: str) -> None:
+    """Check the trainer's precision plugin.
+
+    Raises:
+        ValueError: `trainer.precision` is a `-true` one other than 32, which would convert prompts.
+    """
+    if precision.endswith("-true") and precision != "32-true":
+        raise ValueError(
+            f"trainer.precision is {precision!r}; the dtype of the weights is "
+            "model.precision.dtype. Set trainer.precision to 32-true or bf16-mixed."
+        )

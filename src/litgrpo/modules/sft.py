@@ -42,13 +42,13 @@ from litgrpo.models.loading.load import (
 )
 from litgrpo.models.loading.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from litgrpo.modules import hyper_parameters
+from litgrpo.modules.data_checks import check_data_fits_model
 from litgrpo.modules.run_setup import (
     SFT_RATES,
     build_optimizer,
     log_that_run_is_complete,
     make_sharding,
 )
-from litgrpo.modules.settings_checks import check_data_fits_model
 from litgrpo.modules.turn_end import add_turn_end
 from litgrpo.tensors import full_tensor, token_logprobs
 from litgrpo.types import StepReport

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import one_of, require
+from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.calls import (
     DOUBLE_EPS,
     Call,
@@ -524,3 +525,24 @@ def _task_of(rows: Mapping[str, Sequence[Any]], row: int) -> str:
 
 def _messages(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def overlong_reward(fraction: float, max_completion_length: int) -> dict[str, Reward]:
+    """Return DAPO's soft overlong punishment as a reward; {} if the fraction is 0.
+
+    Args:
+        fraction: of the length limit, at its end, over which the reward falls from 0 to -1.
+        max_completion_length: the limit.
+
+    Raises:
+        ValueError: the fraction is not between 0 and 1.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"overlong_buffer_frac is {fraction}; it must be between 0 (off) and 1.")
+    if not fraction:
+        return {}
+    kwargs: dict[str, Any] = {
+        "max_completion_length": max_completion_length,
+        "soft_punish_cache": max(1, round(fraction * max_completion_length)),
+    }
+    return {"soft_overlong": Reward(soft_overlong, kwargs=kwargs)}

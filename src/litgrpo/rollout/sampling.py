@@ -131,6 +131,39 @@ class Sampling:
         """True if the most likely token is taken and the uniforms are ignored."""
         return self.temperature == 0
 
+    def with_candidates(self) -> Sampling:
+        """Set top_k so that the candidate set of each token can be stored for the update.
+
+        With filters, probabilities are over the tokens that could be drawn (the candidate set). The
+        update needs the same set, so it must not be larger than `max_candidates`.
+
+        Raises:
+            ValueError: top_k is larger.
+        """
+        if not self.truncated:
+            return self
+        if self.top_k > self.max_candidates:
+            raise ValueError(
+                f"model.sampling.top_k is {self.top_k}, but at most model.sampling.max_candidates "
+                f"= {self.max_candidates} tokens are stored for the update. Lower top_k, set it to "
+                "0 (all tokens), or raise model.sampling.max_candidates (4 bytes per generated "
+                "token and candidate)."
+            )
+        return replace(self, top_k=self.top_k or self.max_candidates)
+
+    def check_groups(self, group_size: int) -> None:
+        """Check that the completions of a group can differ.
+
+        Raises:
+            ValueError: the temperature is 0 and groups have several completions.
+        """
+        if group_size > 1 and self.greedy:
+            raise ValueError(
+                f"model.sampling.temperature is 0, so the {group_size} completions of a group are "
+                "equal and have no advantage. Train with 1.0; model.evaluation.temperature is for "
+                "validation."
+            )
+
     @property
     def truncated(self) -> bool:
         """True if filters exclude tokens, so that sampler and policy distributions differ."""

@@ -19,6 +19,7 @@ from litgrpo.rollout.servers.client import ServerClient, ServerFailure
 from litgrpo.rollout.servers.http_client import normalize_url
 from litgrpo.rollout.servers.pool import Servers
 from litgrpo.rollout.servers.vllm_client import VllmServer
+from litgrpo.run_options import RunOptions
 from litgrpo.types import TokenLogprobs, TokenRows
 
 SERVER_SCHEMES = ("http://", "https://")  # of `reference`, given as an address
@@ -184,3 +185,54 @@ def probe_text(tokenizer: PreTrainedTokenizerBase) -> str:
     special = set(tokenizer.get_added_vocab().values())
     ids = sorted(set(tokenizer.get_vocab().values()) - special)
     return str(tokenizer.decode(ids[:: max(1, len(ids) // PROBES)])) + str(tokenizer.eos_token)
+
+
+def read_reference(
+    reference: str | ReferenceServers | None, run: RunOptions
+) -> str | ReferenceServers | None:
+    """Return the reference of a run; the address of a server becomes `ReferenceServers`.
+
+    Args:
+        reference: folder, Hub id, address or servers; None: the initial policy.
+        run: options that may need more of it than servers return.
+
+    Raises:
+        ValueError: servers cannot return what this run needs of the reference.
+    """
+    if isinstance(reference, str) and reference.startswith(SERVER_SCHEMES):
+        reference = ReferenceServers([reference])
+    if not isinstance(reference, ReferenceServers) or not run.objective.needs_reference:
+        return reference
+    problem = ""
+    if run.objective.divergence is not None:
+        problem = (
+            "model.objective.kl_estimator is a divergence over the vocabulary, but servers return "
+            "log-probabilities of the sampled tokens: set it to k3"
+        )
+    elif run.sampling.policy_temperature != 1:
+        problem = (
+            f"model.sampling.temperature is {run.sampling.temperature}, but servers return "
+            "log-probabilities at temperature 1: set it to 1.0"
+        )
+    elif run.sampling.truncated:
+        problem = (
+            f"model.sampling has top_k {run.sampling.top_k}, top_p {run.sampling.top_p} and min_p "
+            f"{run.sampling.min_p}, but servers return log-probabilities over all tokens: set them "
+            "to 0, 1.0 and 0.0"
+        )
+    elif run.controllers.reference is not None:
+        problem = (
+            "model.controllers.reference moves the weights of the reference, but those of servers "
+            "stay as they are: leave it out"
+        )
+    elif {*run.engine.addresses} & {*reference.urls}:
+        problem = (
+            "model.engine.urls has the same server, whose weights become the policy's: start "
+            "another one"
+        )
+    if problem:
+        raise ValueError(
+            f"model.reference is a vLLM server ({reference.urls[0]}). {problem}, or load the "
+            "reference from a folder or Hub id."
+        )
+    return reference

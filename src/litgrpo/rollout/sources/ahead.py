@@ -23,6 +23,7 @@ import torch
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.collectives import all_gather_object
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.episodes import RolloutKey
 from litgrpo.rollout.groups import (
@@ -55,8 +56,19 @@ class AheadOfTraining(RolloutSource):
         """Rollouts that are sampled ahead, k."""
 
     def connect(self, parts: SourceParts) -> None:
-        """Let the rollouter know what is pending: it must not disturb that."""
+        """Let the rollouter know what is pending: it must not disturb that.
+
+        Raises:
+            ValueError: the engine samples with the policy's own weights, which are sharded.
+        """
         super().connect(parts)
+        shares_weights = parts.rollouter.engine.samples_in != "servers"
+        require(
+            not (shares_weights and is_sharded(parts.rollouter.policy)),
+            f"model.source is {type(self).__name__}, but this engine generates with weights that "
+            "trainer.strategy shards. Leave out the source, or use trainer.strategy ddp or a "
+            "ServerEngine.",
+        )
         parts.rollouter.pending = self.pending
         self.pending.in_flight = self.in_flight
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from litgrpo.algorithms.correction import ImportanceCorrection
+from litgrpo.algorithms.objective import Objective
+from litgrpo.arguments import find_page
+from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.models.loading.load import Precision
+from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.run_options import RunOptions
 from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
+
+EXACT_DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -110,3 +118,60 @@ class OnPolicy(RolloutSource):
     def take(self, prompts: PromptBatch, iteration: int) -> Rollout:
         """Sample completions of the prompts."""
         return self.parts.rollouter.generate(prompts, "train", iteration)
+
+
+def with_importance_correction(
+    objective: Objective,
+    engine: RolloutEngine,
+    source: RolloutSource,
+    *,
+    entropy_target: bool = False,
+) -> Objective:
+    """Add an importance correction if the sampler's probabilities are not the trainer's.
+
+    With `old_policy: sampler` the ratio of the objective corrects for them already. The log names
+    the terms of the loss that are not corrected.
+
+    Args:
+        objective: of the config.
+        engine: samples.
+        source: of the rollouts.
+        entropy_target: a controller sets the coefficient of the entropy bonus.
+    """
+    if engine.exact_logprobs and not source.is_off_policy:
+        return objective
+    reason = f"{type(engine).__name__} has its own log-probabilities"
+    if source.is_off_policy:
+        reason = f"model.source is {type(source).__name__}, so rollouts are off-policy"
+    if not objective.corrects_sampler:
+        objective = replace(objective, importance_correction=ImportanceCorrection())
+    correction = "importance_correction is on"
+    if objective.importance_correction is None:
+        correction = "old_policy is sampler, so the ratio corrects for it"
+    used = replace(objective, entropy_coef=1.0) if entropy_target else objective
+    uncorrected = used.find_uncorrected()
+    terms = f"but {', '.join(uncorrected)}" if uncorrected else "of the loss"
+    rank_zero_info(
+        f"{reason}: model.objective.{correction}. All terms {terms} are corrected "
+        f"({find_page('docs/explanation/algorithm.md#off-policy-rollouts')}). Log-probabilities "
+        "before the update are recomputed if there are several optimizer steps per rollout."
+    )
+    return objective
+
+
+def can_reuse_sampler_logprobs(
+    trainer_precision: str,
+    precision: Precision,
+    engine: RolloutEngine,
+    environment: object | None,
+    source: RolloutSource,
+) -> bool:
+    """Return True if the sampler's log-probabilities are the trainer's, up to float32 rounding.
+
+    In lower precision the two round differently enough to move ratios. In episodes the rows that
+    are decoded together depend on when observations arrive, and with them rounding does.
+    """
+    full_precision = trainer_precision == "32-true" and precision.autocast_dtype is None
+    full_precision = full_precision and precision.dtype in EXACT_DTYPES
+    same_weights = engine.exact_logprobs and not source.is_off_policy
+    return full_precision and same_weights and environment is None
