@@ -131,7 +131,8 @@ class GRPO(LightningModule):
         pretrained: model to train: Hub id, folder, GGUF file or `builtin:<name>`; in Python also a
             `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
-        objective: advantages, surrogate loss, loss aggregation and KL term.
+        objective: advantages, surrogate loss, loss aggregation, KL and other terms; or the name of
+            a published algorithm, such as `dapo` (docs/explanation/algorithm.md).
         group_size: completions per prompt, G (TRL: num_generations).
         max_completion_length: limit on the tokens of a completion, C.
         sampling: temperature and filters of the rollout.
