@@ -53,13 +53,7 @@ def command_page(
         extra: a function whose options the command has beside those of `fit`.
     """
     import_named_classes()
-    page = argparse.ArgumentParser(
-        prog=f"{program} {command}",
-        usage=f"{program} {command} [-c RECIPE ...] [--OPTION VALUE ...]",
-        description=f"{summary[:1].upper()}{summary[1:]}.",
-        formatter_class=PageFormatter,
-        add_help=False,
-    )
+    page = new_page(f"{program} {command} [-c RECIPE ...] [--OPTION VALUE ...]", summary)
     recipes = ", ".join(name for name in built_in_recipes() if "/" not in name)
     group = page.add_argument_group("run")
     group.add_argument(
@@ -99,18 +93,22 @@ def function_page(
     """
     options = options_of(function).values()
     required = [option for option in options if option.default is UNSET]
-    page = argparse.ArgumentParser(
-        prog=f"{program} {command}",
-        usage=" ".join([program, command, *(option.key.upper() for option in required)])
-        + " [--OPTION VALUE ...]",
-        description=f"{summary[:1].upper()}{summary[1:]}.",
-        formatter_class=PageFormatter,
-        add_help=False,
-    )
+    names = [option.key.upper() for option in required]
+    page = new_page(" ".join([program, command, *names, "[--OPTION VALUE ...]"]), summary)
     group = page.add_argument_group("arguments")
     for option in options:
         add(group, option.key if option in required else f"--{option.key}", option)
     return page.format_help()
+
+
+def new_page(usage: str, summary: str = "") -> argparse.ArgumentParser:
+    """Return a page without options."""
+    return argparse.ArgumentParser(
+        usage=usage,
+        description=f"{summary[:1].upper()}{summary[1:]}." if summary else None,
+        formatter_class=PageFormatter,
+        add_help=False,
+    )
 
 
 def add(group: Any, flag: str, option: Option) -> None:
@@ -170,9 +168,7 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         selected = find_configured_class(key, command_line.settings, classes)
         owner = selected or find_default_class(option) or next(iter(concrete), None)
     if owner is not None:
-        page = argparse.ArgumentParser(
-            usage=argparse.SUPPRESS, add_help=False, formatter_class=PageFormatter
-        )
+        page = new_page(argparse.SUPPRESS)
         title = describe_class(owner).rstrip(".")
         group = page.add_argument_group(textwrap.fill(title, width() - 1))
         # Each value of a mapping is an object, such as `model.rewards.NAME`.

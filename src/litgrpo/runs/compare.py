@@ -294,7 +294,7 @@ def tabulate(rows: list[AlgorithmResult], metrics: Sequence[str]) -> list[list[s
     limits[REWARD] = mean_interval
     succeeded = any(any(row.values(metrics[0])) for row in rows)
     decides = metrics[0] if succeeded else REWARD
-    head = ["algorithm", *metrics, "mean reward", f"{decides} minus baseline"]
+    head = ["algorithm", *metrics, "reward", f"{decides} minus baseline"]
     head += ["significant?", "iterations", "tokens"]
     before = [interval([r.before[n] for r in rows[0].runs], limits[n]) for n in limits]
     cells = [head, ["before training", *before, "", "", "0", "0"]]

@@ -30,7 +30,7 @@ def test_tools_give_rewards_and_end_the_episode(url):
     game = environment(url, call_cost=0.25)
     assert game.reset(rows[0], seed=0) == ""
     for turn, heard, reward, done in (
-        ("[answer(answer='1')]", ["error: answer: 'answer': '1' is not of type 'integer'"], 0, 0),
+        ("[answer(answer='1')]", ["error: answer: 'answer' must be an integer"], 0, 0),
         ("[answer(answer=7, name='me')]", ["wrong"], 0.0, 0),
         ("[answer(answer=1), answer(answer=1)]", ["right", "error: the episode is over"], 1.0, 1),
     ):
