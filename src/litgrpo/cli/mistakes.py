@@ -283,7 +283,7 @@ def unknown_option(key: str, top: Mapping[str, Option]) -> str:
     first, last = key.partition(".")[0], key.rpartition(".")[2]
     is_recipe = "model" in top
     if is_recipe and last in REMARKS:
-        return f"{unknown}: {REMARKS[last]}"
+        return f"{unknown}; in litgrpo: {REMARKS[last]}"
     if is_recipe and (other := other_name(key, top) or find_name(last, top)):
         return f"{unknown}: use {other!r}"
     if not is_recipe and first in RECIPE_OPTIONS:
@@ -306,7 +306,7 @@ def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option
     unknown = f"unknown option {f'{key}.{name}'!r} (of {owner.__name__})"
     option_names = list(options_of(owner))
     if name in REMARKS:
-        return f"{unknown}: {REMARKS[name]}"
+        return f"{unknown}; in litgrpo: {REMARKS[name]}"
     if name in top:
         return f"{unknown}: {name!r} stands at the top of a recipe, not below {key!r}"
     other = other_name(f"{key}.{name}", top)
