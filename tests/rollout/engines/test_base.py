@@ -66,3 +66,16 @@ def test_engines_say_what_they_are(engine, place, exact, max_rows, allowed):
     assert engine.max_rows == max_rows
     assert engine.allows == allowed
     assert engine.addresses == ((ADDRESS,) if place == "servers" else ())
+
+
+OTHER = "tests.support.other_server.OtherEngine"
+
+
+@pytest.mark.parametrize(
+    "name", ["LocalEngine", "StaticEngine", "ColocatedEngine", "ServerEngine", OTHER]
+)
+def test_the_command_line_knows_the_types_of_all_options(cli, name):
+    code, page, _ = cli("fit", "--model.engine.help", name)
+    assert code == 0
+    assert "type: " in page
+    assert "Unvalidated" not in page

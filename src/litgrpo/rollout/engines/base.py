@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from litgrpo.types import PromptBatch, Rollout
 
 Place = Literal["trainer", "servers", "colocated"]
 Feature = Literal["episodes", "in-flight updates", "static shapes"]
+TRAINER: Place = "trainer"
+NOTHING: frozenset[Feature] = frozenset()
 
 
 class TurnListener(Protocol):
@@ -103,12 +105,13 @@ class RolloutEngine(ABC):
     Example: an engine in 20 lines is in docs/project/contributing.md.
     """
 
+    # Without annotations, whose names jsonargparse would look up in the modules of subclasses.
     # Where it samples: with the policy itself; on servers, so training may update the policy
     # meanwhile; or with a copy of the weights on the device of the trainer.
-    samples_in: ClassVar[Place] = "trainer"
+    samples_in = TRAINER
     # `episodes`: requests with a listener. `in-flight updates`: new weights while it generates.
     # `static shapes`: all tensor shapes follow from the request's shapes, as XLA needs.
-    allows: ClassVar[frozenset[Feature]] = frozenset()
+    allows = NOTHING
 
     @property
     def exact_logprobs(self) -> bool:

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import Feature, RolloutEngine, RolloutRequest
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.servers.client import SampleRequest, SampleResult, ServerClient
 from litgrpo.rollout.servers.http_client import normalize_url
 from litgrpo.rollout.servers.pool import Servers
@@ -40,7 +39,7 @@ class ServedEngine(RolloutEngine):
     applies.
     """
 
-    allows: ClassVar[frozenset[Feature]] = frozenset({"episodes"})  # see `ServedRows`
+    allows = frozenset({"episodes"})  # see `ServedRows`
     # True if a row's random numbers are sent to the sampler, instead of a seed derived from them.
     takes_uniforms = False
 
