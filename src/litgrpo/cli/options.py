@@ -57,7 +57,14 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
         key: dotted name that it is configured under.
     """
     constructor = getattr(owner, "__init__", owner) if inspect.isclass(owner) else owner
-    documented = [*parse(owner.__doc__ or "").params, *parse(constructor.__doc__ or "").params]
+    # A dataclass takes the arguments of those that it inherits from, too.
+    bases = reversed(owner.__mro__) if inspect.isclass(owner) else ()
+    explained = [kind for kind in bases if dataclasses.is_dataclass(kind)] or [owner]
+    documented = [
+        parameter
+        for part in (*explained, constructor)
+        for parameter in parse(part.__doc__ or "").params
+    ]
     texts = {
         parameter.arg_name: " ".join((parameter.description or "").split())
         for parameter in documented

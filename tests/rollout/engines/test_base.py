@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
@@ -69,13 +70,25 @@ def test_engines_say_what_they_are(engine, place, exact, max_rows, allowed):
 
 
 OTHER = "tests.support.other_server.OtherEngine"
+ENGINES = [
+    *(f"litgrpo.{name}" for name in ("LocalEngine", "StaticEngine", "ColocatedEngine")),
+    *("litgrpo.ServerEngine", OTHER),
+]
 
 
-@pytest.mark.parametrize(
-    "name", ["LocalEngine", "StaticEngine", "ColocatedEngine", "ServerEngine", OTHER]
-)
-def test_the_command_line_knows_the_types_of_all_options(cli, name):
-    code, page, _ = cli("fit", "--model.engine.help", name)
-    assert code == 0
+@pytest.mark.parametrize("name", ENGINES)
+def test_recipes_check_the_types_of_all_options(name, capsys):
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(RolloutEngine, "engine")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--engine.help", name])
+    page = capsys.readouterr().out
     assert "type: " in page
     assert "Unvalidated" not in page
+
+
+@pytest.mark.parametrize("name", ["ServerEngine", OTHER])
+def test_options_that_an_engine_inherits_are_explained(cli, name):
+    code, page, _ = cli("fit", "--model.engine.help", name)
+    assert code == 0
+    assert "addresses of the servers" in page
