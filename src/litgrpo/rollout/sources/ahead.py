@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,9 +35,9 @@ from litgrpo.rollout.groups import (
     with_token_versions,
 )
 from litgrpo.rollout.rollouter import PendingRollout, PendingRollouts
-from litgrpo.rollout.sources.base import RolloutSource, SourceParts
+from litgrpo.rollout.sources.base import STALE, RolloutSource, SourceParts
 from litgrpo.run_options import RunOptions
-from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
+from litgrpo.types import PromptBatch, Rollout, Stats
 
 
 class AheadOfTraining(RolloutSource):
@@ -47,8 +47,8 @@ class AheadOfTraining(RolloutSource):
     engines sample right away, with the same result.
     """
 
-    provenance: ClassVar[Provenance] = "stale"
-    in_flight: ClassVar[bool] = False  # the engine gets new weights while it samples
+    provenance = STALE
+    in_flight = False  # the engine gets new weights while it samples
 
     @property
     @abstractmethod
@@ -203,7 +203,7 @@ class InFlight(AheadOfTraining):
     """
 
     max_staleness: int = 1
-    in_flight: ClassVar[bool] = True
+    in_flight = True
 
     def __post_init__(self) -> None:
         at_least("model.source.max_staleness", self.max_staleness, 1)

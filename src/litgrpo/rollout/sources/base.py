@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.algorithms.objective import Objective
@@ -17,6 +17,10 @@ from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.run_options import RunOptions
 from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
 
+FRESH: Provenance = "fresh"
+STALE: Provenance = "stale"
+STORED: Provenance = "stored"
+DATA: Provenance = "data"
 EXACT_DTYPES = ("float32", "float64")
 
 
@@ -46,10 +50,11 @@ class RolloutSource(ABC):
     `connect` with the parts that it needs, in this order.
     """
 
+    # Without annotations, whose names jsonargparse would look up in the modules of subclasses.
     # Of the rollouts: `fresh` ones are sampled with the current weights, `stale` ones with earlier
     # weights, `stored` ones by another run; those of the `data` were not sampled.
-    provenance: ClassVar[Provenance] = "fresh"
-    fixed_shapes: ClassVar[bool] = True  # completions are padded to the limit where XLA needs that
+    provenance = FRESH
+    fixed_shapes = True  # completions are padded to the limit where XLA needs that
     last: int | None = None  # last iteration that has completions; None: there is no last one
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from litgrpo.data.prompts import PromptSet
 from litgrpo.data.tokenization import encode_pieces, tokenize
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.sampling import PURPOSES
-from litgrpo.rollout.sources.base import RolloutSource
+from litgrpo.rollout.sources.base import DATA, RolloutSource
 from litgrpo.run_options import RunOptions
-from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
+from litgrpo.types import PromptBatch, Rollout, Stats
 
 
 @check_field_types
@@ -43,8 +43,8 @@ class DataCompletions(RolloutSource):
 
     column: str
     on_policy_frac: float = 0.5
-    provenance: ClassVar[Provenance] = "data"
-    fixed_shapes: ClassVar[bool] = False
+    provenance = DATA
+    fixed_shapes = False
 
     def __post_init__(self) -> None:
         """Check the range."""

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -22,11 +22,11 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import require
 from litgrpo.rollout.groups import unpack_rollout
 from litgrpo.rollout.servers.client import MAX_LOGPROB
-from litgrpo.rollout.sources.base import RolloutSource
+from litgrpo.rollout.sources.base import STORED, RolloutSource
 from litgrpo.run_folder import LOCK, ROLLOUTS
 from litgrpo.run_options import RunOptions
 from litgrpo.tensor_files import read_file
-from litgrpo.types import PromptBatch, Provenance, Rollout
+from litgrpo.types import PromptBatch, Rollout
 
 NAME = re.compile(r"iteration-(\d{6,})-rank-(\d+)\.pt")
 OPTION = "model.source (StoredRollouts)"
@@ -85,8 +85,8 @@ class StoredRollouts(RolloutSource):
     """
 
     run_dir: str
-    provenance: ClassVar[Provenance] = "stored"
-    fixed_shapes: ClassVar[bool] = False
+    provenance = STORED
+    fixed_shapes = False
 
     def check(self, run: RunOptions) -> None:
         """Check that no other option needs training rollouts that are sampled.
