@@ -129,7 +129,7 @@ def test_an_unreachable_server_ends_with_the_code_of_a_temporary_failure(cli):
     ("option", "text"),
     {
         "model.lora": "--model.lora.rank",
-        "model.rewards": "--model.rewards.weight",
+        "model.rewards": "--model.rewards.NAME.weight",
         "data.train": "--data.train.limit",
         "data.chat": "enable_thinking",
         "model.controllers.kl": "--model.controllers.kl.target",

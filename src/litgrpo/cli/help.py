@@ -18,6 +18,7 @@ from litgrpo.argument_types import (
     UNSET,
     classes_in,
     find_class,
+    members,
     subclasses,
     values_of_mapping,
 )
@@ -172,7 +173,8 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         title = describe_class(owner).rstrip(".")
         group = page.add_argument_group(textwrap.fill(title, width() - 1))
         # Each value of a mapping is an object, such as `model.rewards.NAME`.
-        is_mapping = values_of_mapping(option.hint) is not UNSET
+        is_mapping = not any(kind in members(option.hint) for kind in classes)
+        is_mapping &= values_of_mapping(option.hint) is not UNSET
         above = f"{option.key}.NAME" if is_mapping else option.key
         for inner in options_of(owner, above).values():
             default = default_text(inner.default)
