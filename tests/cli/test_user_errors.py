@@ -138,8 +138,9 @@ def test_an_unreachable_server_ends_with_the_code_of_a_temporary_failure(cli):
     }.items(),
 )
 def test_every_kind_of_option_has_help(cli, option, text):
-    code, out, _ = cli("fit", f"--{option}.help")
-    assert (code, text in out) == (0, True)
+    for recipe in ([], ["-c", "quickstart"]):
+        code, out, _ = cli("fit", *recipe, f"--{option}.help")
+        assert (code, text in out) == (0, True)
 
 
 def test_help_of_an_unknown_option_names_the_nearest(cli):

@@ -166,7 +166,7 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         owner: type | None = find_class(name, classes or [object])
     else:
         concrete = [kind for kind in classes if not inspect.isabstract(kind)]
-        selected = find_configured_class(key, command_line.settings, classes)
+        selected = find_configured_class(option, command_line.settings, classes)
         owner = selected or find_default_class(option) or next(iter(concrete), None)
     if owner is not None:
         page = new_page(argparse.SUPPRESS)
@@ -224,12 +224,14 @@ def default_text(default: Any) -> str:
 
 
 def find_configured_class(
-    key: str, settings: Mapping[str, Any], bases: Sequence[type]
+    option: Option, settings: Mapping[str, Any], bases: Sequence[type]
 ) -> type | None:
     """Return the class that the recipes name for an option; None if they name none."""
     node: Any = settings
-    for part in key.split("."):
+    for part in option.key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
+    if isinstance(node, str) and str in members(option.hint):  # a value, such as a file
+        return None
     path = node.get("class_path") if isinstance(node, Mapping) else node
     return find_class(path, bases) if isinstance(path, str) and bases else None
 
