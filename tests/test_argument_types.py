@@ -45,7 +45,7 @@ OWN_CHECKS = {
 GIVEN = {GRPO: {"pretrained": MODEL, "rewards": REWARDS}}
 CLASSES = [each for name in litgrpo.__all__ if inspect.isclass(each := getattr(litgrpo, name))]
 # Data classes of a training step, and schedules, which get an optimizer.
-NOT_SETTINGS = {"PromptBatch", "PlainStepper", "WarmupCosine", "WarmupLinear"}
+NOT_SETTINGS = {"OnPolicy", "PromptBatch", "PlainStepper", "WarmupCosine", "WarmupLinear"}
 
 
 class Odd:

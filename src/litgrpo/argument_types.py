@@ -452,13 +452,13 @@ def find_class(name: str, bases: Sequence[type]) -> type:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name that begins with the name or is most similar; "" if none is near.
+    """Return the shortest known name that begins with the name, or the most similar, or "".
 
     Example:
         >>> nearest("kl", ["eps", "kl_coef"]), nearest("rnak", ["rank"]), nearest("x", ["rank"])
         ('kl_coef', 'rank', '')
-        >>> nearest("Adamw", ["Adam", "AdamW"])
+        >>> nearest("Adamw", ["Adam", "AdamW8bit", "AdamW"])
         'AdamW'
     """
-    longer = [word for word in known if word.lower().startswith(name.lower())]
+    longer = sorted((word for word in known if word.lower().startswith(name.lower())), key=len)
     return next(iter(longer + difflib.get_close_matches(name, known, 1, CLOSE)), "")

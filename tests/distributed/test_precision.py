@@ -37,11 +37,11 @@ def test_no_operator_relies_on_dtypes_that_autocast_matches_on_a_cpu_only():
         "models/packing.py": {"index_copy"},
         "models/policy.py": {"index_copy"},  # of float32
         "models/decode/static.py": {"index_copy"},
-        "algorithms/objective.py": {"nanquantile"},  # of float32
+        "algorithms/masks.py": {"nanquantile"},  # of float32
         "models/decode/fused.py": {"view_as_complex"},  # of float32 or wider
     }
     source = Path(litgrpo.__file__).parent
-    packages = "models", "algorithms", "rollout", "training"  # compute under autocast
+    packages = "models", "algorithms", "rollout", "learning"  # compute under autocast
     for path in [
         source / "tensors.py",
         *(p for each in packages for p in (source / each).rglob("*.py")),
