@@ -101,9 +101,11 @@ class FakeLearner:
 
     objective: Objective = field(default_factory=Objective)
     comm: SingleProcess = field(default_factory=SingleProcess)
+    rows: list[int] = field(default_factory=list)  # of each call
 
     def old_and_reference_logprobs(self, rollout):
         logprobs = rollout.sampler_logprobs
+        self.rows.append(len(logprobs))
         return RolloutLogprobs(old=logprobs, ref=2 * logprobs)
 
 
@@ -225,6 +227,8 @@ def test_where_shapes_are_static_as_many_prompts_are_taken_as_at_first(static_sh
     assert source.counts == [count]
     assert experience.rollout.prompts.prompts == ["a", "new 0", "c", "d"]
     assert experience.stats["dynamic/filled_frac"] == 1
+    assert dynamic.learner.rows == [8 if static_shapes else 2]
+    assert experience.logprobs.old.tolist() == experience.rollout.sampler_logprobs.tolist()
 
 
 def test_all_processes_resample_while_one_of_them_misses_a_group():

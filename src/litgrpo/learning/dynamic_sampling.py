@@ -68,7 +68,8 @@ class DynamicSampling(Stage):
         learner: computes the log-probabilities of the new groups.
         max_attempts: limit on attempts per iteration.
         device: where prompts are put.
-        static_shapes: sample B prompts in each attempt, since XLA compiles each other number.
+        static_shapes: sample B prompts in each attempt, and compute the log-probabilities of all of
+            them, since XLA compiles each other number.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -143,18 +144,18 @@ class DynamicSampling(Stage):
         scored = (*experience.scored, (fresh, fresh_rewards))
         if not len(donors) and self.learner.comm.world_size == 1:
             return replace(experience, scored=scored)
-        # Sharded weights need every rank in each pass, also one without a donor.
-        groups = donors.tolist() or [0]
-        chosen = select_groups(fresh, groups)
+        chosen, groups = fresh, donors
+        if not self.static_shapes:
+            # Sharded weights need every rank in each pass, also one without a donor.
+            chosen = select_groups(fresh, donors.tolist() or [0])
+            groups = torch.arange(len(donors))
         logprobs = self.learner.old_and_reference_logprobs(chosen)
-        if not len(donors):
-            return replace(experience, scored=scored)
-        into = rows_of_groups(replaced, fresh.group_size)
+        into, rows = (rows_of_groups(x, fresh.group_size) for x in (replaced, groups))
         return replace(
             experience,
-            rollout=with_groups(experience.rollout, replaced, chosen, torch.arange(len(groups))),
+            rollout=with_groups(experience.rollout, replaced, chosen, groups),
             rewards=with_rewards(experience.rewards, replaced, fresh_rewards, donors),
-            logprobs=with_logprobs(experience.logprobs, into, logprobs),
+            logprobs=with_logprobs(experience.logprobs, into, logprobs, rows),
             scored=scored,
         )
 
@@ -169,12 +170,11 @@ class DynamicSampling(Stage):
 
 
 def with_logprobs(
-    logprobs: RolloutLogprobs, rows: Tensor, fresh: RolloutLogprobs
+    logprobs: RolloutLogprobs, into: Tensor, fresh: RolloutLogprobs, rows: Tensor
 ) -> RolloutLogprobs:
-    """Replace rows `rows` [k * G] of log-probabilities by all rows of others."""
-    every = torch.arange(len(rows))
+    """Replace rows `into` [n] of log-probabilities by rows `rows` [n] of others."""
     replaced = {
-        name: put_rows(values, rows, getattr(fresh, name), every)
+        name: put_rows(values, into, getattr(fresh, name), rows)
         for name, values in vars(logprobs).items()
         if values is not None
     }
