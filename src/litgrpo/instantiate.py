@@ -77,7 +77,10 @@ def instantiate_class(given: Any, role: str) -> Any:
     path = str(settings["class_path"])
     arguments = {name: each for name, each in settings.items() if name not in OBJECT_KEYS}
     arguments |= settings.get("init_args") or {}
-    kind = import_by_path(f"{PUBLIC[path]}.{path}" if path in PUBLIC else path)
+    try:
+        kind = import_by_path(f"{PUBLIC[path]}.{path}" if path in PUBLIC else path)
+    except ValueError as error:
+        raise ValueError(f"{role}: {error}") from error
     require(inspect.isclass(kind), f"{role} {path} is not a class, but {kind!r:.80}")
     known = list(inspect.signature(kind).parameters)
     unknown = [key for key in arguments if key not in known]

@@ -362,6 +362,8 @@ def test_an_unknown_option_is_reported_before_a_missing_one():
         ("plan -c grpo.yaml --model.optimizer.lr 1e-5x", ("lr is '1e-5x'", "float")),
         ("plan -c grpo.yaml --model.optimizer.betas 0.9", ("betas is 0.9", "tuple")),
         ("plan -c grpo.yaml --model.optimizer Adamw", ("'Adamw'", "'AdamW'")),
+        ("plan -c grpo.yaml --model.source StoredRollouts", ("missing: model.source.run_dir",)),
+        ("plan -c grpo.yaml --model.engine ServerEngine", ("missing: model.engine.urls",)),
         ("plan -c grpo.yaml --model.rewards.correct null", ("correct is null", "Reward")),
         ("plan -c grpo.yaml --report none/x.json", ("the folder none",)),
         ("predict -c grpo.yaml --model SFT", ("SFT generates nothing",)),

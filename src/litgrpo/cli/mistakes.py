@@ -112,7 +112,9 @@ def mistake_in(option: Option, value: Any, top: Mapping[str, Option]) -> str:
     if isinstance(value, Mapping) and "class_path" in value:
         return mistake_in_object(option, value, [], top)
     if isinstance(value, str) and classes and not takes_text(option.hint, value):
-        return unknown_class(option, value, classes) or mistake_in_value(option, value)
+        mistake = unknown_class(option, value, classes)
+        mistake = mistake or mistake_in_object(option, {"class_path": value}, classes, top)
+        return mistake or mistake_in_value(option, value)
     return mistake_in_value(option, value)
 
 
