@@ -246,6 +246,17 @@ def test_a_teacher_may_pad_its_vocabulary_further_but_not_less(base, tmp_path):
         load_reference(load_policy(wide), base, wide, Precision())
 
 
+def test_callbacks_do_not_keep_the_hidden_states_of_the_teacher():
+    grpo = module(objective=distilling("reverse_kl"), check_invariants=False)
+    seen = {}
+    grpo.on_train_batch_end = lambda outputs, *_: seen.update(outputs)
+    grpo.reference = teacher_of()
+    train(grpo, PromptData(list(BATCH), batch_size=len(BATCH)))
+    assert seen["iteration"].steps[0].sums["policy/kl"][0] > 0
+    assert seen["iteration"].batch.ref_hidden is None
+    assert seen["iteration"].experience.logprobs.ref_hidden is None
+
+
 # --- a hint that only the teacher sees ---
 
 

@@ -567,8 +567,12 @@ class GRPO(LightningModule):
         )
         steps = self.learner.update(batch, self.stepper)
 
-        # 5. Log, adapt coefficients, end the run. Callbacks see all of the iteration.
+        # 5. Log, adapt coefficients, end the run. Callbacks, which may validate, see all of the
+        #    iteration but the hidden states of the reference, which need much memory.
         self.iteration += 1
+        batch = replace(batch, ref_hidden=None)
+        logprobs = replace(experience.logprobs, ref_hidden=None)
+        experience = replace(experience, logprobs=logprobs)
         advantages = group_advantages(batch, experience.rewards)
         iteration = Iteration(self.iteration, experience, batch, advantages, steps)
         averages = self._log_iteration(iteration)
