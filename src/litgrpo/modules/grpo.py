@@ -470,7 +470,7 @@ class GRPO(LightningModule):
                 self.rollouter,
                 partial(self._next_prompts, backend(device).data_device),
                 self.learner.add_policy_logprobs,
-                completion_end(self, policy),
+                partial(completion_end, self, policy),
             )
         )
 

@@ -240,7 +240,7 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
 def source_of(*parts):
     """A source with pending rollouts."""
     source, rollouter = Ahead(), rollouter_of(tiny_policy("qwen2"), group_size=2)
-    source.connect(SourceParts(rollouter, lambda ahead: prompt_batch("a", "b"), None, 2))
+    source.connect(SourceParts(rollouter, lambda ahead: prompt_batch("a", "b"), None, None))
     source.load_state_dict(state_of(*parts))
     return source
 

@@ -33,13 +33,13 @@ class SourceParts:
         next_prompts: returns the prompts of the k-th next iteration, k = 1, 2, ...
         add_policy_logprobs: returns completions with the policy's log-probabilities as those of the
             sampler.
-        end_id: token that ends a completion.
+        find_end_id: returns the token that ends a completion of the data.
     """
 
     rollouter: Rollouter
     next_prompts: Callable[[int], PromptBatch]
     add_policy_logprobs: Callable[[Rollout], Rollout]
-    end_id: int
+    find_end_id: Callable[[], int]
 
 
 class RolloutSource(ABC):

@@ -153,8 +153,8 @@ class DataCompletions(RolloutSource):
         policy, limit = rollouter.policy, rollouter.max_completion_length
         policy.eval()
         with rollouter.clock.phase("time/logprobs_s"):
-            completions = prompts.columns[self.column]
-            rows = encode_completions(prompts.prompts, completions, policy, self.parts.end_id)
+            completions, end_id = prompts.columns[self.column], self.parts.find_end_id()
+            rows = encode_completions(prompts.prompts, completions, policy, end_id)
             cut = [ids[:limit] for ids in rows]
             shape, device = (len(cut), max(map(len, cut))), prompts.prompt_ids.device
             ids = torch.full(shape, policy.pad_id)
@@ -169,7 +169,7 @@ class DataCompletions(RolloutSource):
                 completion_mask=mask,
                 sampler_logprobs=torch.zeros(shape, device=device),
                 truncated=torch.tensor([len(tokens) > limit for tokens in rows], device=device),
-                completions=policy.completion_texts(cut, [self.parts.end_id]),
+                completions=policy.completion_texts(cut, [end_id]),
                 policy_version=iteration,
                 provenance="data",
             )
