@@ -153,13 +153,17 @@ def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
     return completion_advantages(batch.advantages).view_as(rewards.total).cpu()
 
 
-def advantage_stats(batch: TrainingBatch, rewards: RewardTable, comm: Comm) -> Stats:
+def advantage_stats(advantages: Tensor, rewards: RewardTable, comm: Comm) -> Stats:
     """Return mean and standard deviation of the advantages of all ranks' scored completions.
 
     {} if none has a reward.
+
+    Args:
+        advantages: [B, G] of this rank's completions, on the host.
+        rewards: [B, G] theirs.
+        comm: collectives of the ranks.
     """
-    own = completion_advantages(batch.advantages)
-    advantages = comm.gather(own.where(rewards.valid.flatten().to(own.device), torch.nan))
+    advantages = comm.gather(advantages.where(rewards.valid.cpu(), torch.nan).flatten())
     mean = advantages.nanmean()  # NaN also pads a rank with fewer rows
     if mean.isnan():
         return {}

@@ -144,7 +144,7 @@ class Tool(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """What of a request is used as it is."""
+    """Fields of a request that are used unchanged."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] = []
@@ -188,35 +188,35 @@ class ChatRequest:
             ApiError: 400, it is malformed or asks for something that is not supported.
         """
         check(isinstance(body, dict), "the body must be a JSON object")
-        given = {name: value for name, value in _clean(body).items() if value is not None}
+        fields = {name: value for name, value in _clean(body).items() if value is not None}
         for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-            check(name not in given, f"{name} is not supported; use {instead}")
-        check(not given.get("top_logprobs"), "top_logprobs is not supported; use logprobs")
-        check(given.get("modalities", ["text"]) == ["text"], "only text is supported")
+            check(name not in fields, f"{name} is not supported; use {instead}")
+        check(not fields.get("top_logprobs"), "top_logprobs is not supported; use logprobs")
+        check(fields.get("modalities", ["text"]) == ["text"], "only text is supported")
         try:
-            read = RequestBody.model_validate(given, strict=True)
+            read = RequestBody.model_validate(fields, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])
+            location = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])
             problem = first["msg"].removeprefix("Value error, ")
             got = "" if first["type"] == "missing" else f", got {repr_of(first['input'])}"
-            raise ApiError(400, f"{place[1:]}: {problem}{got}") from error
-        options = given.get("stream_options")
+            raise ApiError(400, f"{location[1:]}: {problem}{got}") from error
+        options = fields.get("stream_options")
         return ChatRequest(
             messages=[message.plain() for message in read.messages],
-            tools=[_describe_tool(tool["function"]) for tool in given.get("tools", [])],
-            model=str(given.get("model", "policy")),
+            tools=[_describe_tool(tool["function"]) for tool in fields.get("tools", [])],
+            model=str(fields.get("model", "policy")),
             max_tokens=read.max_completion_tokens or read.max_tokens,
             stop=tuple(read.stop),
             num_choices=read.n,
-            parse_tools=given.get("tool_choice") != "none",
-            logprobs=given.get("logprobs") is True,
-            stream=given.get("stream") is True,
+            parse_tools=fields.get("tool_choice") != "none",
+            logprobs=fields.get("logprobs") is True,
+            stream=fields.get("stream") is True,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
             ignored={
-                name: given[name]
+                name: fields[name]
                 for name, neutral in SAMPLING_PARAMETERS.items()
-                if name in given and given[name] != neutral and given[name] != "none"
+                if name in fields and fields[name] != neutral and fields[name] != "none"
             },
         )
 
@@ -334,7 +334,7 @@ class ChatReply:
             delta: dict[str, Any] = {**choice.message}
             if "tool_calls" in delta:
                 calls = enumerate(delta["tool_calls"])
-                delta["tool_calls"] = [{"index": place, **call} for place, call in calls]
+                delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
             for part, reason in ((delta, None), ({}, choice.finish_reason)):
                 logprobs = None if reason else self._list_logprobs(choice)
                 chunk = {"index": number, "delta": part, "logprobs": logprobs}

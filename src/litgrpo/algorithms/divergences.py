@@ -148,8 +148,8 @@ class TopK(Divergence):
 
     def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """See `Divergence.value_and_slope`."""
-        given = self.divergence
-        inner = DIVERGENCES[given] if isinstance(given, str) else given
+        inner = self.divergence
+        inner = DIVERGENCES[inner] if isinstance(inner, str) else inner
         if self.k >= log_q.shape[-1]:
             return inner.value_and_slope(log_p, log_q)
         top = log_q.topk(self.k, dim=-1).indices

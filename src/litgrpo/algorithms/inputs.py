@@ -1,4 +1,4 @@
-"""What surrogates, masks and terms compute from, and what they need to be computed for them."""
+"""Inputs of surrogates, masks and terms, and the names of what has to be computed for them."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

@@ -78,12 +78,12 @@ class KLInReward:
     def __post_init__(self) -> None:
         """Check the values."""
         if not 0 < self.coef < math.inf:
-            given = f"kl_in_reward.coef is {self.coef}"
-            raise ValueError(f"{given}; it must be above 0, or kl_in_reward null")
+            setting = f"kl_in_reward.coef is {self.coef}"
+            raise ValueError(f"{setting}; it must be above 0, or kl_in_reward null")
         if self.estimator not in KL_ESTIMATORS:
             allowed = ", ".join(KL_ESTIMATORS)
-            given = f"kl_in_reward.estimator is {self.estimator!r}"
-            raise ValueError(f"{given}; it must be one of {allowed}")
+            setting = f"kl_in_reward.estimator is {self.estimator!r}"
+            raise ValueError(f"{setting}; it must be one of {allowed}")
 
     def token_kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
         """[N, C] KL estimate of each token, 0 off `mask`.

@@ -24,7 +24,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Completions:
-    """What a `CompletionMask` decides by.
+    """Inputs of a `CompletionMask`.
 
     Args:
         truncated: [M] True if the length limit stopped the completion.

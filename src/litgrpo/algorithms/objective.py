@@ -182,11 +182,11 @@ class Objective:
             "kl_estimator": (*get_args(KLName), *get_args(DivergenceName)),
             "importance_correction": (None, *get_args(CorrectionName)),
         }
-        for name, known in names.items():
-            chosen = getattr(self, name)
-            if not callable(chosen) and chosen not in known:
-                allowed = ", ".join(filter(None, known))
-                raise ValueError(f"{name} is {chosen!r}; it must be one of {allowed}, or callable")
+        for option, allowed_names in names.items():
+            value = getattr(self, option)
+            if not callable(value) and value not in allowed_names:
+                allowed = ", ".join(filter(None, allowed_names))
+                raise ValueError(f"{option} is {value!r}; it must be one of {allowed}, or callable")
 
     def _check_combinations(self) -> None:
         """Reject options that exclude each other, or leave nothing to learn."""
@@ -355,8 +355,8 @@ class Objective:
     @property
     def divergence(self) -> Divergence | None:
         """Divergence over the vocabulary that a term needs; None: no term does."""
-        found = (term.of_vocabulary for term in self.loss_terms)
-        return next((divergence for divergence in found if divergence is not None), None)
+        divergences = (term.of_vocabulary for term in self.loss_terms)
+        return next((divergence for divergence in divergences if divergence is not None), None)
 
     @property
     def corrects_sampler(self) -> bool:
@@ -520,8 +520,8 @@ class Objective:
         by_term = list(weights.unbind(-1))
         for number, term in enumerate(self.mean_terms):
             if term.follows_masks:
-                chosen = kept & (by_term[number] != 0)
-                by_term[number] = _mean_weights(chosen.to(weights.dtype), comm)
+                counted = kept & (by_term[number] != 0)
+                by_term[number] = _mean_weights(counted.to(weights.dtype), comm)
         return torch.stack(by_term, -1)
 
     # --- the loss ---

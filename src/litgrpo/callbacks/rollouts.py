@@ -6,7 +6,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from litgrpo.arguments import require
 from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.protocol import RolloutModule
 from litgrpo.rollout.groups import pack_rollout
 from litgrpo.rollout.sources.stored import describe_settings, find_rollout_files, rollout_file
 from litgrpo.run_folder import ROLLOUTS, run_folder
@@ -28,7 +30,16 @@ class SaveRollouts(Callback):
         self.settings: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove rollouts of iterations that this run is about to repeat or replace."""
+        """Remove rollouts of iterations that this run is about to repeat or replace.
+
+        Raises:
+            ValueError: the module samples no rollouts.
+        """
+        require(
+            isinstance(pl_module, RolloutModule),
+            f"SaveRollouts writes the rollouts of GRPO, and {type(pl_module).__name__} has none. "
+            "Leave out the callback.",
+        )
         self.settings = describe_settings(pl_module, pl_module.policy.tokenizer, trainer.world_size)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

@@ -596,7 +596,7 @@ class GRPO(LightningModule):
         stats |= experience.stats | self.rollouter.stats(experience.rollout)
         stats |= self.source.stats(experience.rollout, iteration.number - 1)
         stats |= self.learner.reward_kl_stats(experience.rollout, experience.logprobs)
-        stats |= advantage_stats(iteration.batch, experience.rewards, comm)
+        stats |= advantage_stats(iteration.advantages, experience.rewards, comm)
         stats |= self.clock.stats(own_tokens)
         averages = average_over_ranks(
             stats, iteration.steps, comm, backend(self.device).data_device

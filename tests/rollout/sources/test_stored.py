@@ -16,6 +16,7 @@ from litgrpo.data.modules import PromptData
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
 from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.sft import SFT
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
@@ -310,6 +311,11 @@ def test_rollouts_that_a_training_is_writing_are_not_read(stored, tmp_path):
 def test_options_that_need_sampled_rollouts_are_rejected(settings, option, tmp_path):
     with raises_for("StoredRollouts", option):
         run(tmp_path, stored="runs/demo", **settings)
+
+
+def test_a_training_without_rollouts_has_none_to_save():
+    with raises_for("SaveRollouts", "SFT", "Leave out"):
+        SaveRollouts().on_train_start(None, SFT(""))
 
 
 def test_a_rollout_that_cannot_be_written_costs_its_file(tmp_path):

@@ -88,7 +88,9 @@ class AheadOfTraining(RolloutSource):
                 queue.append(self._start(request if later == iteration else None, later, iteration))
             self.pending.current = queue.popleft()
             rollout = _rollout_of(self.pending.current, prompts, iteration)
-            return rollouter.finish(replace(with_token_versions(rollout), provenance="stale"))
+            return rollouter.finish(
+                replace(with_token_versions(rollout), provenance=self.provenance)
+            )
 
     def _key(self, iteration: int) -> RolloutKey:
         return RolloutKey(self.parts.rollouter.seed, "train", iteration, 0)

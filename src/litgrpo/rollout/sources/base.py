@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.algorithms.objective import Objective
 from litgrpo.arguments import find_page
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.models.loading.load import Precision
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.run_options import RunOptions
 from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
+
+if TYPE_CHECKING:
+    from litgrpo.models.loading.load import Precision
 
 FRESH: Provenance = "fresh"
 STALE: Provenance = "stale"
@@ -26,7 +28,7 @@ EXACT_DTYPES = ("float32", "float64")
 
 @dataclass(frozen=True)
 class SourceParts:
-    """What a source works with.
+    """Parts of a run that a source works with.
 
     Args:
         rollouter: samples completions.
@@ -60,7 +62,7 @@ class RolloutSource(ABC):
     @property
     def is_off_policy(self) -> bool:
         """True if completions are sampled with other weights than those that train on them."""
-        return self.provenance in ("stale", "stored")
+        return self.provenance in (STALE, STORED)
 
     def check(self, run: RunOptions) -> None:  # noqa: B027 (optional)
         """Check that the options of a run go together with this source.

@@ -171,13 +171,13 @@ class DataCompletions(RolloutSource):
                 truncated=torch.tensor([len(tokens) > limit for tokens in rows], device=device),
                 completions=policy.completion_texts(cut, [end_id]),
                 policy_version=iteration,
-                provenance="data",
+                provenance=self.provenance,
             )
             return self.parts.add_policy_logprobs(rollout)
 
     def stats(self, rollout: Rollout, iteration: int) -> Stats:
         """Return whether the completions were sampled."""
-        return {"data/on_policy": torch.tensor(float(rollout.provenance == "fresh"))}
+        return {"data/on_policy": torch.tensor(float(rollout.provenance != self.provenance))}
 
 
 def encode_completions(

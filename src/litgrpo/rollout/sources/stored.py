@@ -40,11 +40,11 @@ def rollout_file(folder: Path, iteration: int, rank: int) -> Path:
 
 def find_rollout_files(folder: Path) -> dict[int, set[int]]:
     """{iteration: ranks} of the rollouts in a folder; files of other names are ignored."""
-    found: dict[int, set[int]] = defaultdict(set)
+    ranks_of: dict[int, set[int]] = defaultdict(set)
     for path in folder.glob("*.pt"):
         if name := NAME.fullmatch(path.name):
-            found[int(name[1])].add(int(name[2]))
-    return dict(found)
+            ranks_of[int(name[1])].add(int(name[2]))
+    return dict(ranks_of)
 
 
 def describe_settings(
@@ -159,7 +159,7 @@ class StoredRollouts(RolloutSource):
         problem = find_impossible(rollout, rollouter.policy.vocab_size)
         require(not problem, f"{OPTION}: {path} cannot be trained on: {problem}.")
         rollouter.count_tokens(rollout)
-        return replace(rollout, provenance="stored")
+        return replace(rollout, provenance=self.provenance)
 
     def _read_values(self, path: Path) -> dict[str, Any]:
         content = read_file(path)
@@ -193,9 +193,9 @@ def find_impossible(rollout: Rollout, vocab_size: int) -> str:
         "sampler_logprobs": torch.float32,
     }
     for name, dtype in dtypes.items():
-        found = getattr(rollout, name).dtype
-        if found != dtype:
-            return f"{name} is {found}, expected {dtype}"
+        stored_dtype = getattr(rollout, name).dtype
+        if stored_dtype != dtype:
+            return f"{name} is {stored_dtype}, expected {dtype}"
     prompts, mask = rollout.prompts, rollout.completion_mask
     ids = {"prompt_ids": prompts.prompt_ids, "completion_ids": rollout.completion_ids}
     if rollout.candidate_ids is not None:
