@@ -76,11 +76,12 @@ class OtherServer(HttpServer):
     def tokenize(self, text):
         return self.read(Encoded, "POST", "/encode", {"text": text}).tokens, 256
 
-    def prompt_logprobs(self, ids, start):
+    def prompt_logprobs(self, ids, start, top_k=0):
+        assert not top_k, "this server lists no other tokens"
         scores = self.read(Scores, "POST", "/score", {"tokens": ids}).scores
         if len(scores) != len(ids) - 1:
             raise ServerUnavailable(self.url)
-        return scores[start - 1 :]
+        return [{token: score} for token, score in zip(ids[1:], scores, strict=True)][start - 1 :]
 
 
 @check_field_types

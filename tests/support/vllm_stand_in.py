@@ -69,7 +69,7 @@ class StandIn(ThreadingHTTPServer):
         self.faults, self.keeps, self.mode = faults or {}, keeps, mode
         self.alter = None  # what becomes of an answer
         self.device, self.inspection = "cuda", ""
-        self.max_model_len, self.adapters = 256, {}
+        self.max_model_len, self.max_logprobs, self.adapters = 256, 20, {}
         self.connections, self.dies_after = [], dies_after
         self.at_once, self.seconds_per_token = at_once, seconds_per_token
         self.stalls_at = stalls_at
@@ -221,7 +221,10 @@ class StandIn(ThreadingHTTPServer):
         """Log-probabilities of a prompt, as transformers' own forward pass computes them."""
         with self.lock:
             self.asked.append(body)
-            assert (body["prompt_logprobs"], body["max_tokens"]) == (0, 1)
+            top_k = body["prompt_logprobs"]
+            assert body["max_tokens"] == 1
+            if top_k > self.max_logprobs:
+                return 400, {"error": {"message": f"greater than max allowed: {self.max_logprobs}"}}
             ids = body["prompt"]
             if len(ids) >= self.max_model_len:
                 return 400, {"error": {"message": "maximum context length"}}
@@ -230,9 +233,10 @@ class StandIn(ThreadingHTTPServer):
                 logits = self.policy.dense_logits(
                     prompt[:, :1], torch.ones(1, 1).bool(), prompt[:, 1:]
                 )
-            scores = logits[0, :-1].log_softmax(-1).gather(1, prompt[0, 1:, None])[:, 0].tolist()
-            pairs = zip(ids[1:], scores, strict=True)
-            entries = [{str(token): {"logprob": score, "rank": 1}} for token, score in pairs]
+            entries = []
+            for token, logprobs in zip(ids[1:], logits[0, :-1].log_softmax(-1), strict=True):
+                ranked = [token, *logprobs.topk(top_k).indices.tolist()]
+                entries.append({str(one): {"logprob": float(logprobs[one])} for one in ranked})
             choice = {"index": 0, "finish_reason": "length", "prompt_logprobs": [None, *entries]}
             found = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
             return 200, self.alter(found) if self.alter else found

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from litgrpo.algorithms.divergences import TopK
 from litgrpo.models.adapters import LoRA
 from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import load_policy, resolve_pretrained
@@ -328,10 +329,17 @@ def test_a_teacher_behind_a_server_is_that_in_memory(folder, tmp_path):
         with raises_for("--max-model-len 257", error=ServerFailure):
             reference.check(max_tokens=256)
         found = reference.logprobs(rows).logprobs
+        top = ServedReference(ReferenceServers([url]), policy, TopK(5))
+        top.check(max_tokens=255)
+        listed = top.head(top.hidden_states(rows)[rows.completion_mask]).topk(5).values
+        with raises_for("--max-logprobs 30", error=ServerFailure):
+            ServedReference(ReferenceServers([url]), policy, TopK(30)).check(0)
         other = ServedReference(ReferenceServers([url]), tiny_policy("qwen2"))
         with raises_for("another tokenizer", error=ServerFailure):
             other.check(0)
     gap = float((found - local.logprobs(rows).logprobs).abs().max())
     print(f"\nlargest difference of log-probabilities: {gap:.1e}")
     assert gap < 1e-4
+    logits = local.head(local.hidden_states(rows)[rows.completion_mask])
+    torch.testing.assert_close(listed, logits.log_softmax(-1).topk(5).values, atol=1e-4, rtol=0.0)
     assert (found != 0).sum() == rows.completion_mask.sum()

@@ -236,6 +236,8 @@ class Learner:
             with self.policy.autocast():
                 return {"hidden": reference.hidden_states(rows)}
 
+        if reference.computes_elsewhere:
+            return compute(tokens)["hidden"]
         limits = self._limits(max_rows, reference.computes_prompts_once)
         return self.micro_batching.compute_fields(tokens, compute, limits)["hidden"]
 

@@ -383,7 +383,7 @@ class GRPO(LightningModule):
         given = self.reference_path
         needed = self.reference is None and self.coefficients.objective.needs_reference
         if needed and isinstance(given, ReferenceServers):
-            self.reference = ServedReference(given, policy)
+            self.reference = ServedReference(given, policy, self.coefficients.objective.divergence)
         elif needed and not isinstance(given, ReferenceServers):
             self.reference = load_reference(
                 policy,

@@ -1,11 +1,12 @@
 """A reference behind a vLLM server, against the same model in this process."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from litgrpo.algorithms.divergences import DIVERGENCES
+from litgrpo.algorithms.divergences import DIVERGENCES, JSD, TopK
 from litgrpo.algorithms.objective import Objective
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
@@ -39,10 +40,11 @@ def folder(tmp_path_factory):
     return path
 
 
-def reference_at(*servers, policy=None, **settings):
-    given = {"timeout_s": 20.0, "wait_s": 5.0} | settings
-    urls = [each.url for each in servers]
-    return ServedReference(ReferenceServers(urls, **given), policy or tiny_policy("qwen2"))
+def reference_at(*servers, policy=None, divergence=None, **settings):
+    settings = {"timeout_s": 20.0, "wait_s": 5.0} | settings
+    urls = [server.url for server in servers]
+    policy = policy or tiny_policy("qwen2")
+    return ServedReference(ReferenceServers(urls, **settings), policy, divergence)
 
 
 def distilling(kind="k3", **settings):
@@ -73,6 +75,68 @@ def test_the_gradient_is_that_of_the_same_teacher_in_memory(server, folder):
         assert (got - gradient).norm() < 1e-5 * gradient.norm()
     assert all(body["prompt"][0] == 1 for body in server.asked)  # no padding is sent
     assert "temperature" in server.asked[0]
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, JSD(0.1)])
+def test_the_most_likely_tokens_of_a_server_are_those_of_the_teacher_in_memory(
+    server, folder, divergence
+):
+    policy, local = tiny_policy("qwen2"), FrozenReference(load_policy(str(folder)))
+    top = TopK(7, divergence)
+    expected = learner_of(policy, distilling(top), reference=local)
+    prompts = prompt_batch(*BATCH)
+    gradient = gradient_of(expected, build_training_batch(expected, prompts))
+    split = UpdateConfig(micro_batch_size=2, micro_batch_tokens=None, max_grad_norm=None)
+    static = StaticBatches(backend(torch.device("cpu")))
+    for settings in ({}, {"micro_batching": static}):
+        served = reference_at(server, divergence=top)
+        learner = learner_of(policy, distilling(top), split, reference=served, **settings)
+        got = gradient_of(learner, build_training_batch(learner, prompts))
+        assert (got - gradient).norm() < 1e-4 * gradient.norm()
+
+
+def test_all_tokens_of_a_server_are_the_divergence_over_the_vocabulary(server, folder):
+    policy, local = tiny_policy("qwen2"), FrozenReference(load_policy(str(folder)))
+    server.max_logprobs = policy.vocab_size
+    top = TopK(policy.vocab_size, "forward_kl")
+    gradients = []
+    for kind, reference in (
+        ("forward_kl", local),
+        (top, reference_at(server, divergence=top)),
+    ):
+        learner = learner_of(policy, distilling(kind), reference=reference)
+        gradients.append(gradient_of(learner, build_training_batch(learner, prompt_batch(*BATCH))))
+    assert (gradients[1] - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+
+
+def test_what_a_server_did_not_list_has_the_rest_of_the_probability(server):
+    reference = reference_at(server, divergence=TopK(3))
+    states = reference._most_likely({5: math.log(0.5), 2: math.log(0.1), 9: math.log(0.2), 7: -9.0})
+    assert states[:3] == [5, 9, 2]
+    probs = reference.head(torch.tensor([states])).exp()
+    assert float(probs.sum()) == pytest.approx(1)
+    assert probs[0, [5, 9, 2]].tolist() == pytest.approx([0.5, 0.2, 0.1])
+    assert float(probs[0, 0]) == pytest.approx(0.2 / (reference.vocab_size - 3))
+    # Tokens that only the server's padded vocabulary has are of the rest.
+    padded = reference._most_likely({5: math.log(0.5), 10**6: math.log(0.3), 9: math.log(0.1)})
+    probs = reference.head(torch.tensor([padded])).exp()
+    assert float(probs[0, 0]) == pytest.approx(0.4 / (reference.vocab_size - 2))
+
+
+def test_a_server_that_lists_fewer_tokens_is_rejected_before_training(server):
+    grpo = module(objective=distilling(TopK(30)), reference=server.url)
+    with raises_for("model.objective.kl_estimator", "--max-logprobs 30", error=ServerFailure):
+        train(grpo, batches("a"))
+
+
+def test_a_training_follows_the_most_likely_tokens_of_a_server(server, folder):
+    weights = []
+    for reference in (str(folder), server.url):
+        grpo = module(objective=distilling(TopK(5)), reference=reference, max_iterations=2)
+        train(grpo, PromptData([{"prompt": text} for text in BATCH], batch_size=3))
+        weights.append(torch.cat([p.flatten() for p in grpo.policy.parameters()]).detach())
+    start = torch.cat([p.flatten() for p in tiny_policy("qwen2").parameters()])
+    assert (weights[1] - weights[0]).norm() < 1e-3 * (weights[0] - start).norm()
 
 
 def test_tokens_that_the_policy_did_not_generate_have_no_log_probability(server, folder):
@@ -252,7 +316,7 @@ def test_the_least_log_probability_of_vllm_is_accepted(server):
     server.alter = alter_entries(
         lambda entries: next(iter(entries[-1].values())).update(logprob=-9999.0)
     )
-    assert VllmServer(server.url, 20.0).prompt_logprobs([1, 5, 6], 2) == [-9999.0]
+    assert VllmServer(server.url, 20.0).prompt_logprobs([1, 5, 6], 2) == [{6: -9999.0}]
 
 
 @pytest.mark.parametrize("name", ["HTML", "silence"])

@@ -180,12 +180,16 @@ class ServerClient(Protocol):
     def tokenize(self, text: str) -> tuple[list[int], int]:
         """Return the token ids of a text without special tokens before it, and the longest row."""
 
-    def prompt_logprobs(self, ids: list[int], start: int) -> list[float]:
-        """Return the log-probabilities of the tokens of a row from `start` on, at temperature 1.
+    def prompt_logprobs(self, ids: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
+        """Return {token: log-probability} at each position of a row from `start` on.
+
+        They are those of the whole softmax at temperature 1: of the row's own token, and of the
+        `top_k` most likely ones.
 
         Args:
             ids: tokens of the row.
-            start: first token to return, at least 1: nothing predicts the first one.
+            start: first position to return, at least 1: nothing predicts the first token.
+            top_k: number of the most likely tokens.
         """
 
 

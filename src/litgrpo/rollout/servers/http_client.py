@@ -32,8 +32,9 @@ from litgrpo.http import (
 from litgrpo.rollout.servers.client import ServerFailure, ServerUnavailable
 from litgrpo.text.visible import excerpt
 
-# Largest responses: of the routes for weights and settings, and for each token of a row.
-MAX_BYTES, MAX_BYTES_PER_TOKEN = 16 * MIB, 4096
+# Largest responses: of the routes for weights and settings, for each token of a row, and for each
+# of the most likely tokens at its position.
+MAX_BYTES, MAX_BYTES_PER_TOKEN, MAX_BYTES_PER_CANDIDATE = 16 * MIB, 4096, 512
 
 
 class NotFound(ServerFailure):

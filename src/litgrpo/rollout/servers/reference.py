@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from litgrpo.algorithms.divergences import Divergence, TopK
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
 from litgrpo.models.policy import Policy
@@ -20,10 +21,11 @@ from litgrpo.rollout.servers.http_client import normalize_url
 from litgrpo.rollout.servers.pool import Servers
 from litgrpo.rollout.servers.vllm_client import VllmServer
 from litgrpo.run_options import RunOptions
-from litgrpo.types import TokenLogprobs, TokenRows
+from litgrpo.types import TokenLogprobs, TokenRows, move_to_positions
 
 SERVER_SCHEMES = ("http://", "https://")  # of `reference`, given as an address
 PROBES = 512  # tokens of the vocabulary whose text both tokenizers encode at the start
+LEAST_TAIL = 1e-6  # probability of all tokens that a server did not list: its numbers are rounded
 
 
 @check_field_types
@@ -32,7 +34,8 @@ class ReferenceServers:
     """vLLM servers of the reference model: a teacher that does not fit beside the policy.
 
     They return the log-probabilities of the sampled tokens, for the estimates of
-    `objective.kl_estimator`. `vllm serve MODEL` needs no further flags; weights stay as they are.
+    `objective.kl_estimator`, and of the most likely tokens, for `TopK`. `vllm serve MODEL` needs no
+    further flags (`--max-logprobs K` for `TopK` with k above 20); weights stay as they are.
 
     Args:
         urls: addresses of servers of the same model, in a private network; prompts are distributed
@@ -70,9 +73,14 @@ class ReferenceServers:
 class ServedReference(Reference):
     """Log-probabilities under the model of vLLM servers.
 
+    Its `hidden_states` are what servers return of a distribution: the k most likely tokens and
+    their log-probabilities, [M, C, 2k]. Its `head` spreads the rest evenly over all other tokens,
+    which `TopK` counts as one outcome.
+
     Args:
         servers: where they are.
         policy: that is compared with it; the servers must have the same tokenizer.
+        divergence: from the policy, of which servers support `TopK`; None: none.
 
     Raises:
         ValueError: the policy is an encoder-decoder.
@@ -83,8 +91,12 @@ class ServedReference(Reference):
         reference.logprobs(rows).logprobs  # [M, C], temperature 1
     """
 
-    def __init__(self, servers: ReferenceServers, policy: Policy) -> None:
+    def __init__(
+        self, servers: ReferenceServers, policy: Policy, divergence: Divergence | None = None
+    ) -> None:
         super().__init__()
+        self.vocab_size = policy.vocab_size
+        self.top_k = min(divergence.k, self.vocab_size) if isinstance(divergence, TopK) else 0
         require(
             not policy.bare_model.config.is_encoder_decoder,
             "model.reference is a vLLM server, which does not support encoder-decoder models. Load "
@@ -128,6 +140,15 @@ class ServedReference(Reference):
                 f"{server.url} takes rows of up to {longest} tokens, but the longest row of this "
                 f"run has {max_tokens}. Start it with --max-model-len {max_tokens + 1} or more."
             )
+        if self.top_k:
+            try:
+                server.prompt_logprobs(ids[:2], 1, self.top_k)
+            except ServerFailure as error:
+                raise ServerFailure(
+                    f"{server.url} does not return the {self.top_k} most likely tokens of "
+                    f"model.objective.kl_estimator ({error}). Start it with --max-logprobs "
+                    f"{self.top_k}, or set a smaller k."
+                ) from error
         self.unchecked.discard(server.url)
 
     @torch.no_grad()
@@ -143,38 +164,70 @@ class ServedReference(Reference):
         if rows.segments is not None:
             split, places = rows.split_segments()
             return self.logprobs(split).to_positions(places, rows.completion_ids.shape)
+        values = torch.zeros(rows.completion_ids.shape)
+        for row, ids, entries in self._request(rows):
+            logprobs = [entry[token] for token, entry in zip(ids, entries, strict=True)]
+            values[row, : len(ids)] = torch.tensor(logprobs)
         masks = rows.on_host
-        prompt_ids, ids = rows.prompt_ids.cpu(), rows.completion_ids.cpu()
-        lengths = masks.completion_mask.sum(1).tolist()
+        values = torch.where(masks.generated & masks.completion_mask, values, 0.0)
+        values = values.to(rows.completion_ids.device)
+        return TokenLogprobs(values, torch.zeros_like(values))
 
-        def score(row: int, server: ServerClient) -> list[float]:
+    def _request(self, rows: TokenRows) -> Iterator[tuple[int, list[int], list[dict[int, float]]]]:
+        """Yield number, completion tokens, and {token: log-probability} at each, of each row."""
+        masks = rows.on_host
+        prompt_ids, completion_ids = rows.prompt_ids.cpu(), rows.completion_ids.cpu()
+        completions = [
+            ids[mask].tolist()
+            for ids, mask in zip(completion_ids, masks.completion_mask, strict=True)
+        ]
+
+        def score(row: int, server: ServerClient) -> list[dict[int, float]]:
             if server.url in self.unchecked:
                 self._check(server)
             prompt = prompt_ids[masks.prompt_of[row]][masks.prompt_mask[masks.prompt_of[row]]]
-            tokens = prompt.tolist() + ids[row, : lengths[row]].tolist()
-            return server.prompt_logprobs(tokens, len(prompt))
+            return server.prompt_logprobs(
+                prompt.tolist() + completions[row], len(prompt), self.top_k
+            )
 
-        values = torch.zeros(ids.shape)
         num_threads = min(self.settings.max_concurrent_requests, len(rows))
         with self.servers.requests(num_threads) as submit:
             scores = {
                 row: submit(int(masks.prompt_of[row]), partial(score, row))
                 for row in range(len(rows))
-                if lengths[row]
+                if completions[row]
             }
-            for row, logprobs in scores.items():
-                values[row, : lengths[row]] = torch.tensor(logprobs.result())
-        values = torch.where(masks.generated & masks.completion_mask, values, 0.0)
-        values = values.to(rows.completion_ids.device)
-        return TokenLogprobs(values, torch.zeros_like(values))
+            for row, entries in scores.items():
+                yield row, completions[row], entries.result()
 
-    def hidden_states(self, rows: TokenRows) -> NoReturn:
-        """See `Reference.hidden_states`; servers do not return them."""
-        raise AssertionError("servers return no hidden states")
+    @torch.no_grad()
+    def hidden_states(self, rows: TokenRows) -> Tensor:
+        """Request [M, C, 2k]: the k most likely tokens, then their log-probabilities."""
+        if rows.segments is not None:
+            split, places = rows.split_segments()
+            return move_to_positions(self.hidden_states(split), places, rows.completion_ids.shape)
+        states = torch.zeros(*rows.completion_ids.shape, 2 * self.top_k)  # exact: ids are < 2^24
+        for row, ids, entries in self._request(rows):
+            states[row, : len(ids)] = torch.tensor([self._most_likely(one) for one in entries])
+        return states.to(rows.completion_ids.device)
 
-    def head(self, hidden: Tensor) -> NoReturn:
-        """See `Reference.head`; there are no hidden states."""
-        raise AssertionError("servers return no hidden states")
+    def _most_likely(self, logprobs: dict[int, float]) -> list[float]:
+        """Return k token ids and their log-probabilities; padding of the vocabulary is left out."""
+        tokens = [token for token in logprobs if token < self.vocab_size]
+        tokens = sorted(tokens, key=logprobs.__getitem__, reverse=True)[: self.top_k]
+        tokens += tokens[-1:] * (self.top_k - len(tokens))
+        return [*map(float, tokens), *(logprobs[token] for token in tokens)]
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Compute [n, V] log-probabilities of [n, 2k] most likely tokens; see the class."""
+        tokens, logprobs = hidden.chunk(2, dim=-1)
+        listed = hidden.new_full((len(hidden), self.vocab_size), -torch.inf)
+        listed = listed.scatter(-1, tokens.long(), logprobs)
+        is_listed = listed.isfinite()
+        tail = (1 - listed.exp().sum(-1, keepdim=True)).clamp(min=LEAST_TAIL)
+        tail = tail / (~is_listed).sum(-1, keepdim=True)
+        return torch.where(is_listed, listed, tail.log())
 
 
 def probe_text(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -204,10 +257,11 @@ def read_reference(
     if not isinstance(reference, ReferenceServers) or not run.objective.needs_reference:
         return reference
     problem = ""
-    if run.objective.divergence is not None:
+    if not isinstance(run.objective.divergence, TopK | None):
         problem = (
             "model.objective.kl_estimator is a divergence over the vocabulary, but servers return "
-            "log-probabilities of the sampled tokens: set it to k3"
+            "log-probabilities of the sampled token and of the most likely ones: set it to k3 or "
+            "to {class_path: TopK, k: 20}"
         )
     elif run.sampling.policy_temperature != 1:
         problem = (

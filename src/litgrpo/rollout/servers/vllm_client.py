@@ -27,6 +27,7 @@ from litgrpo.rollout.servers.client import (
     WeightsRejected,
 )
 from litgrpo.rollout.servers.http_client import (
+    MAX_BYTES_PER_CANDIDATE,
     MAX_BYTES_PER_TOKEN,
     HttpServer,
     InternalError,
@@ -89,7 +90,7 @@ class Generated(BaseModel):
 class ScoredPrompt(BaseModel):
     """Response of `COMPLETIONS`: {token id: its values} for each token of the prompt."""
 
-    entries: list[dict[str, Logprob] | None] = Field(
+    entries: list[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Logprob] | None] = Field(
         validation_alias=AliasPath("choices", 0, "prompt_logprobs")
     )
 
@@ -358,7 +359,7 @@ class VllmServer(HttpServer):
         reply = self.read(Tokens, "POST", TOKENIZE, body)
         return reply.tokens, reply.max_model_len
 
-    def prompt_logprobs(self, ids: list[int], start: int) -> list[float]:
+    def prompt_logprobs(self, ids: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
         """See `ServerClient.prompt_logprobs`.
 
         They are those of the whole softmax for any `--logprobs-mode` of log-probabilities: samplers
@@ -366,8 +367,8 @@ class VllmServer(HttpServer):
         """
         assert start > 0
         # A server generates at least one token; it is not used.
-        body = {"prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
-        max_bytes = MIB + MAX_BYTES_PER_TOKEN * len(ids)
+        body = {"prompt": ids, "prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
+        max_bytes = MIB + (MAX_BYTES_PER_TOKEN + MAX_BYTES_PER_CANDIDATE * top_k) * len(ids)
         entries = self.read(ScoredPrompt, "POST", COMPLETIONS, body, max_bytes=max_bytes).entries
         if len(entries) != len(ids):
             raise self.invalid(
@@ -377,7 +378,11 @@ class VllmServer(HttpServer):
         for token, entry in zip(ids[start:], entries[start:], strict=True):
             if entry is None or str(token) not in entry:
                 raise self.invalid(COMPLETIONS, f"no log-probability of token {token}")
-            scores.append(entry[str(token)].logprob)
+            if len(entry) < top_k:
+                raise self.invalid(
+                    COMPLETIONS, f"log-probabilities of {len(entry)} tokens, not of {top_k}"
+                )
+            scores.append({int(candidate): value.logprob for candidate, value in entry.items()})
         return scores
 
 
