@@ -1,10 +1,12 @@
 """Sizes that are read from a recipe."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from litgrpo.algorithms.masks import TokenMask
 from litgrpo.cli.parser import RecipeCLI
 from litgrpo.plan.command import plan
 from litgrpo.plan.sizes import pad_length, read_sizes
@@ -70,12 +72,27 @@ def test_the_linear_layers_of_a_reference_take_half_the_bytes_under_autocast():
     assert count(*mixed, *moving)[0] == full
 
 
+# A mask of the recipe that compares with the reference.
+MASK = "[{class_path: tests.plan.test_sizes.NearReference}]"
+
+
+@dataclass(frozen=True)
+class NearReference(TokenMask):
+    """Keeps tokens whose log-probability is near the reference's."""
+
+    needs = frozenset({"ref_logprobs"})
+
+    def __call__(self, inputs):
+        return (inputs.logprobs - inputs.batch.ref_logprobs).abs() < 1
+
+
 @pytest.mark.parametrize(
     ("words", "own"),
     [
         ([], True),
         (["--model.lora.rank", "4"], False),
         (["--model.objective.kl_coef", "0"], False),
+        (["--model.objective.kl_coef", "0", "--model.objective.masks", MASK], True),
         (["--model.lora.rank", "4", "--model.reference", "google/gemma-2-2b"], True),
         (["--model.reference", "http://10.0.0.4:8000"], False),
         (["--model.reference.urls", "[http://10.0.0.4:8000]"], False),

@@ -15,12 +15,15 @@ from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
 
+from litgrpo import PUBLIC
+from litgrpo.algorithms.objective import Objective
 from litgrpo.arguments import import_by_path, require
 from litgrpo.cli.parser import build_data
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.distributed.sharding import MIN_SHARD_SIZE, DividesWeights
+from litgrpo.instantiate import instantiate_class
 from litgrpo.learning.optim import DefaultAdamW
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.architectures import ARCHITECTURES
@@ -292,9 +295,14 @@ def read_reference(model: Namespace, config: Any, model_config: str | None) -> A
 
 def needs_reference(model: Namespace) -> bool:
     """Return True if the trainer computes log-probabilities under a reference, not servers."""
-    given = model.reference
-    served = isinstance(given, Namespace) or (given or "").startswith(SERVER_SCHEMES)
-    return not served and bool(model.objective.kl_coef or model.objective.get("kl_in_reward"))
+    reference = model.reference
+    served = isinstance(reference, Namespace) or (reference or "").startswith(SERVER_SCHEMES)
+    settings = {
+        "class_path": f"{PUBLIC['Objective']}.Objective",
+        "init_args": model.objective.as_dict(),
+    }
+    objective: Objective = instantiate_class(settings, "model.objective")
+    return not served and objective.needs_reference
 
 
 def load_config(pretrained: str) -> Any:
