@@ -2,7 +2,6 @@
 
 import os
 import signal
-from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,7 +59,11 @@ def rewards_run_in_this_process(monkeypatch):
     """Replace the default reward runner by one without worker processes.
 
     Each fit would start workers that import torch. With them, three files of tests took
-    more than four times as long. Tests that pass a runner are not affected, nor are programs that a
-    test starts, such as the run of tests/golden: these use worker processes.
+    more than four times as long. Tests that set a number of workers are not affected, nor are
+    programs that a test starts, such as the run of tests/golden: these use worker processes.
     """
-    monkeypatch.setattr("litgrpo.rewards.scorer.Runner", partial(Runner, num_workers=0))
+
+    def runner(timeout_s=Runner.timeout_s, num_workers=None, *args):
+        return Runner(timeout_s, num_workers or 0, *args)
+
+    monkeypatch.setattr("litgrpo.rewards.scorer.Runner", runner)

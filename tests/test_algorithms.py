@@ -87,7 +87,9 @@ def test_options_beside_a_name_and_after_it_change_the_published_objective(tmp_p
 
 def test_a_name_sets_what_belongs_to_it_unless_that_is_given():
     settings = settings_of(QUICKSTART, "--model.objective", "dapo")
-    assert (settings.dynamic_sampling_attempts, settings.overlong_buffer_frac) == (8, 0.2)
+    assert (settings.dynamic_sampling_attempts, settings.scoring.overlong_buffer_frac) == (8, 0.2)
+    chat = settings_of(QUICKSTART, "--model.objective", "dapo", "--model.scoring.format", "chat")
+    assert (chat.scoring.format, chat.scoring.overlong_buffer_frac) == ("chat", 0.2)
     options = ("--model.dynamic_sampling_attempts", "2", "--model.objective", "dapo")
     assert settings_of(QUICKSTART, *options).dynamic_sampling_attempts == 2
     assert settings_of(QUICKSTART, "--model.objective", "gspo").dynamic_sampling_attempts == 0
@@ -98,10 +100,10 @@ def test_python_takes_names_too():
         rewards = {"none": lambda prompts, completions: [0.0] * len(completions)}
         return GRPO("builtin:tiny-gemma2", rewards, objective=objective, **options)
 
-    dapo = build("dapo", overlong_buffer_frac=0.5)
+    dapo = build("dapo", scoring={"overlong_buffer_frac": 0.5})
     assert dapo.coefficients.objective == PUBLISHED["dapo"]
     assert dapo.hparams["dynamic_sampling_attempts"] == 8
-    assert dapo.hparams["overlong_buffer_frac"] == 0.5
+    assert dapo.scorer.components["soft_overlong"].kwargs["soft_punish_cache"] == 128
     changed = build({"name": "cispo", "surrogate": {"max_ratio": 7.0}})
     assert changed.coefficients.objective.surrogate == CISPO(7.0)
 

@@ -21,7 +21,7 @@ from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.metrics import average_over_ranks
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.types import RewardTable, StepReport, mean_and_extremes
 from tests.support.raises import raises_for
 from tests.support.training import always_half, batches, letters, module, train
@@ -120,7 +120,7 @@ def test_what_an_iteration_did_not_measure_is_not_logged(tmp_path):
         calls.append(1)
         return [None if len(calls) == 2 else float(n) for n in range(len(completions))]
 
-    settings = {"reward_runner": Runner(num_workers=0), "check_invariants": False}
+    settings = {"scoring": Scoring(num_workers=0), "check_invariants": False}
     grpo = module(reward=not_the_second, max_iterations=3, **settings)
     train(grpo, batches("a", "b"), logger=MetricsCSV(tmp_path), log_every_n_steps=1)
     with (tmp_path / "metrics.csv").open() as file:
@@ -176,7 +176,7 @@ def test_the_module_adds_both_callbacks():
 def lines(caplog, reward, iterations):
     """Warnings of a run with this reward."""
     caplog.set_level(logging.INFO, "litgrpo")
-    settings = {"reward_runner": Runner(num_workers=0), "check_invariants": False}
+    settings = {"scoring": Scoring(num_workers=0), "check_invariants": False}
     train(module(reward=reward, max_iterations=iterations, **settings), batches("a", "b"))
     return [line for line in caplog.messages if line.startswith("No learning signal")]
 

@@ -15,7 +15,7 @@ from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.controllers import Controllers, EntropyTarget
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.scorer import Reward
 from litgrpo.runs.summary import Summary
 
@@ -106,7 +106,7 @@ def of_grpo(folder) -> set[str]:
         dynamic_sampling_attempts=1,
         max_iterations=2,
         check_invariants=False,
-        reward_runner=Runner(num_workers=0),
+        scoring=Scoring(num_workers=0),
     )
     return collect_names(
         folder, module, PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2)

@@ -86,7 +86,7 @@ HOSTILE = {
             "b": {"function": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}},
             "c": [{"class_path": f"{LOUD}.Reward"}],
         },
-        "reward_runner": {"class_path": f"{LOUD}.Runner"},
+        "scoring": {"class_path": f"{LOUD}.Runner"},
         "precision": {"class_path": "logging.FileHandler", "init_args": {"filename": "made"}},
         "environment": f"{LOUD}.Environment",
     },

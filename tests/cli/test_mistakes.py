@@ -76,7 +76,10 @@ def test_a_wrong_option_gets_one_line_with_the_nearest_valid_option(cli, key, ne
         ("--checkpoint.mode 3", ("checkpoint.mode", "'max' or 'min'")),
         ("--model GPRO", ("model", "GPRO", "GRPO")),
         ("--model.engine LocalEngin", ("model.engine", "LocalEngin", "LocalEngine")),
-        ("--model.reward_runner.timeout_s now", ("model.reward_runner.timeout_s", "now", "float")),
+        (
+            "--model.scoring.timeout_s now",
+            ("model.scoring.timeout_s", "now", "float"),
+        ),
         ("--seed_everything", ("--seed_everything", "needs a value")),
     ],
 )
@@ -254,7 +257,7 @@ def test_what_is_empty_or_of_another_shape_is_one_line(words, said, cli, tmp_pat
         ("data.chat", "false"),
         ("model.lora", "null"),
         ("model.lora", "~"),
-        ("model.reward_runner", "null"),
+        ("model.scoring.num_workers", "null"),
         ("model.sampling", "{top_p: 0.5}"),
         ("model.objective.surrogate.clip_low", "0.1"),
         ("model.engine", "{class_path: LocalEngine, max_rows: 4}"),

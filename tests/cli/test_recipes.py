@@ -102,7 +102,7 @@ OBJECTS = {
     "engine": ("LocalEngine", {"max_rows": 4}, {"compaction_frac": 0.1}),
     "optimizer": ("AdamW", {"lr": 0.1}, {"weight_decay": 0.5}),
     "lr_scheduler": ("WarmupCosine", {"warmup": 0.1}, {"min_lr_ratio": 0.3}),
-    "reward_runner": (None, {"timeout_s": 3.0}, {"num_workers": 2}),
+    "scoring": (None, {"overlong_buffer_frac": 0.5}, {"format": "chat"}),
     "sampling": (None, {"top_p": 0.5}, {"temperature": 0.7}),
     "lora": (None, {"rank": 4}, {"alpha": 3}),
 }

@@ -159,7 +159,7 @@ FEATURES: dict[str, Config] = {
         "update": {"epochs_per_rollout": 2},
     },
     "dapo": {
-        "overlong_buffer_frac": 0.5,
+        "scoring": {"overlong_buffer_frac": 0.5},
         "objective": {"surrogate": of_class("Clipped", clip_high=0.28)},
     },
     "kl_cov": {
@@ -247,7 +247,7 @@ def config_of(name: str, folder: Path) -> Config:
     else:
         options |= {
             "rewards": {"spread": SPREAD},
-            "reward_runner": {"num_workers": 0},
+            "scoring": {"num_workers": 0},
             "group_size": 4,
             "max_completion_length": 12,
             "check_invariants": False,

@@ -11,7 +11,7 @@ import torch
 from litgrpo.models.adapters import LoRA
 from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import load_policy
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.rollout.servers.client import ServerUnavailable
 from litgrpo.rollout.servers.pool import Servers
 from litgrpo.rollout.servers.vllm import RESERVED_FRAC, ColocatedEngine
@@ -62,7 +62,7 @@ def test_colocated_vllm_gets_the_memory_that_training_leaves():
         max_iterations=3,
         engine=ColocatedEngine(max_model_len=64),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-        reward_runner=Runner(num_workers=0),
+        scoring=Scoring(num_workers=0),
         check_invariants=False,
     )
     grpo.policy = tiny_policy("llama", hidden_size=256, intermediate_size=512)

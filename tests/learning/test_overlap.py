@@ -10,7 +10,7 @@ from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rewards import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.rollout.sampling import Sampling
 from tests.rewards import faulty
 from tests.support.models import prompt_batch, tiny_policy
@@ -20,11 +20,7 @@ TEXTS = ["a", "hello there", "xyz", "what is 3+4?"]
 KL = Objective(kl_coef=0.1)
 
 
-@pytest.fixture
-def runner():
-    runner = Runner(timeout_s=20, num_workers=2)
-    yield runner
-    runner.close()
+IN_WORKERS = Scoring(timeout_s=20, num_workers=2)
 
 
 class Watched(FrozenReference):
@@ -46,12 +42,12 @@ def learner(told=lambda rows: None, **settings):
     return grpo
 
 
-def test_the_reference_is_asked_while_workers_judge(runner, tmp_path):
+def test_the_reference_is_asked_while_workers_judge(tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = learner(lambda rows: path.touch(), reward=reward, reward_runner=runner)
+    grpo = learner(lambda rows: path.touch(), reward=reward, scoring=IN_WORKERS)
     logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
-    assert not runner.failures  # no row waited for the reference in vain
+    assert not grpo.scorer.failures  # no row waited for the reference in vain
     assert {"time/rollout_s", "time/reward_s", "time/logprobs_s", "time/learn_s"} <= {*logged}
 
 
@@ -60,15 +56,15 @@ def test_time_of_functions_that_run_in_this_process_is_time_of_rewards():
         time.sleep(0.2)
         return vowels(prompts, completions)
 
-    grpo = module(reward=slow, reward_runner=Runner(num_workers=0), max_iterations=1)
+    grpo = module(reward=slow, scoring=Scoring(num_workers=0), max_iterations=1)
     logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
     assert 0.2 <= logged["time/reward_s"] <= logged["time/step_s"]
 
 
-def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
+def test_greedy_completions_are_sampled_while_workers_judge(tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = module(reward=reward, reward_runner=runner, evaluation=Evaluation(num_samples=4))
+    grpo = module(reward=reward, scoring=IN_WORKERS, evaluation=Evaluation(num_samples=4))
     grpo.configure_model()
     generate = grpo.rollouter.generate
 
@@ -80,16 +76,16 @@ def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
     grpo.rollouter.generate = watch
     grpo.validation_step(prompt_batch(*TEXTS), 0)
     assert path.exists()
-    assert not runner.failures
+    assert not grpo.scorer.failures
 
 
 @pytest.mark.parametrize(
     "learning", [UpdateConfig(), UpdateConfig(epochs_per_rollout=2, num_mini_batches=2)]
 )
-def test_the_weights_are_the_same_to_the_last_bit(runner, learning):
+def test_the_weights_are_the_same_to_the_last_bit(learning):
     ends = []
-    for how in (Runner(num_workers=0), runner):
-        grpo = learner(reward=faulty.letters, reward_runner=how, update=learning, max_iterations=3)
+    for scoring in (Scoring(num_workers=0), IN_WORKERS):
+        grpo = learner(reward=faulty.letters, scoring=scoring, update=learning, max_iterations=3)
         train(grpo, PromptData(TEXTS, batch_size=2))
         ends.append(grpo.policy.state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -118,26 +114,25 @@ def test_the_reference_is_asked_about_the_rollout_and_about_new_groups_only():
     assert sum(rows) == (4 + 2) * GROUP
 
 
-def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(runner, tmp_path):
-    grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), reward_runner=runner)
+def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(tmp_path):
+    grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), scoring=IN_WORKERS)
     rollout = sample_rollout(grpo, prompt_batch(*TEXTS))
     first = grpo.scorer.start(rollout)
     grpo.scorer.start(rollout)
-    (loaded,) = runner.workers.values()
+    (loaded,) = grpo.scorer.runner.workers.values()
     assert [worker.busy for worker in loaded.pool.workers] == [True]
     with pytest.raises(RuntimeError, match="cancelled"):
         first.wait()
     grpo.teardown("fit")
     assert all(worker.is_lost for worker in loaded.pool.workers)
-    assert not runner.workers
+    assert not grpo.scorer.runner.workers
 
 
 def test_time_before_wait_does_not_count_against_the_rows():
-    runner = Runner(timeout_s=2.0, num_workers=2)
-    grpo = module(reward=faulty.sleeps, reward_runner=runner)
+    grpo = module(reward=faulty.sleeps, scoring=Scoring(timeout_s=2.0, num_workers=2))
     rollout = sample_rollout(grpo, prompt_batch("a", "b"))
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]
     pending = grpo.scorer.start(rollout)
     time.sleep(3.0)  # the models take longer than the functions may
     assert pending.wait().valid.flatten().tolist() == [True, False, *[True] * 6]
-    runner.close()
+    grpo.scorer.close()

@@ -10,7 +10,7 @@ import re, sys, time
 from lightning import Trainer
 from torch.utils.data import DataLoader
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards import Reward, Runner
+from litgrpo.rewards import Reward, Scoring
 from tests.support.models import prompt_batch, tiny_policy
 
 calls = []
@@ -21,9 +21,9 @@ def sometimes_hangs(prompts, completions):
         re.match("(a+)+$", "a" * 60 + "b")
     return [float(len(set(text))) for text in completions]
 
-runner = Runner(timeout_s=1.0, num_workers=1)
+scoring = Scoring(timeout_s=1.0, num_workers=1)
 module = GRPO("", {"letters": Reward(sometimes_hangs)}, group_size=4, max_completion_length=8,
-              max_iterations=4, check_invariants=False, reward_runner=runner)
+              max_iterations=4, check_invariants=False, scoring=scoring)
 module.policy = tiny_policy("llama")
 start = time.monotonic()
 batch = prompt_batch("one", "two")
@@ -31,7 +31,7 @@ trainer = Trainer(max_epochs=-1, accelerator="cpu", logger=False, enable_checkpo
                   enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
 print("iterations", module.iteration, "failures", dict(module.scorer.failures))
-print("workers left", len(runner.workers))
+print("workers left", len(module.scorer.runner.workers))
 """
 
 

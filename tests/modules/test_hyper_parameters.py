@@ -181,7 +181,7 @@ ATTACKS = {
             "init_args": {"id": f"{LOUD}:Game-v0"},
         },
     ],
-    "reward_runner": [{"import_path": f"{LOUD}.Runner"}, COMMAND],
+    "scoring": [{"import_path": f"{LOUD}.Runner"}, COMMAND, {"num_workers": COMMAND}],
     "optimizer": [
         {"import_path": "torch.hub.load"},
         {"import_path": "torch.optim.torch.hub.load"},

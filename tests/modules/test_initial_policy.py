@@ -11,7 +11,7 @@ from litgrpo.models.loading.load import LoRA, load_policy
 from litgrpo.models.policy import Policy
 from litgrpo.modules import initial_policy as start
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.scorer import Reward
 from tests.support.models import prompt_batch
 
@@ -36,7 +36,7 @@ def module(kl_coef: float = 0.0, lora: LoRA | None = None, **settings) -> GRPO:
         evaluation=Evaluation(**evaluation),
         max_completion_length=6,
         lora=lora,
-        reward_runner=Runner(num_workers=0),
+        scoring=Scoring(num_workers=0),
         **limits,
     )
     grpo.configure_model()

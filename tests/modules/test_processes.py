@@ -24,8 +24,8 @@ from litgrpo.models.loading.export import export
 from litgrpo.models.reference import FrozenReference
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.sources.base import OnPolicy
 from litgrpo.rollout.sources.data_completions import DataCompletions
@@ -76,7 +76,7 @@ def build(module=GRPO, kind="qwen2", **settings):
         "max_iterations": 2,
         "check_invariants": False,
         "optimizer": partial(torch.optim.SGD, lr=0.5),
-        "reward_runner": Runner(num_workers=0),
+        "scoring": Scoring(num_workers=0),
     }
     grpo = module("", **defaults | settings)
     grpo.policy = policy(kind)

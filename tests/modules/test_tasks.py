@@ -11,7 +11,7 @@ from litgrpo.data.curriculum import Curriculum
 from litgrpo.environments import TaskEnvironments
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.sources.ahead import Ahead
@@ -43,7 +43,10 @@ REWARDS = {"vowels": Reward(vowels, tasks=["words"]), "letters": Reward(letters,
 
 def run(data=None, *, rewards=None, iterations=4, ckpt=None, **settings):
     sizes = dict(group_size=GROUP, max_completion_length=LENGTH, max_iterations=iterations)
-    settings = {"reward_runner": Runner(num_workers=0), "check_invariants": False} | settings
+    settings = {
+        "scoring": Scoring(num_workers=0),
+        "check_invariants": False,
+    } | settings
     grpo = Kept("", REWARDS if rewards is None else rewards, **sizes, **settings)
     grpo.policy = tiny_policy("qwen2")
     train(grpo, data or PromptData(TASKS, batch_size=3), ckpt, max_epochs=-1)

@@ -311,8 +311,8 @@ def test_a_runner_with_started_calls_can_be_copied():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"timeout_s": 0}, "reward_runner.timeout_s is 0; it must be above 0"),
-        ({"max_failed_frac": 1.5}, "reward_runner.max_failed_frac is 1.5; it must be at most 1"),
+        ({"timeout_s": 0}, "scoring.timeout_s is 0; it must be above 0"),
+        ({"max_failed_frac": 1.5}, "scoring.max_failed_frac is 1.5; it must be at most 1"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message) -> None:

@@ -219,7 +219,7 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
 
 @pytest.mark.parametrize("settings", [{"num_workers": -1}, {"timeout_s": 0}])
 def test_impossible_settings_are_refused(settings) -> None:
-    with pytest.raises(ValueError, match="reward_runner"):
+    with pytest.raises(ValueError, match=r"model\.scoring"):
         Runner(**settings)
 
 
@@ -241,9 +241,14 @@ def test_a_recipe_sets_its_runner() -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(GRPO, "model")
     rewards = '--model.rewards={"r": {"function": "litgrpo.rewards.correctness"}}'
-    words = ["--model.pretrained=none", rewards, "--model.reward_runner.timeout_s=7"]
+    words = [
+        "--model.pretrained=none",
+        rewards,
+        "--model.scoring.timeout_s=7",
+        "--model.scoring.num_workers=3",
+    ]
     runner = parser.instantiate(parser.parse_args(words)).model.scorer.runner
-    assert (runner.timeout_s, runner.num_workers) == (7, None)
+    assert (runner.timeout_s, runner.num_workers) == (7, 3)
 
 
 @pytest.mark.parametrize(

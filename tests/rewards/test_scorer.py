@@ -21,7 +21,7 @@ from litgrpo.rewards import (
 )
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.reward import name_rewards
-from litgrpo.rewards.scorer import overlong_reward
+from litgrpo.rewards.scorer import Scoring
 from tests.learning.parts import rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
@@ -610,17 +610,22 @@ def test_a_thought_that_the_template_begins_belongs_to_the_completion(reward_for
     [(trl_reward, "text", "chat"), (strip_text, "chat", "text")],
 )
 def test_a_function_for_the_other_format_is_an_error_that_names_it(function, reward_format, other):
-    named = pytest.raises(RewardFailure, match=f"model.reward_format to {other}")
+    named = pytest.raises(RewardFailure, match=f"model.scoring.format to {other}")
     scorer = Scorer({"a": Reward(function)}, reward_format, Runner(num_workers=0))
     with named:
         scorer(["ab"] * 2, ["yes", "no"], {}, 2)
 
 
 def test_the_end_of_long_completions_is_punished():
-    assert overlong_reward(0, 100) == {}
-    (reward,) = overlong_reward(0.25, 100).values()
+    assert Scoring().overlong_reward(100) == {}
+    (reward,) = Scoring(overlong_buffer_frac=0.25).overlong_reward(100).values()
     assert reward.kwargs == {"max_completion_length": 100, "soft_punish_cache": 25}
-    assert overlong_reward(0.001, 100)["soft_overlong"].kwargs["soft_punish_cache"] == 1
+    assert (
+        Scoring(overlong_buffer_frac=0.001)
+        .overlong_reward(100)["soft_overlong"]
+        .kwargs["soft_punish_cache"]
+        == 1
+    )
     for fraction in (-0.1, 1.5):
         with raises_for("overlong_buffer_frac", str(fraction)):
-            overlong_reward(fraction, 100)
+            Scoring(overlong_buffer_frac=fraction)

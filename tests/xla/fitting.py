@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
                     "weight": 0.2,
                 },
             },
-            "reward_runner": {"num_workers": 0},
+            "scoring": {"num_workers": 0},
             "group_size": 4,
             "check_invariants": False,
             "update": {"micro_batch_size": 12},

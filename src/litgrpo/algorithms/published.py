@@ -68,7 +68,7 @@ PUBLISHED: dict[str, Algorithm] = {
         CENTERED, loss_aggregation="constant_length")),
     "dapo": Algorithm("DAPO, arXiv:2503.14476, eq. 8, 13", Objective(
         surrogate=Clipped(0.2, 0.28), mask_truncated_completions=True),
-        {"dynamic_sampling_attempts": 8, "overlong_buffer_frac": 0.2}),
+        {"dynamic_sampling_attempts": 8, "scoring": {"overlong_buffer_frac": 0.2}}),
     "bnpo": Algorithm("TRL's loss_type bnpo", Objective(
         loss_aggregation="micro_batch_token_mean")),
     "gspo": Algorithm("GSPO, arXiv:2507.18071, eq. 5, 7", Objective(
@@ -179,7 +179,10 @@ def apply_name(arguments: dict[str, Any]) -> None:
         changes = {key: value for key, value in objective.items() if key != NAME}
         arguments["objective"] = with_changes(settings_of(algorithm.objective), changes)
         for name, value in algorithm.beside.items():
-            arguments.setdefault(name, value)
+            if isinstance(value, Mapping) and isinstance(given := arguments.get(name), Mapping):
+                arguments[name] = {**value, **given}
+            else:
+                arguments.setdefault(name, value)
 
 
 def settings_of(part: Any) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def build_scorer(settings: Mapping[str, Any]) -> Scorer:
     rewards = parser.instantiate(config).rewards
     if settings.get("environment") is None:
         check_own_reward(rewards)
-    return Scorer(rewards, settings.get("reward_format", "text"))
+    return Scorer(rewards, settings.get("scoring", {}).get("format", "text"))
 
 
 def read_problems(recipe: Mapping[str, Any], reference_source: str | None) -> list[Problem]:

@@ -39,7 +39,7 @@ WORKERS = 8
 # Settings that change the episodes of the initial policy; the others concern the update.
 SAMPLING_SETTINGS = (
     *("pretrained", "rewards", "max_completion_length", "sampling", "precision", "lora"),
-    *("reward_format", "environment", "episode", "seed"),
+    *("scoring", "environment", "episode", "seed"),
 )
 
 

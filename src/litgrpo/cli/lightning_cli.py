@@ -74,7 +74,8 @@ MODEL_LIMITS = ("max_iterations", "max_generated_tokens")
 # Options that may differ each time a run is started, such as the addresses of servers.
 NOT_IDENTITY = (
     *(f"model.{name}" for name in MODEL_LIMITS),
-    *("model.engine", "model.reward_runner", "model.update.micro_batch"),
+    *("model.engine", "model.update.micro_batch"),
+    *("model.scoring.timeout_s", "model.scoring.num_workers", "model.scoring.max_failed_frac"),
 )
 TRAINER_LIMITS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "limit_train_batches")
 LOCK_PATIENCE_S = 5.0  # a process that was killed may need a moment to exit

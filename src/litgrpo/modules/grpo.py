@@ -91,10 +91,9 @@ from litgrpo.modules.run_setup import (
     passes_over_data,
 )
 from litgrpo.modules.turn_end import add_turn_end, completion_end
-from litgrpo.rewards.reward import Reward, RewardFormat, name_rewards
+from litgrpo.rewards.reward import Reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
-from litgrpo.rewards.runner import Runner
-from litgrpo.rewards.scorer import Scorer, overlong_reward
+from litgrpo.rewards.scorer import Scorer, Scoring
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
@@ -153,8 +152,6 @@ class GRPO(LightningModule):
         max_generated_tokens: stop once this many training tokens have been generated (all ranks).
         dynamic_sampling_attempts: limit on attempts per iteration to replace zero-variance groups
             by groups of other prompts (DAPO's dynamic sampling); 0: off.
-        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
-            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
         reference: reference model of the KL term: Hub id or folder; with LoRA also the folder of
             other adapters; address of a vLLM server, or `ReferenceServers`; None: the initial
             policy (with LoRA: the model without adapters). Nothing is loaded if the KL coefficient
@@ -164,8 +161,7 @@ class GRPO(LightningModule):
         lora: train adapters instead of all weights.
         check_invariants: compare sampling, training and reference on a few short prompts before
             training, and stop if they disagree; skipped on XLA devices.
-        reward_format: `text`, or `chat` for functions that expect lists of messages.
-        reward_runner: time limit and worker processes of the reward functions.
+        scoring: what reward functions get, their time limit and processes, soft length limit.
         environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
             such as `litgrpo.environments.Tools`, or a list of functions for `Tools`; None: every
             completion is a single turn.
@@ -204,14 +200,12 @@ class GRPO(LightningModule):
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
         dynamic_sampling_attempts: int = 0,
-        overlong_buffer_frac: float = 0.0,
         reference: str | ReferenceServers | None = None,
         controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         lora: LoRA | None = None,
         check_invariants: bool = True,
-        reward_format: RewardFormat = "text",
-        reward_runner: Runner | None = None,
+        scoring: Scoring = Scoring(),  # noqa: B008 (frozen)
         environment: object | None = None,
         episode: EpisodeSettings = EpisodeSettings(),  # noqa: B008 (frozen)
         seed: int = 0,
@@ -260,9 +254,11 @@ class GRPO(LightningModule):
         self.coefficients = FixedCoefficients(objective)
         if controllers != Controllers():
             self.coefficients = AdaptiveCoefficients(controllers, objective)
-        overlong = overlong_reward(overlong_buffer_frac, max_completion_length)
+        overlong = scoring.overlong_reward(max_completion_length)
         rewards |= overlong
-        self.scorer = self.scorer_class(rewards, reward_format, reward_runner, max_iterations)
+        self.scorer = self.scorer_class(
+            rewards, scoring.format, scoring.make_runner(), max_iterations
+        )
         self.evaluator = Evaluator(evaluation, self.scorer, ignored=overlong)
 
         # Loaded and built by `configure_model`.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from litgrpo.rewards.reward import Reward
     from litgrpo.rewards.reward_model import Judge, RewardModel
     from litgrpo.rewards.rubric import Criterion, Rubric
-    from litgrpo.rewards.scorer import PendingRewards, Scorer
+    from litgrpo.rewards.scorer import PendingRewards, Scorer, Scoring
 
 # {name: module} of the names whose modules import torch, which takes a second. They are imported
 # on first use, because a worker process imports this package for a user's reward function that
@@ -60,6 +60,7 @@ NEED_TORCH = {
     "RewardModel": "reward_model",
     "Rubric": "rubric",
     "Scorer": "scorer",
+    "Scoring": "scorer",
 }
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "Rubric",
     "Runner",
     "Scorer",
+    "Scoring",
     "arithmetic",
     "bleu",
     "cheerful",

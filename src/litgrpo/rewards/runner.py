@@ -137,10 +137,10 @@ class Runner:
     max_failed_frac: float = 0.5
 
     def __post_init__(self) -> None:
-        above("model.reward_runner.timeout_s", self.timeout_s, 0)
-        at_least("model.reward_runner.num_workers", self.num_workers, 0)
-        at_least("model.reward_runner.max_failed_frac", self.max_failed_frac, 0)
-        at_most("model.reward_runner.max_failed_frac", self.max_failed_frac, 1)
+        above("model.scoring.timeout_s", self.timeout_s, 0)
+        at_least("model.scoring.num_workers", self.num_workers, 0)
+        at_least("model.scoring.max_failed_frac", self.max_failed_frac, 0)
+        at_most("model.scoring.max_failed_frac", self.max_failed_frac, 1)
         self.failures: dict[str, FailureCounter] = {}
         self.proven: set[str] = set()  # functions that have scored a row
         self.warned: set[str] = set()
@@ -313,10 +313,10 @@ def _failure_message(call: Call, scores: Scores, summary: str) -> str:
         is_text = isinstance(completions[0], str)
         got, other = ("texts", "messages") if is_text else ("messages", "texts")
         name = "chat" if is_text else "text"
-        hint = f" It got {got}; if it expects {other}, set model.reward_format to {name}."
+        hint = f" It got {got}; if it expects {other}, set model.scoring.format to {name}."
     return (
         f"{summary} ({reasons}), first {_name_row(call, first)}{cause}.{hint} Fix the function, or"
-        " raise model.reward_runner.max_failed_frac; --debug shows its traceback."
+        " raise model.scoring.max_failed_frac; --debug shows its traceback."
     )
 
 

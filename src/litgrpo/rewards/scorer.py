@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import one_of, require
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.calls import (
@@ -136,6 +137,46 @@ def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
 
 # What a rollout adds to the columns of its prompts.
 OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
+
+
+@check_field_types
+@dataclass(frozen=True)
+class Scoring:
+    """How completions are scored, whatever the reward functions.
+
+    Args:
+        format: `text`, or `chat` for functions that expect lists of messages.
+        timeout_s, num_workers, max_failed_frac: see `Runner`.
+        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
+            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
+    """
+
+    format: RewardFormat = "text"
+    timeout_s: float = Runner.timeout_s
+    num_workers: int | None = Runner.num_workers
+    max_failed_frac: float = Runner.max_failed_frac
+    overlong_buffer_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlong_buffer_frac <= 1:
+            raise ValueError(
+                f"model.scoring.overlong_buffer_frac is {self.overlong_buffer_frac}; it must be "
+                "between 0 (off) and 1."
+            )
+
+    def make_runner(self) -> Runner:
+        """Return what runs the reward functions."""
+        return Runner(self.timeout_s, self.num_workers, self.max_failed_frac)
+
+    def overlong_reward(self, max_completion_length: int) -> dict[str, Reward]:
+        """Return DAPO's soft overlong punishment as a reward; {} if it is off."""
+        if not self.overlong_buffer_frac:
+            return {}
+        kwargs: dict[str, Any] = {
+            "max_completion_length": max_completion_length,
+            "soft_punish_cache": max(1, round(self.overlong_buffer_frac * max_completion_length)),
+        }
+        return {"soft_overlong": Reward(soft_overlong, kwargs=kwargs)}
 
 
 class Scorer:
@@ -525,24 +566,3 @@ def _task_of(rows: Mapping[str, Sequence[Any]], row: int) -> str:
 
 def _messages(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
-
-
-def overlong_reward(fraction: float, max_completion_length: int) -> dict[str, Reward]:
-    """Return DAPO's soft overlong punishment as a reward; {} if the fraction is 0.
-
-    Args:
-        fraction: of the length limit, at its end, over which the reward falls from 0 to -1.
-        max_completion_length: the limit.
-
-    Raises:
-        ValueError: the fraction is not between 0 and 1.
-    """
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"overlong_buffer_frac is {fraction}; it must be between 0 (off) and 1.")
-    if not fraction:
-        return {}
-    kwargs: dict[str, Any] = {
-        "max_completion_length": max_completion_length,
-        "soft_punish_cache": max(1, round(fraction * max_completion_length)),
-    }
-    return {"soft_overlong": Reward(soft_overlong, kwargs=kwargs)}

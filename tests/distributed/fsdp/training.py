@@ -16,8 +16,8 @@ from litgrpo.models.loading.load import LoRA, Precision
 from litgrpo.models.loading.sharded_weights import gather_weights
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.servers.vllm import ServerEngine
@@ -59,7 +59,7 @@ def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
         "max_iterations": 2,
         "update": UpdateConfig(micro_batch_size=3),
         "optimizer": partial(torch.optim.SGD, lr=0.5),
-        "reward_runner": Runner(num_workers=0),
+        "scoring": Scoring(num_workers=0),
         # The step that one process fuses rounds otherwise.
         "engine": LocalEngine(fused_decode=False),
         "check_invariants": False,

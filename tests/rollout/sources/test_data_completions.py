@@ -14,7 +14,7 @@ from litgrpo.data.modules import PairData, PromptData
 from litgrpo.learning.controllers import Controllers, EntropyTarget
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards import Scoring
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.sources.data_completions import DataCompletions
 from tests.support.models import byte_tokenizer, tiny_policy
@@ -38,7 +38,7 @@ def given(frac=0.0):
 def distilling(frac=0.0, *, reference="the teacher", **settings):
     """A module that learns from a teacher, of which only some iterations sample."""
     defaults = {"objective": DISTILLING, "group_size": 1, "check_invariants": False}
-    defaults |= {"reward_runner": Runner(num_workers=0), "source": given(frac)}
+    defaults |= {"scoring": Scoring(num_workers=0), "source": given(frac)}
     grpo = module(reference=reference, **defaults | settings)
     grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
     return grpo

@@ -17,8 +17,8 @@ from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.groups import pack_rollout, unpack_rollout
 from litgrpo.rollout.sampling import Sampling
@@ -62,7 +62,7 @@ def run(
         "max_completion_length": LENGTH,
         "objective": CORRECTED,
         "check_invariants": False,
-        "reward_runner": Runner(num_workers=0),
+        "scoring": Scoring(num_workers=0),
         "rewards": {"letters": Reward(letters)},
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     } | settings

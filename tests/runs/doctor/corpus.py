@@ -19,8 +19,8 @@ from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.modules.grpo import GRPO
+from litgrpo.rewards import Scoring
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
 from tests.runs.doctor.kinds import CUT, FAULTS, HEALTHY, ITERATIONS, Kind, Measurements, correct
 from tests.runs.doctor.tasks import DEV, UNSEEN, Truth, held_out, model_of, probe, rows
 
@@ -87,7 +87,7 @@ def arguments_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
         "lr_scheduler": kind.schedule,
         "max_iterations": ITERATIONS,
         "check_invariants": False,
-        "reward_runner": Runner(num_workers=0),
+        "scoring": Scoring(num_workers=0),
         "seed": seed,
     }
     return defaults | kind.settings()
