@@ -314,8 +314,10 @@ def test_options_that_need_sampled_rollouts_are_rejected(settings, option, tmp_p
 
 
 def test_a_training_without_rollouts_has_none_to_save():
+    sft = SFT("")
+    sft.trainer = Trainer(logger=False, enable_checkpointing=False)
     with raises_for("SaveRollouts", "SFT", "Leave out"):
-        SaveRollouts().on_train_start(None, SFT(""))
+        SaveRollouts().on_train_start(sft.trainer, sft)
 
 
 def test_a_rollout_that_cannot_be_written_costs_its_file(tmp_path):
