@@ -101,11 +101,11 @@ def test_python_takes_names_too():
         return GRPO("builtin:tiny-gemma2", rewards, objective=objective, **options)
 
     dapo = build("dapo", scoring={"overlong_buffer_frac": 0.5})
-    assert dapo.coefficients.objective == PUBLISHED["dapo"]
+    assert dapo.objective == PUBLISHED["dapo"]
     assert dapo.hparams["dynamic_sampling_attempts"] == 8
     assert dapo.scorer.components["soft_overlong"].kwargs["soft_punish_cache"] == 128
     changed = build({"name": "cispo", "surrogate": {"max_ratio": 7.0}})
-    assert changed.coefficients.objective.surrogate == CISPO(7.0)
+    assert changed.objective.surrogate == CISPO(7.0)
 
 
 def test_an_unknown_name_lists_the_nearest_ones():

@@ -15,9 +15,7 @@ from litgrpo import (
     SFT,
     Chat,
     Clipped,
-    Controllers,
     Criterion,
-    EntropyTarget,
     Evaluation,
     LoRA,
     Objective,
@@ -140,7 +138,6 @@ def test_an_object_may_be_given_as_in_a_recipe():
         "sampling": {"temperature": 0.7},
         "lora": {"rank": 4},
         "engine": {"class_path": "StaticEngine", "init_args": {"sync_every_tokens": 4}},
-        "controllers": {"entropy": {"class_path": "EntropyTarget", "target": 1.0}},
         "evaluation": {"num_samples": 8},
     }
     objects = {
@@ -148,7 +145,6 @@ def test_an_object_may_be_given_as_in_a_recipe():
         "sampling": Sampling(temperature=0.7),
         "lora": LoRA(rank=4),
         "engine": StaticEngine(sync_every_tokens=4),
-        "controllers": Controllers(entropy=EntropyTarget(1.0)),
         "evaluation": Evaluation(num_samples=8),
     }
     assert GRPO(MODEL, REWARDS, **given).hparams == GRPO(MODEL, REWARDS, **objects).hparams

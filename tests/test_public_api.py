@@ -27,7 +27,6 @@ NAMES = [
     "Chat",
     "Clipped",
     "ColocatedEngine",
-    "Controllers",
     "Criterion",
     "DataCompletions",
     "DialogueScores",

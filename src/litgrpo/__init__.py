@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from litgrpo.algorithms.correction import ImportanceCorrection
     from litgrpo.algorithms.objective import Objective
     from litgrpo.algorithms.surrogates import Clipped
+    from litgrpo.callbacks.adaptive import EntropyTarget, KLTarget, ReferenceSync
     from litgrpo.callbacks.progress import Progress
     from litgrpo.callbacks.rollouts import SaveRollouts
     from litgrpo.data.modules import PairData, PromptData
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from litgrpo.environments.tools import Tools
     from litgrpo.evaluation.evaluator import Evaluation
     from litgrpo.evaluation.metrics import DialogueScores
-    from litgrpo.learning.controllers import Controllers, EntropyTarget, KLTarget, ReferenceSync
     from litgrpo.learning.optim import WarmupCosine, WarmupLinear
     from litgrpo.learning.steppers import PlainStepper
     from litgrpo.learning.update_config import UpdateConfig
@@ -53,6 +53,7 @@ _PUBLIC_BY_MODULE = {
     "algorithms.correction": ("ImportanceCorrection",),
     "algorithms.objective": ("Objective",),
     "algorithms.surrogates": ("Clipped",),
+    "callbacks.adaptive": ("EntropyTarget", "KLTarget", "ReferenceSync"),
     "callbacks.progress": ("Progress",),
     "callbacks.rollouts": ("SaveRollouts",),
     "data.modules": ("PairData", "PromptData"),
@@ -61,7 +62,6 @@ _PUBLIC_BY_MODULE = {
     "environments.tools": ("Tools",),
     "evaluation.evaluator": ("Evaluation",),
     "evaluation.metrics": ("DialogueScores",),
-    "learning.controllers": ("Controllers", "EntropyTarget", "KLTarget", "ReferenceSync"),
     "learning.optim": ("WarmupCosine", "WarmupLinear"),
     "learning.steppers": ("PlainStepper",),
     "learning.update_config": ("UpdateConfig",),
@@ -97,7 +97,6 @@ __all__ = [
     "Chat",
     "Clipped",
     "ColocatedEngine",
-    "Controllers",
     "Criterion",
     "DataCompletions",
     "DialogueScores",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from litgrpo.algorithms.objective import Objective
-    from litgrpo.learning.controllers import Controllers
     from litgrpo.rewards.reward import Reward
     from litgrpo.rollout.engines.base import RolloutEngine
     from litgrpo.rollout.sampling import Sampling
@@ -21,7 +20,6 @@ class RunOptions:
     objective: Objective
     sampling: Sampling
     engine: RolloutEngine
-    controllers: Controllers
     rewards: Mapping[str, Reward]
     environment: Any
     has_segments: bool  # an agent plays the episodes, in conversations of its own

@@ -1095,6 +1095,7 @@ class Iteration:
         batch: the training batch.
         advantages: [B, G] of each completion, on the host.
         steps: a report of each optimizer step.
+        averages: {name: number} that is logged, over ranks and optimizer steps.
     """
 
     number: int
@@ -1102,6 +1103,7 @@ class Iteration:
     batch: TrainingBatch
     advantages: Tensor
     steps: list[StepReport]
+    averages: Stats = field(default_factory=dict)
 
     @property
     def rollout(self) -> Rollout:

@@ -82,7 +82,7 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write it all."""
         config = yaml.safe_load((self.folder / "config.yaml").read_text())
-        model, objective = config["model"]["init_args"], pl_module.coefficients.objective
+        model, objective = config["model"]["init_args"], pl_module.objective
         settings = {
             "seed": config["seed_everything"],
             "threads": torch.get_num_threads(),

@@ -7,12 +7,12 @@ from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import KLCov
 from litgrpo.algorithms.terms import PositiveNLL
+from litgrpo.callbacks.adaptive import EntropyTarget
 from litgrpo.callbacks.iteration_metrics import StepTime
 from litgrpo.callbacks.metrics import METRICS, TRL, VERL, definition, find_entry
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.modules import PairData, PromptData
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.learning.controllers import Controllers, EntropyTarget
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
 from litgrpo.rewards import Scoring
@@ -99,7 +99,6 @@ def of_grpo(folder) -> set[str]:
         MODEL,
         {"letters": Reward(letters), "short": Reward(short)},
         objective=objective,
-        controllers=Controllers(entropy=EntropyTarget(1.0)),
         evaluation=Evaluation(num_samples=2, pass_at_k=[1], success_threshold=6.0),
         group_size=2,
         max_completion_length=6,
@@ -109,7 +108,10 @@ def of_grpo(folder) -> set[str]:
         scoring=Scoring(num_workers=0),
     )
     return collect_names(
-        folder, module, PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2)
+        folder,
+        module,
+        PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2),
+        EntropyTarget(1.0),
     )
 
 

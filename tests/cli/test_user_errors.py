@@ -132,7 +132,6 @@ def test_an_unreachable_server_ends_with_the_code_of_a_temporary_failure(cli):
         "model.rewards": "--model.rewards.NAME.weight",
         "data.train": "--data.train.limit",
         "data.chat": "enable_thinking",
-        "model.controllers.kl": "--model.controllers.kl.target",
         "model.optimizer": "weight_decay",
         "checkpoint": "--checkpoint.keep_last",
     }.items(),

@@ -85,12 +85,13 @@ IN_GAMES = {
     "rewards": {"spread": SPREAD, "environment": {"weight": 1.0}},
 }
 TWO_EPOCHS = {"epochs_per_rollout": 2, "num_mini_batches": 2, "micro_batch_size": 3}
-CONTROLLERS = {
-    "entropy": {"target": 0.3},
-    "kl": {"target": 0.1},
-    "reference": {"every": 1, "mixup_alpha": 0.5},
-}
-# {name: arguments of GRPO; `model` is a folder of `write_inputs`, `data` goes to PromptData}
+ADAPTIVE = [
+    of_class("EntropyTarget", target=0.3),
+    of_class("KLTarget", target=0.1),
+    of_class("ReferenceSync", every=1, mixup_alpha=0.5),
+]
+# {name: arguments of GRPO; `model` is a folder of `write_inputs`, `data` goes to PromptData,
+# `callbacks` to the trainer}
 FEATURES: dict[str, Config] = {
     **{name: {"model": name, "check_invariants": True} for name in ARCHITECTURES},
     "kl": {"objective": {"kl_coef": 0.05}},
@@ -133,9 +134,9 @@ FEATURES: dict[str, Config] = {
         "sampling": {"top_k": 20, "stop": ["a"]},
         "engine": static(sync_every_tokens=4),
     },
-    "controllers": {
+    "adaptive": {
         "objective": {"kl_coef": 0.05, "entropy_coef": 0.01},
-        "controllers": CONTROLLERS,
+        "callbacks": ADAPTIVE,
     },
     "checkpointing": {"precision": {"gradient_checkpointing": True}},
     "checkpointing_t5": {"model": "t5", "precision": {"gradient_checkpointing": True}},
@@ -253,10 +254,12 @@ def config_of(name: str, folder: Path) -> Config:
             "check_invariants": False,
         }
     rows |= feature.pop("data", {})
+    trainer: Config = {"limit_val_batches": 1, "enable_progress_bar": False}
+    trainer["callbacks"] = feature.pop("callbacks", [])
     return {
         "model": of_class("litgrpo.SFT" if sft else "litgrpo.GRPO", **(options | feature)),
         "data": of_class("litgrpo.PairData" if sft else "litgrpo.PromptData", **rows),
-        "trainer": {"limit_val_batches": 1, "enable_progress_bar": False},
+        "trainer": trainer,
     }
 
 

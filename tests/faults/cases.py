@@ -218,10 +218,7 @@ def variants(bench: Bench) -> Found:
         "LoRA": {"lora": {"rank": 4, "dropout": 0.1}},
         "reference": {"objective": {"kl_coef": 0.05}},
         "inner epochs, dynamic sampling": {**INNER, "dynamic_sampling_attempts": 2},
-        "reference that follows": {
-            "objective": {"kl_coef": 0.05},
-            "controllers": {"reference": {"every": 2}},
-        },
+        "reference that follows": {"objective": {"kl_coef": 0.05}},
         "episodes": EPISODES,
         "supervised, dropout": {},
     }
@@ -230,6 +227,9 @@ def variants(bench: Bench) -> Found:
         key = name.replace(" ", "-").replace(",", "")
         options = {"base": SFT} if key.startswith("supervised") else {}
         recipe = merge_runs(SUPERVISED if options else RECIPE, {"model": {"init_args": change}})
+        if "follows" in key:
+            sync = {"class_path": "ReferenceSync", "init_args": {"every": 2}}
+            recipe = merge_runs(recipe, {"trainer": {"callbacks": [sync]}})
         whole = bench.whole(key, recipe, **options)
         run = Run(bench.folder / f"variant-{key}", recipe, **options)
         # With inner epochs: in the middle of an iteration, which the resumed run repeats.

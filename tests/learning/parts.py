@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from litgrpo.algorithms.objective import Objective
-from litgrpo.learning.learner import FixedCoefficients, Learner
+from litgrpo.learning.learner import Learner
 from litgrpo.learning.steppers import PlainStepper
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.policy import Policy
@@ -42,10 +42,9 @@ def learner_of(
     **settings: Any,
 ) -> Learner:
     """Learns from the same."""
-    coefficients = FixedCoefficients(objective)
     sampling = Sampling() if sampling is None else sampling
     sizes = (GROUP, LENGTH)
-    return Learner(policy, coefficients, config, sampling, *sizes, reference, **settings)
+    return Learner(policy, objective, config, sampling, *sizes, reference, **settings)
 
 
 def rewards_of(rollout: Rollout, function=letters) -> RewardTable:

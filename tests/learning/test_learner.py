@@ -17,7 +17,6 @@ from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.memory import free_memory, is_out_of_memory
-from litgrpo.learning.controllers import FixedCoefficients
 from litgrpo.learning.static_batches import StaticBatches
 from litgrpo.learning.steppers import PlainStepper, list_parameters
 from litgrpo.learning.update_config import UpdateConfig
@@ -635,7 +634,7 @@ def test_all_ranks_count_in_selections_and_cross_entropies():
     rewards, num_tokens = rewards_of(rollout), int(rollout.loss_mask.sum())
     # 1.5 of the tokens of a rank: one token; of two equal ranks three, which are two of each.
     selecting = Objective(surrogate=KLCov(frac=1.5 / num_tokens), positive_nll=imitation)
-    learner = replace(learner, coefficients=FixedCoefficients(selecting))
+    learner = replace(learner, objective=selecting)
 
     counts, weights = [], []
     for comm in (SingleProcess(), Twins()):
@@ -662,7 +661,7 @@ def test_observations_have_the_gradient_of_their_cross_entropy():
         loss_mask=mask,
         sampler_logprobs=rollout.sampler_logprobs.masked_fill(said, 0.0),
     )
-    plain = replace(learner, coefficients=FixedCoefficients(Objective()))
+    plain = replace(learner, objective=Objective())
     both, alone = (
         gradient_of(each, each.build_batch(rollout, rewards, RolloutLogprobs()))
         for each in (learner, plain)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.objective import Objective
-from litgrpo.learning.controllers import Controllers, ReferenceSync
+from litgrpo.callbacks.adaptive import ReferenceSync
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading.export import export
 from litgrpo.models.reference import FrozenReference, round_linears
@@ -56,6 +56,7 @@ def test_linear_layers_take_half_the_memory_and_other_weights_stay():
 def test_training_in_mixed_precision_loads_a_rounded_reference(tmp_path, monkeypatch):
     def run(**settings):
         trainer = {"precision": settings.pop("precision", "bf16-mixed")}
+        trainer["callbacks"] = settings.pop("callbacks", [])
         settings |= {"max_iterations": 2, "check_invariants": False}
         grpo = module(objective=Objective(kl_coef=0.1), **settings)
         grpo.optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
@@ -67,8 +68,7 @@ def test_training_in_mixed_precision_loads_a_rounded_reference(tmp_path, monkeyp
     export(tiny_policy("qwen2"), tmp_path)
     dtype, rounded = run()
     assert dtype == torch.bfloat16
-    moving = Controllers(reference=ReferenceSync(every=1))
-    assert run(controllers=moving)[0] == torch.float32
+    assert run(callbacks=[ReferenceSync(every=1)])[0] == torch.float32
     assert run(precision="32-true")[0] == torch.float32
     monkeypatch.setattr(FrozenReference, "round_weights", lambda self, dtype: None)
     dtype, plain = run()

@@ -8,9 +8,9 @@ import torch
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence
 from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
+from litgrpo.callbacks.adaptive import ReferenceSync
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
-from litgrpo.learning.controllers import Controllers, ReferenceSync
 from litgrpo.learning.static_batches import StaticBatches
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.adapters import LoRA
@@ -300,16 +300,15 @@ def test_the_hint_is_added_to_the_instruction_of_the_template(chat, tmp_path):
 
 def test_a_policy_learns_what_it_would_answer_with_the_hint():
     """The divergence from itself with a hint falls, and the teacher moves with the policy."""
-    sync = Controllers(reference=ReferenceSync(every=1, mixup_alpha=0.5))
+    sync = ReferenceSync(every=1, mixup_alpha=0.5)
     grpo = module(
         objective=distilling(),
-        controllers=sync,
         max_iterations=2,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )
     grpo.reference = FrozenReference(tiny_policy("qwen2"))
     before = [p.clone() for p in grpo.reference.parameters()]
-    runner = train(grpo, with_hint(ROWS))
+    runner = train(grpo, with_hint(ROWS), callbacks=[sync])
     assert float(runner.callback_metrics["policy/kl"]) > 0  # of equal weights: the hint alone
     assert any(
         not torch.equal(one, two)

@@ -321,7 +321,7 @@ def test_a_skipped_step_keeps_the_optimizer_state_and_training_continues():
 
     class Now(GRPO):
         def training_step(self, prompts, batch_idx):
-            self.coefficients.objective = bad if self.iteration == 1 else good
+            self.learner.objective = bad if self.iteration == 1 else good
             output = super().training_step(prompts, batch_idx)
             state = self.optimizers().optimizer.state_dict()["state"]
             flat = torch.cat([p.detach().flatten() for p in self.policy.parameters()])

@@ -5,8 +5,8 @@ import torch
 
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.objective import Objective
+from litgrpo.callbacks.adaptive import ReferenceSync
 from litgrpo.data.modules import PromptData
-from litgrpo.learning.controllers import Controllers, KLTarget, ReferenceSync
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
 from tests.support.models import tiny_policy
@@ -28,27 +28,27 @@ def test_the_parts_share_what_they_must_agree_on():
     assert rollouter.clock is learner.clock is grpo.clock
     assert rollouter.sampling == learner.sampling == grpo.sampling
     assert learner.reference is grpo.reference
-    assert learner.coefficients is grpo.coefficients
+    assert learner.objective is grpo.objective
 
 
 def test_zero_variance_groups_are_replaced_only_on_request():
     grpo = module(dynamic_sampling_attempts=2)
     grpo.configure_model()
-    (stage,) = grpo.stages
+    (stage,) = grpo._build_stages(grpo.device)
     assert stage.rollouter is grpo.rollouter
     assert stage.scorer is grpo.scorer
     assert stage.learner is grpo.learner
     plain = module()
     plain.configure_model()
-    assert plain.stages == []
+    assert plain._build_stages(plain.device) == []
 
 
 def test_a_reference_of_another_shape_cannot_follow_the_policy():
-    follows = Controllers(reference=ReferenceSync())
-    grpo = module(objective=Objective(kl_coef=0.1), controllers=follows, reference="another")
+    grpo = module(objective=Objective(kl_coef=0.1), reference="another")
     grpo.reference = FrozenReference(tiny_policy("llama", hidden_size=64))
+    grpo.configure_model()
     with pytest.raises(ValueError, match="names or shapes"):
-        grpo.configure_model()
+        ReferenceSync().on_fit_start(None, grpo)
 
 
 def save(grpo):
@@ -61,19 +61,18 @@ def test_checkpoints_hold_trained_weights_and_a_reference_that_moves():
     fixed = save(with_reference())
     assert {name.split(".")[0] for name in fixed["state_dict"]} == {"policy"}
     assert fixed["epoch"] == 1
-    moving = save(with_reference(controllers=Controllers(reference=ReferenceSync())))
+    grpo = with_reference()
+    ReferenceSync().setup(None, grpo, "fit")
+    moving = save(grpo)
     assert len(moving["state_dict"]) == 2 * len(fixed["state_dict"])
 
 
-def test_coefficients_and_limits_are_restored():
-    settings = {"controllers": Controllers(kl=KLTarget(0.1))}
-    grpo = with_reference(**settings)
+def test_limits_are_restored():
+    grpo = with_reference()
     grpo.learning_limit.max_rows, grpo.rollout_limit.max_rows = 2, 8
     checkpoint = save(grpo)
-    checkpoint["coefficients"]["kl_coef"] = 0.3
-    other = with_reference(**settings)
+    other = with_reference()
     other.on_load_checkpoint(checkpoint)
-    assert other.learner.objective.kl_coef == 0.3
     assert other.learner.row_limit.max_rows == 2
     assert other.rollouter.row_limit.max_rows == 8
 

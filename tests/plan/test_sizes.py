@@ -68,7 +68,7 @@ def test_the_linear_layers_of_a_reference_take_half_the_bytes_under_autocast():
     # Sharded weights, and those that the policy's are mixed into, stay as they are.
     sharded = ("-c", str(CONFIGS / "hardware" / "fsdp2.yaml"))
     assert count(*mixed, *sharded)[0] == count(*sharded)[0]
-    moving = ("--model.controllers.reference.every", "1")
+    moving = ("--trainer.callbacks+", "ReferenceSync")
     assert count(*mixed, *moving)[0] == full
 
 

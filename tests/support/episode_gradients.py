@@ -7,7 +7,6 @@ import torch
 
 from litgrpo.algorithms.aggregation import MicroBatchTokenMean
 from litgrpo.checks.invariants import gradient
-from litgrpo.learning.controllers import FixedCoefficients
 from litgrpo.learning.micro_batches import BatchLimits
 from litgrpo.models.packing import pack_left
 from litgrpo.types import RolloutLogprobs, pad_left
@@ -54,7 +53,7 @@ def with_comparable_loss(learner):
         objective = replace(objective, loss_aggregation="token_mean")
     if objective == learner.objective:
         return learner
-    return replace(learner, coefficients=FixedCoefficients(objective))
+    return replace(learner, objective=objective)
 
 
 def split_turns(learner, rollout, rewards, known):

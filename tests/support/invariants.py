@@ -23,7 +23,7 @@ def module(architecture="qwen2", *, policy=None, **settings):
     chosen = dict(group_size=4, max_completion_length=12, max_iterations=1) | settings
     grpo = GRPO("", {"letters": Reward(letters)}, **chosen)
     grpo.policy = tiny_policy(architecture) if policy is None else policy
-    if grpo.coefficients.objective.needs_reference:
+    if grpo.objective.needs_reference:
         grpo.reference = FrozenReference(tiny_policy(architecture))
     return grpo
 

@@ -40,17 +40,17 @@ class Gradients(GRPO):
     def training_step(self, prompts, batch_idx):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
         rewards = self.scorer.start(rollout, self.iteration).wait()
-        self.coefficients.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
+        self.learner.objective = DISTILLING["gkd"]  # keeps hidden states of the reference
         hidden = self.learner.old_and_reference_logprobs(rollout).ref_hidden
-        self.coefficients.objective = PUBLISHED["otb"]
+        self.learner.objective = PUBLISHED["otb"]
         norms = self.learner.old_and_reference_logprobs(rollout).score_norms
-        self.coefficients.objective = DISTILLING["on_policy"]
+        self.learner.objective = DISTILLING["on_policy"]
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         logprobs = replace(logprobs, ref_hidden=hidden, score_norms=norms)
         self.policy.train()
         self.found = {}
         for name, objective in self.algorithms.items():
-            self.coefficients.objective = objective
+            self.learner.objective = objective
             training_batch = self.learner.build_batch(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
             moved = 0.3 * torch.sin(1.7 * training_batch.completion_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,11 +52,10 @@ class DryRun:
             "group_size": min(learner.group_size, GROUP),
             "max_completion_length": min(learner.max_completion_length, COMPLETION_LEN),
         }
-        # Adaptive coefficients follow the rollouts: a copy keeps those of the run unchanged.
-        coefficients = copy(learner.coefficients)
-        if not learner.objective.reward_coef:  # a policy that is its own teacher has no gradient
-            coefficients.objective = replace(learner.objective, reward_coef=1.0)
-        learner = replace(learner, coefficients=coefficients, **sizes)
+        objective = learner.objective
+        if not objective.reward_coef:  # a policy that is its own teacher has no gradient
+            objective = replace(objective, reward_coef=1.0)
+        learner = replace(learner, objective=objective, **sizes)
         if rollouter.episodes is not None:
             rollouter = replace(rollouter, episodes=small_episodes(policy))
         return DryRun(replace(rollouter, **sizes), learner, RecordingReward())

@@ -27,7 +27,6 @@ from litgrpo.distributed.memory import (
     repeat_on_all_ranks,
     retry_with_fewer_rows,
 )
-from litgrpo.learning.controllers import FixedCoefficients
 from litgrpo.learning.micro_batches import (
     BatchLimits,
     MicroBatch,
@@ -80,8 +79,7 @@ class Learner:
 
     Args:
         policy: is trained.
-        coefficients: hold the objective, and may replace it by one with other coefficients during
-            training.
+        objective: is minimized; callbacks may replace it by one with other coefficients.
         config: how the optimizer uses one rollout.
         sampling: how the completions were sampled.
         group_size: completions per prompt, G.
@@ -98,7 +96,7 @@ class Learner:
     """
 
     policy: Policy
-    coefficients: FixedCoefficients
+    objective: Objective
     config: UpdateConfig
     sampling: Sampling
     group_size: int
@@ -110,16 +108,6 @@ class Learner:
     micro_batching: MicroBatching = field(default_factory=RaggedBatches)
     clock: Clock = field(default_factory=Clock)
     row_limit: RowLimit = field(default_factory=learning_row_limit)
-
-    def __post_init__(self) -> None:
-        """Check that the reference can follow the policy if a controller moves it."""
-        if self.reference is not None and self.coefficients.moves_reference:
-            self.reference.check_can_mix(self.policy)
-
-    @property
-    def objective(self) -> Objective:
-        """Objective of this iteration."""
-        return self.coefficients.objective
 
     # --- before the update ---
 
@@ -247,15 +235,11 @@ class Learner:
     ) -> TrainingBatch:
         """Build the training batch of an iteration: per-token advantages and loss weights.
 
-        Before, an entropy target sets the entropy coefficient of the objective from this rollout.
-
         Args:
             rollout: N completions.
             rewards: [B, G] of these completions.
             logprobs: of these completions, before the update and under the reference.
         """
-        # `update_coefficients` would be too late: this bonus follows this rollout's own entropy.
-        self.coefficients.update_entropy_coef(rollout, self.comm)
         mask = rollout.loss_mask
         # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
         # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
@@ -500,17 +484,6 @@ class Learner:
                 if bad:
                     found[int(row)] = bad[0]
         return found
-
-    # --- after the update ---
-
-    def update_coefficients(self, stats: Stats, iteration: int) -> None:
-        """Let adaptive coefficients and a moving reference follow this iteration.
-
-        Args:
-            stats: averages of this iteration.
-            iteration: number of finished iterations.
-        """
-        self.coefficients.update(stats, iteration, self.policy, self.reference)
 
     # --- memory ---
 

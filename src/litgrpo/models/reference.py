@@ -59,8 +59,8 @@ class Reference(nn.Module, ABC):
             ValueError: the reference has other weights, or none apart from the policy's.
         """
         raise ValueError(
-            "model.controllers.reference cannot move the weights under LoRA adapters, which are "
-            "the reference. Leave out lora or model.controllers.reference."
+            "ReferenceSync cannot move the weights under LoRA adapters, which are the reference. "
+            "Leave out lora, or the callback."
         )
 
 
@@ -122,9 +122,9 @@ class FrozenReference(Reference):
         mine, its = ({n: p.shape for n, p in m.named_parameters()} for m in (self.policy, policy))
         if mine != its:
             raise ValueError(
-                "model.controllers.reference mixes the policy's weights into the reference, but "
-                "the names or shapes of their weights differ. Leave out `reference` and `lora`, so "
-                "that it is a copy of the initial policy, or leave out model.controllers.reference."
+                "ReferenceSync mixes the policy's weights into the reference, but the names or "
+                "shapes of their weights differ. Leave out `reference` and `lora`, so that it is a "
+                "copy of the initial policy, or leave out the callback."
             )
 
     @torch.no_grad()

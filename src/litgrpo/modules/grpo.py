@@ -38,7 +38,6 @@ from litgrpo.environments.agent import Agent
 from litgrpo.environments.base import shown_schemas_of, tools_by_task
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.learning import kernel_choice
-from litgrpo.learning.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
 from litgrpo.learning.dynamic_sampling import DynamicSampling
 from litgrpo.learning.learner import Learner, learning_row_limit
 from litgrpo.learning.micro_batches import EvenBatches, MicroBatching, RaggedBatches
@@ -119,6 +118,8 @@ if TYPE_CHECKING:
 else:  # the types of a config; Python takes more
     Pretrained, Rewards = str, dict[str, Reward]
 
+REFERENCE = "reference."  # begins the names of the reference's weights
+
 
 class GRPO(LightningModule):
     """Group Relative Policy Optimization of a language model.
@@ -156,7 +157,6 @@ class GRPO(LightningModule):
             other adapters; address of a vLLM server, or `ReferenceServers`; None: the initial
             policy (with LoRA: the model without adapters). Nothing is loaded if the KL coefficient
             is 0. A better model as reference is a teacher: docs/howto/distillation.md.
-        controllers: adaptive coefficients of entropy and KL, and a moving reference.
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of all weights.
         check_invariants: compare sampling, training and reference on a few short prompts before
@@ -201,7 +201,6 @@ class GRPO(LightningModule):
         max_generated_tokens: int | None = None,
         dynamic_sampling_attempts: int = 0,
         reference: str | ReferenceServers | None = None,
-        controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         lora: LoRA | None = None,
         check_invariants: bool = True,
@@ -226,7 +225,6 @@ class GRPO(LightningModule):
             objective,
             sampling,
             engine,
-            controllers,
             rewards,
             self.environment,
             isinstance(self.environment, Agent),
@@ -248,12 +246,7 @@ class GRPO(LightningModule):
         self.check_invariants = check_invariants
         self.episode, self.seed = episode, seed
 
-        objective = with_importance_correction(
-            objective, engine, self.source, entropy_target=controllers.entropy is not None
-        )
-        self.coefficients = FixedCoefficients(objective)
-        if controllers != Controllers():
-            self.coefficients = AdaptiveCoefficients(controllers, objective)
+        self.objective = with_importance_correction(objective, engine, self.source)
         overlong = scoring.overlong_reward(max_completion_length)
         rewards |= overlong
         self.scorer = self.scorer_class(
@@ -265,6 +258,7 @@ class GRPO(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.reference: Reference | None = None
+        self.moves_reference = False  # a callback changes its weights, which checkpoints then hold
         self.learner: Learner
         self.rollouter: Rollouter
         self.stages: list[Stage] = []
@@ -298,14 +292,13 @@ class GRPO(LightningModule):
         device = self.trainer.strategy.root_device
         if stage == "fit":
             self.sampling.check_groups(self.group_size)
-            check_reference_prompts(self, self.coefficients.objective, self.environment)
+            check_reference_prompts(self, self.objective, self.environment)
             check_batch(
                 self, self.group_size, self.max_completion_length, self.update.num_mini_batches
             )
         check_trainer_precision(str(self.trainer.precision))
         if backend(device).static_shapes:
-            objective = self.coefficients.objective
-            check_static_shapes(self.engine, objective, self.precision, self.source)
+            check_static_shapes(self.engine, self.objective, self.precision, self.source)
         backend(device).prepare()
         if device.type == "cpu":
             self.cpu_contention.start()
@@ -352,9 +345,9 @@ class GRPO(LightningModule):
             self.clock = Clock(device)
             self.rollouter = self._build_rollouter(policy, device)
             self.learner = self._build_learner(policy, device, precision)
-            self.stages = self._build_stages(device)
             self._connect_source(policy, device)
             self._built_for = device, precision
+        self.learner.objective = self.objective  # callbacks of an earlier fit may have changed it
         if is_attached(self):
             check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
             check_served_reference(self, self.reference, self.max_completion_length)
@@ -377,9 +370,9 @@ class GRPO(LightningModule):
     def _load_reference(self, policy: Policy) -> None:
         sharding = make_sharding(self)
         given = self.reference_path
-        needed = self.reference is None and self.coefficients.objective.needs_reference
+        needed = self.reference is None and self.objective.needs_reference
         if needed and isinstance(given, ReferenceServers):
-            self.reference = ServedReference(given, policy, self.coefficients.objective.divergence)
+            self.reference = ServedReference(given, policy, self.objective.divergence)
         elif needed and not isinstance(given, ReferenceServers):
             self.reference = load_reference(
                 policy,
@@ -390,7 +383,7 @@ class GRPO(LightningModule):
                 sharding=sharding,
             )
             dtype = find_autocast_dtype(self)
-            rounds = sharding is None and not self.coefficients.moves_reference
+            rounds = sharding is None and not self.moves_reference
             rounds = rounds and not backend(policy.model.device).static_shapes
             if isinstance(self.reference, FrozenReference) and rounds and dtype is not None:
                 self.reference.round_weights(dtype)
@@ -423,7 +416,7 @@ class GRPO(LightningModule):
         kernel_choice.set_logits(self, FEW_LOGITS if sizes is None else sizes.logits)
         return Learner(
             policy,
-            self.coefficients,
+            self.objective,
             self.update.resolve_auto(linear_outputs, static_shapes=static_shapes, sizes=sizes),
             self.sampling,
             self.group_size,
@@ -456,7 +449,7 @@ class GRPO(LightningModule):
                     backend(device).static_shapes,
                 )
             )
-        if self.coefficients.objective.advantages.needs_greedy:
+        if self.objective.advantages.needs_greedy:
             stages.append(GreedyBaseline(self.rollouter, self.scorer))
         return stages
 
@@ -496,7 +489,7 @@ class GRPO(LightningModule):
         if is_attached(self):
             check_trainer(self)
         callbacks: list[Callback] = [IterationMetrics(), CurriculumFeedback()]
-        if self.coefficients.objective.reward_coef:
+        if self.objective.reward_coef:
             callbacks.append(NoLearningSignal())
         if self.check_invariants:
             callbacks.insert(0, InvariantChecks())
@@ -513,6 +506,9 @@ class GRPO(LightningModule):
     def on_train_start(self) -> None:
         """Connect the sources of rollouts; a resumed run may be complete already."""
         self.stepper = TrainerStepper(self)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self.stages = self._build_stages(self.device)
+        self.stages += [callback for callback in callbacks if isinstance(callback, Stage)]
         for stage in self.stages:
             stage.connect(self.trainer.train_dataloader)
         self._stop_if_done()
@@ -553,7 +549,7 @@ class GRPO(LightningModule):
         experience = Experience(prompts, rollout, rewards, logprobs, scored=((rollout, rewards),))
 
         # 3. Dynamic sampling replaces groups without a gradient; ReMax adds the reward of a greedy
-        #    completion.
+        #    completion; callbacks that are stages adapt the objective to the rollout.
         for stage in self.stages:
             experience = stage(experience, self.iteration)
 
@@ -563,16 +559,15 @@ class GRPO(LightningModule):
         )
         steps = self.learner.update(batch, self.stepper)
 
-        # 5. Log, adapt coefficients, end the run. Callbacks, which may validate, see all of the
-        #    iteration but the hidden states of the reference, which need much memory.
+        # 5. Log, end the run. Callbacks, which may validate, see all of the iteration but the
+        #    hidden states of the reference, which need much memory.
         self.iteration += 1
         batch = replace(batch, ref_hidden=None)
         logprobs = replace(experience.logprobs, ref_hidden=None)
         experience = replace(experience, logprobs=logprobs)
         advantages = group_advantages(batch, experience.rewards)
         iteration = Iteration(self.iteration, experience, batch, advantages, steps)
-        averages = self._log_iteration(iteration)
-        self.learner.update_coefficients(averages, self.iteration)
+        iteration = replace(iteration, averages=self._log_iteration(iteration))
         self._stop_if_done()
         self._seed_device()
         return {"iteration": iteration}
@@ -597,7 +592,8 @@ class GRPO(LightningModule):
         averages = average_over_ranks(
             stats, iteration.steps, comm, backend(self.device).data_device
         )
-        averages |= self.coefficients.stats()
+        if self.learner.objective.kl_coef > 0:
+            averages["policy/kl_coef"] = torch.tensor(self.learner.objective.kl_coef)
         averages["perf/tokens_per_s"] *= comm.world_size
         averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
@@ -688,7 +684,6 @@ class GRPO(LightningModule):
             "source": self.source.state_dict(self.iteration),
             "iteration": self.iteration,
             "generated_tokens": self.generated_tokens,
-            "coefficients": self.coefficients.state_dict(),
             "judges": self.scorer.state_dict(),
             "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
             "micro_batch_tokens": self.learner.config.max_tokens,
@@ -701,10 +696,11 @@ class GRPO(LightningModule):
         Raises:
             ValueError: the checkpoint is of another model.
         """
-        check_weights(checkpoint["state_dict"], self._changing_weights())
+        weights = checkpoint["state_dict"]
+        self.moves_reference |= any(name.startswith(REFERENCE) for name in weights)
+        check_weights(weights, self._changing_weights())
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
-        self.coefficients.load_state_dict(checkpoint["coefficients"])
         self.scorer.load_state_dict(checkpoint.get("judges", {}))
         self.learning_limit.max_rows = checkpoint["lowered"].get("micro_batch_size")
         self.rollout_limit.max_rows = checkpoint["lowered"].get("max_rows")
@@ -717,11 +713,10 @@ class GRPO(LightningModule):
 
     def _changing_weights(self) -> dict[str, Tensor]:
         """Return {name: tensor} of the weights that training changes."""
-        moves_reference = self.coefficients.moves_reference
         return {
             name: parameter.data
             for name, parameter in self.named_parameters()
-            if parameter.requires_grad or (moves_reference and name.startswith("reference."))
+            if parameter.requires_grad or (self.moves_reference and name.startswith(REFERENCE))
         }
 
     # --- devices ---

@@ -14,7 +14,6 @@ from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import NotEnoughMemory, free_memory, is_out_of_memory
 from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.evaluation.evaluator import Evaluator
-from litgrpo.learning.controllers import FixedCoefficients
 from litgrpo.learning.learner import Learner
 from litgrpo.models.loading.load import Precision, load_reference
 from litgrpo.models.policy import Policy
@@ -32,7 +31,7 @@ class EvaluatedModule(Protocol):
     precision: Precision
     policy: Policy | None
     reference: Reference | None
-    coefficients: FixedCoefficients
+    moves_reference: bool
     evaluator: Evaluator
     learner: Learner
 
@@ -85,8 +84,9 @@ def measure_initial_distance(module: EvaluatedModule) -> None:
 
 
 def _find_initial_policy(module: EvaluatedModule, policy: Policy) -> Reference | None:
-    reference, moves = module.reference, module.coefficients.moves_reference
-    if reference is not None and module.reference_path is None and not moves:
+    reference = module.reference
+    is_initial = module.reference_path is None and not module.moves_reference
+    if reference is not None and is_initial:
         return reference
     if policy.has_adapter:
         return BaseModelReference(policy)

@@ -18,6 +18,7 @@ from lightning.pytorch.cli import instantiate_module
 from litgrpo import PUBLIC
 from litgrpo.algorithms.objective import Objective
 from litgrpo.arguments import import_by_path, require
+from litgrpo.callbacks.adaptive import ReferenceSync
 from litgrpo.cli.parser import build_data
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
@@ -223,10 +224,17 @@ def build_models(settings: Namespace, sharding: Sharding, static_shapes: bool) -
     if reference is not None:
         reference = MetaModel(reference, policy.dtype)
         # The policy's weights are mixed into a reference that moves, in their own precision.
-        moves = bool((model.get("controllers") or {}).get("reference"))
+        moves = moves_reference(settings.trainer)
         if compute is not None and isinstance(sharding, DDPSharding) and not moves:
             round_linears(reference.bare_model, compute.dtype)
     return RecipeModels(policy, read_optimizer(model, GRPO_RATES), reference, compute)
+
+
+def moves_reference(trainer: Namespace) -> bool:
+    """Return True if a callback of the recipe moves the weights of the reference."""
+    callbacks = trainer.callbacks or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    return any(import_by_path(callback.class_path) is ReferenceSync for callback in callbacks)
 
 
 def read_sharding(strategy: Namespace) -> Sharding:

@@ -8,9 +8,9 @@ import torch
 
 from litgrpo.algorithms.divergences import DIVERGENCES, JSD, TopK
 from litgrpo.algorithms.objective import Objective
+from litgrpo.callbacks.adaptive import ReferenceSync
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
-from litgrpo.learning.controllers import Controllers, ReferenceSync
 from litgrpo.learning.static_batches import StaticBatches
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.export import export
@@ -173,10 +173,6 @@ def test_a_training_ends_in_the_weights_of_a_teacher_in_memory(server, folder):
         ),
         ({"sampling": Sampling(temperature=0.7)}, "model.sampling.temperature is 0.7"),
         ({"sampling": Sampling(top_k=5)}, "top_k 5"),
-        (
-            {"controllers": Controllers(reference=ReferenceSync(every=1))},
-            "model.controllers.reference",
-        ),
         ({"engine": ServerEngine(["http://127.0.0.1:1/"])}, "model.engine.urls has the same"),
     ],
 )
@@ -184,6 +180,12 @@ def test_what_a_server_cannot_return_is_rejected(settings, named):
     given = {"objective": distilling(), "reference": "http://127.0.0.1:1"} | settings
     with raises_for("http://127.0.0.1:1", named):
         module(**given)
+
+
+def test_the_weights_of_a_server_do_not_move():
+    grpo = module(objective=Objective(kl_coef=0.1), reference="http://127.0.0.1:1")
+    with raises_for("ReferenceSync", "model.reference is a vLLM server"):
+        ReferenceSync(every=1).setup(None, grpo, "fit")
 
 
 def test_encoder_decoders_are_rejected():

@@ -522,7 +522,7 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine(server):
 def test_with_seeds_old_log_probabilities_and_importance_correction_are_automatic(server, caplog):
     server.mode = "processed_logprobs"
     grpo = module(engine=engine_of(server, send_uniforms=False))
-    assert grpo.coefficients.objective.importance_correction is not None
+    assert grpo.objective.importance_correction is not None
     assert "objective.importance_correction is on" in caplog.text
     train(grpo, loader(prompt_batch("a", "hello there")))
     assert not grpo.learner.reuse_sampler_logprobs

@@ -270,7 +270,7 @@ def test_a_rollout_of_another_iteration_or_of_other_prompts_is_not_used():
 
 def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys():
     grpo = run()
-    assert grpo.coefficients.objective.importance_correction is not None
+    assert grpo.objective.importance_correction is not None
     assert not grpo.learner.reuse_sampler_logprobs
     # The distance to the weights before, which is no rounding.
     assert grpo.trainer.callback_metrics["policy/sampler_mismatch"] > 1e-5

@@ -22,15 +22,16 @@ def test_a_stale_run_logs_which_terms_are_not_corrected(caplog):
     stale = Ahead(2)
     exact = Objective(kl_coef=0.1, kl_estimator="reverse_kl")
 
-    def read_log(objective, source=stale, **options):
+    def read_log(objective, source=stale):
         caplog.clear()
         with caplog.at_level("INFO", logger="litgrpo"):
-            with_importance_correction(objective, LocalEngine(), source, **options)
+            with_importance_correction(objective, LocalEngine(), source)
         return caplog.text
 
     assert "All terms of the loss are corrected" in read_log(Objective(kl_coef=0.1))
     assert "All terms but kl_coef are corrected" in read_log(exact)
-    assert "but kl_coef, entropy_coef are" in read_log(exact, entropy_target=True)
+    with_bonus = replace(exact, entropy_coef=0.1)
+    assert "but kl_coef, entropy_coef are" in read_log(with_bonus)
     by_completion = ImportanceCorrection(level="sequence")
     own = replace(exact, importance_correction=by_completion)
     assert "All terms of the loss are corrected" in read_log(own)
@@ -74,4 +75,4 @@ def test_an_engine_with_other_logprobs_is_corrected_unless_the_config_says_how()
     assert with_importance_correction(given, low, stale).importance_correction is own
     to_sampler = Objective(old_policy="sampler")
     assert with_importance_correction(to_sampler, low, stale) == to_sampler
-    assert module(source=stale).coefficients.objective.importance_correction is not None
+    assert module(source=stale).objective.importance_correction is not None

@@ -9,9 +9,9 @@ from litgrpo.algorithms.advantages import ReMax
 from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.terms import PositiveNLL
+from litgrpo.callbacks.adaptive import EntropyTarget
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PairData, PromptData
-from litgrpo.learning.controllers import Controllers, EntropyTarget
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards import Scoring
@@ -198,8 +198,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
 
 # --- what does not fit ---
 
-ENTROPY_TARGET = Controllers(entropy=EntropyTarget(target=0.5))
-
 
 def with_objective(**changes):
     return {"objective": replace(DISTILLING, **changes)}
@@ -216,12 +214,16 @@ def with_objective(**changes):
         (with_objective(positive_nll=PositiveNLL(0.1)), "model.objective.positive_nll"),
         (with_objective(advantages=ReMax()), "model.objective.advantages"),
         ({"dynamic_sampling_attempts": 2}, "model.dynamic_sampling_attempts"),
-        ({"controllers": ENTROPY_TARGET}, "model.controllers.entropy"),
     ],
 )
 def test_options_that_need_sampled_completions_are_rejected(settings, named):
     with raises_for("model.source is DataCompletions", named):
         distilling(**settings)
+
+
+def test_an_entropy_target_needs_sampled_completions():
+    with raises_for("EntropyTarget", "model.source is DataCompletions"):
+        EntropyTarget(target=0.5).setup(None, distilling(), "fit")
 
 
 def test_a_fraction_of_all_iterations_is_rejected():

@@ -165,7 +165,7 @@ def test_stored_log_probabilities_are_corrected_and_never_taken_for_the_policys(
     assert written.learner.reuse_sampler_logprobs
     again = run(tmp_path / "b", stored=str(tmp_path / "a"), **several)
     assert not again.learner.reuse_sampler_logprobs
-    assert again.coefficients.objective.importance_correction == ImportanceCorrection()
+    assert again.objective.importance_correction == ImportanceCorrection()
     # Equal up to rounding: the policy computes again what its sampler has computed.
     for name, weight in written.policy.state_dict().items():
         torch.testing.assert_close(again.policy.state_dict()[name], weight, rtol=1e-4, atol=1e-5)

@@ -274,11 +274,6 @@ def read_reference(
             f"{run.sampling.min_p}, but servers return log-probabilities over all tokens: set them "
             "to 0, 1.0 and 0.0"
         )
-    elif run.controllers.reference is not None:
-        problem = (
-            "model.controllers.reference moves the weights of the reference, but those of servers "
-            "stay as they are: leave it out"
-        )
     elif {*run.engine.addresses} & {*reference.urls}:
         problem = (
             "model.engine.urls has the same server, whose weights become the policy's: start "

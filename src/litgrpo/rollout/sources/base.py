@@ -128,11 +128,7 @@ class OnPolicy(RolloutSource):
 
 
 def with_importance_correction(
-    objective: Objective,
-    engine: RolloutEngine,
-    source: RolloutSource,
-    *,
-    entropy_target: bool = False,
+    objective: Objective, engine: RolloutEngine, source: RolloutSource
 ) -> Objective:
     """Add an importance correction if the sampler's probabilities are not the trainer's.
 
@@ -143,7 +139,6 @@ def with_importance_correction(
         objective: of the config.
         engine: samples.
         source: of the rollouts.
-        entropy_target: a controller sets the coefficient of the entropy bonus.
     """
     if engine.exact_logprobs and not source.is_off_policy:
         return objective
@@ -155,8 +150,7 @@ def with_importance_correction(
     correction = "importance_correction is on"
     if objective.importance_correction is None:
         correction = "old_policy is sampler, so the ratio corrects for it"
-    used = replace(objective, entropy_coef=1.0) if entropy_target else objective
-    uncorrected = used.find_uncorrected()
+    uncorrected = objective.find_uncorrected()
     terms = f"but {', '.join(uncorrected)}" if uncorrected else "of the loss"
     rank_zero_info(
         f"{reason}: model.objective.{correction}. All terms {terms} are corrected "

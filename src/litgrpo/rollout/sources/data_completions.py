@@ -110,7 +110,6 @@ class DataCompletions(RolloutSource):
             "model.objective.kl_in_reward to null": objective.kl_in_reward is not None,
             "model.objective.positive_nll to null": objective.positive_nll is not None,
             "model.objective.advantages to Normalized": objective.advantages.needs_greedy,
-            "model.controllers.entropy to null": run.controllers.entropy is not None,
             "model.environment to null": run.environment is not None,
             "model.dynamic_sampling_attempts to 0": run.dynamic_sampling_attempts != 0,
         }
