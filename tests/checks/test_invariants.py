@@ -804,11 +804,11 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
 def test_checks_compute_fewer_rows_at_once_after_out_of_memory_errors(fitting, report, monkeypatch):
     whole, sizes = Learner.logprobs, []
 
-    def tight(learner, tokens, *of_reference):
+    def tight(learner, tokens, *of_reference, **settings):
         if len(tokens) > fitting:
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append(len(tokens))
-        return whole(learner, tokens, *of_reference)
+        return whole(learner, tokens, *of_reference, **settings)
 
     monkeypatch.setattr(Learner, "logprobs", tight)
     grpo = module(max_iterations=1, objective=KL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from litgrpo.distributed import memory
-from litgrpo.distributed.memory import RowLimit, retry_with_fewer_rows
+from litgrpo.distributed.memory import RowLimit
 
 NEW_PAGES = """
 import resource, torch
@@ -76,7 +76,7 @@ class Memory:
 
     def run(self, max_rows=None, least=1):
         self.limit = RowLimit("model.engine.max_rows", "buy some", max_rows)
-        return retry_with_fewer_rows(self.attempt, self.limit, lambda: self.rows, least)
+        return self.limit.run(self.attempt, lambda: self.rows, least=least)
 
 
 ignore_retries = pytest.mark.filterwarnings("ignore:Out of memory with")
@@ -141,4 +141,4 @@ def test_tensors_of_the_failed_attempt_are_freed_before_the_next_one():
             raise MemoryError
         return max_rows
 
-    assert retry_with_fewer_rows(attempt, RowLimit("", ""), lambda: 2) == 1
+    assert RowLimit("", "").run(attempt, lambda: 2) == 1

@@ -12,7 +12,6 @@ from litgrpo.distributed.memory import (
     RowLimit,
     check_other_ranks,
     is_out_of_memory,
-    repeat_on_all_ranks,
 )
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.sharded_weights import gather_weights
@@ -20,8 +19,6 @@ from litgrpo.modules.grpo import GRPO
 from tests.distributed.fsdp.training import grpo, save_models
 from tests.support.gloo import run_by
 from tests.support.processes import TEXTS, trainer
-
-LIMIT = RowLimit("model.update.micro_batch_size", "")
 
 
 class Other:
@@ -51,20 +48,24 @@ def test_an_attempt_is_repeated_until_no_rank_is_out_of_memory():
         other.out_of_memory = len(limits) < 3
         return "done"
 
-    assert repeat_on_all_ranks(attempt, LIMIT, other, repeatable=True)(4) == "done"
-    assert limits == [4, 4, 4]
+    limit = RowLimit("model.update.micro_batch_size", "", 4)
+    assert limit.run(attempt, lambda: 4, comm=other) == "done"
+    assert limits == [4, 4, 4]  # the other rank has fewer rows at once, this one as many as before
 
 
-def fails(limit):
-    raise torch.OutOfMemoryError("a test")
+@pytest.mark.filterwarnings("ignore:Out of memory with")
+def test_a_failing_rank_repeats_with_fewer_rows_or_names_the_remedy():
+    def attempt(max_rows):
+        if max_rows is None:
+            raise torch.OutOfMemoryError("a test")
+        return "done"
 
-
-def test_the_failing_rank_raises_its_error_or_names_the_remedy():
-    with pytest.raises(torch.OutOfMemoryError):
-        repeat_on_all_ranks(fails, LIMIT, Other(out_of_memory=False), repeatable=True)(4)
-    with pytest.raises(RuntimeError, match="micro_batch_size") as found:
-        repeat_on_all_ranks(fails, LIMIT, Other(out_of_memory=False), repeatable=False)(4)
-    assert not is_out_of_memory(found.value)
+    other, limit = Other(out_of_memory=False), RowLimit("model.update.micro_batch_size", "")
+    with pytest.raises(RuntimeError, match="micro_batch_size") as raised:
+        limit.run(attempt, lambda: 4, comm=other, computes_alone=False)
+    assert not is_out_of_memory(raised.value)
+    assert limit.run(attempt, lambda: 4, comm=other) == "done"
+    assert limit.max_rows == 2
 
 
 class LimitedOnOne(GRPO):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -349,13 +350,7 @@ def learning_errors(
     learner = dry.learner
     batch = dry.build_batch(rollout)
     learner.policy.train(not conditions.dropout)
-
-    def compute(max_rows: int | None) -> TokenLogprobs:
-        return learner.micro_batching.compute_logprobs(
-            batch.tokens, learner.logprobs, learner.limits
-        )
-
-    now = retry_all_rows(learner, compute, len(batch))
+    now = learner.retry(partial(learner.policy_logprobs, batch.tokens), batch.tokens)
     errors = {
         Invariant.GROUPS: dry.probe.count_misplaced(rollout, batch),
         Invariant.RATIO: ratio_error(batch, now),
@@ -432,7 +427,12 @@ def logprobs_at_once(learner: Learner, tokens: TokenRows) -> Tensor:
 def retry_all_rows(learner: Learner, attempt: Attempt[Result], rows: int) -> Result:
     """Return the result of an attempt with all rows at once, or with fewer if they do not fit."""
     limit = learner.row_limit
-    return learner.retry_with_fewer_rows(attempt, lambda: min(rows, limit.max_rows or rows))
+    return limit.run(
+        attempt,
+        lambda: min(rows, limit.max_rows or rows),
+        comm=learner.comm,
+        computes_alone=learner.micro_batching.computes_alone,
+    )
 
 
 def padding_error(learner: Learner, rollout: Rollout, true: ReferenceForward) -> float:

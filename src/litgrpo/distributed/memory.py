@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from litgrpo.distributed.collectives import Comm
+from litgrpo.distributed.collectives import Comm, SingleProcess
 
 Result = TypeVar("Result")
 # Attempt(max_rows) -> result: a computation with at most `max_rows` rows at once (None: no limit).
@@ -52,15 +52,77 @@ class RowLimit:
         setting: full key of the option that sets the same limit, for messages.
         remedy: what to change if even the smallest number of rows does not fit.
         max_rows: current limit; None: no limit.
-
-    Example:
-        >>> RowLimit("model.engine.max_rows", "lower model.group_size", max_rows=16)
-        RowLimit(setting='model.engine.max_rows', remedy='lower model.group_size', max_rows=16)
     """
 
     setting: str
     remedy: str
     max_rows: int | None = None
+
+    def run(
+        self,
+        attempt: Attempt[Result],
+        rows_in_use: Callable[[], int],
+        *,
+        least: int = 1,
+        comm: Comm | None = None,
+        computes_alone: bool = True,
+    ) -> Result:
+        """Return the result of an attempt, halving the number of rows until it fits into memory.
+
+        With several ranks all repeat it if one of them runs out of memory: that one with fewer
+        rows, the others with the limit that they have.
+
+        Args:
+            attempt: is called with the limit on rows. It calls no collective after the first pass
+                that needs much memory, unless `check_other_ranks` comes before it.
+            rows_in_use: number of rows that the failed attempt computed at once, which may be less
+                than the limit.
+            least: rows that cannot be split.
+            comm: collectives of the ranks that repeat it together; None: this rank alone.
+            computes_alone: False if ranks exchange weights within a pass (FSDP), which one of them
+                cannot repeat alone.
+
+        Raises:
+            NotEnoughMemory: not even `least` rows fit, or the pass cannot be repeated.
+        """
+        comm = SingleProcess() if comm is None else comm
+        result: Result | None
+        while True:
+            try:
+                result = attempt(self.max_rows)
+                check_other_ranks(comm)
+                return result
+            except OutOfMemoryElsewhere:
+                rows = None
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if comm.world_size > 1 and not computes_alone:
+                    raise NotEnoughMemory(
+                        "Out of memory on one rank, in a pass of sharded weights that ranks "
+                        f"cannot repeat: lower {self.setting}, or set "
+                        "model.precision.gradient_checkpointing."
+                    ) from error
+                check_other_ranks(comm, out_of_memory=True)
+                rows = rows_in_use()
+                if rows <= least:
+                    raise NotEnoughMemory(
+                        f"Out of memory with {rows} row(s) at once ({self.setting}): {self.remedy}."
+                    ) from error
+            # The retry is outside of the handlers: there the error would keep the frames of the
+            # failed attempt, and with them its tensors, alive.
+            result = None
+            if rows is not None:
+                self._halve(rows, least)
+            free_memory()
+
+    def _halve(self, rows: int, least: int) -> None:
+        self.max_rows = max(least, rows // 2)
+        warnings.warn(
+            f"Out of memory with {rows} rows at once; continuing with {self.setting} = "
+            f"{self.max_rows}. Results do not change.",
+            stacklevel=3,
+        )
 
 
 class NotEnoughMemory(RuntimeError):
@@ -73,50 +135,8 @@ class OutOfMemoryElsewhere(MemoryError):
     """Another rank ran out of memory; this rank has to repeat the pass with it."""
 
 
-def retry_with_fewer_rows(
-    attempt: Attempt[Result], limit: RowLimit, rows_in_use: Callable[[], int], least: int = 1
-) -> Result:
-    """Return the result of an attempt, halving the number of rows until it fits into memory.
-
-    Args:
-        attempt: is called with the limit on rows. It must not contain a collective that the other
-            ranks have entered already.
-        limit: is lowered in place.
-        rows_in_use: number of rows that the failed attempt computed at once, which may be less than
-            the limit.
-        least: rows that cannot be split.
-
-    Raises:
-        NotEnoughMemory: not even `least` rows fit.
-    """
-    while True:
-        try:
-            return attempt(limit.max_rows)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            rows = rows_in_use()
-            if rows <= least:
-                raise NotEnoughMemory(
-                    f"Out of memory with {rows} row(s) at once ({limit.setting}): {limit.remedy}."
-                ) from error
-        # The retry is outside of the handler: there the error would keep the frames of the failed
-        # attempt, and with them its tensors, alive.
-        limit.max_rows = max(least, rows // 2)
-        free_memory()
-        warnings.warn(
-            f"Out of memory with {rows} rows at once; continuing with {limit.setting} = "
-            f"{limit.max_rows}. Results do not change.",
-            stacklevel=2,
-        )
-
-
 def check_other_ranks(comm: Comm, *, out_of_memory: bool = False) -> None:
     """Exchange the out-of-memory status with the other ranks; all must call this equally often.
-
-    Args:
-        comm: collectives of the ranks.
-        out_of_memory: status of this rank.
 
     Raises:
         OutOfMemoryElsewhere: another rank ran out of memory, this one did not.
@@ -125,54 +145,11 @@ def check_other_ranks(comm: Comm, *, out_of_memory: bool = False) -> None:
         raise OutOfMemoryElsewhere
 
 
-def repeat_on_all_ranks(
-    attempt: Attempt[Result], limit: RowLimit, comm: Comm, *, repeatable: bool
-) -> Attempt[Result]:
-    """Wrap an attempt so that all ranks repeat it if one of them runs out of memory.
-
-    The rank that failed raises its error, and `retry_with_fewer_rows` calls it again with a lower
-    limit; the others repeat with the limit that they have.
-
-    Args:
-        attempt: calls no collective after the first pass that needs much memory, unless
-            `check_other_ranks` comes before it.
-        limit: names the option to lower if it is not repeatable.
-        comm: collectives of the ranks.
-        repeatable: False if ranks exchange weights within a pass (FSDP), which one of them cannot
-            repeat alone.
-    """
-
-    def attempt_on_all_ranks(max_rows: int | None) -> Result:
-        result: Result | None
-        while True:
-            try:
-                result = attempt(max_rows)
-                check_other_ranks(comm)
-            except OutOfMemoryElsewhere:
-                result = None  # memory is freed below: here the error keeps the attempt's tensors
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if not repeatable:
-                    raise NotEnoughMemory(
-                        "Out of memory on one rank, in a pass of sharded weights that ranks "
-                        f"cannot repeat: lower {limit.setting}, or set "
-                        "model.precision.gradient_checkpointing."
-                    ) from error
-                check_other_ranks(comm, out_of_memory=True)
-                raise
-            else:
-                return result
-            free_memory()
-
-    return attempt_on_all_ranks
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error reports a failed allocation; each device has its own way."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
 
 
 def free_memory() -> None:

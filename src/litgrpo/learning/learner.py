@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,11 +24,10 @@ from litgrpo.distributed.memory import (
     NotEnoughMemory,
     RowLimit,
     is_out_of_memory,
-    repeat_on_all_ranks,
-    retry_with_fewer_rows,
 )
 from litgrpo.learning.micro_batches import (
     BatchLimits,
+    FieldsOf,
     MicroBatch,
     MicroBatching,
     RaggedBatches,
@@ -121,40 +120,29 @@ class Learner:
         is handled by `importance_correction`. Without a KL term `ref` is None. Advantages that need
         the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
         not the policy.
-
-        Args:
-            rollout: N completions.
         """
+        return self.retry(partial(self._before_update, rollout), rollout.tokens)
 
-        def compute(max_rows: int | None) -> RolloutLogprobs:
-            old, norms = self._before_update(rollout, max_rows)
-            if self.reference is None:
-                return RolloutLogprobs(old, score_norms=norms)
-            tokens, ref, hidden = rollout.reference_tokens, None, None
-            if "ref_logprobs" in self.objective.needs:
-                temperature = self.sampling.policy_temperature
-                found = self._compute_under(self.reference, tokens, temperature, max_rows)
-                ref = found.logprobs
-            if "ref_hidden" in self.objective.needs:
-                hidden = self._compute_hidden(self.reference, tokens, max_rows)
-            return RolloutLogprobs(old, ref, hidden, norms)
-
-        return self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
-
-    def _before_update(
-        self, rollout: Rollout, max_rows: int | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return [N, C] old log-probabilities and score norms; None for what is not needed."""
+    def _before_update(self, rollout: Rollout, max_rows: int | None) -> RolloutLogprobs:
+        needs, reference = self.objective.needs, self.reference
         needs_norms = self.objective.advantages.needs_score_norms
-        needs_old = self._updates_from_old or "policy_logprobs" in self.objective.needs
-        reused = rollout.sampler_logprobs if self.reuse_sampler_logprobs else None
-        if not needs_norms and not (needs_old and reused is None):
-            return (reused if needs_old else None), None
-        limits = self._limits(max_rows, self.policy.computes_prompts_once)
-        compute = partial(self.logprobs, score_norms=True) if needs_norms else self.logprobs
-        found = self.micro_batching.compute_logprobs(rollout.tokens, compute, limits)
-        old = found.logprobs if reused is None else reused
-        return (old if needs_old else None), found.score_norms
+        needs_old = self._updates_from_old or "policy_logprobs" in needs
+        needs_pass = needs_old and not self.reuse_sampler_logprobs
+        old = rollout.sampler_logprobs if needs_old else None
+        norms = ref = hidden = None
+        if needs_norms or needs_pass:
+            policy = self.policy_logprobs(rollout.tokens, max_rows, score_norms=needs_norms)
+            norms = policy.score_norms
+            old = policy.logprobs if needs_pass else old
+        if reference is None:
+            return RolloutLogprobs(old, score_norms=norms)
+        tokens, temperature = rollout.reference_tokens, self.sampling.policy_temperature
+        if "ref_logprobs" in needs:
+            ref = self._reference_logprobs(reference, tokens, temperature, max_rows)
+        if "ref_hidden" in needs:
+            states_of = partial(_hidden_fields, reference)
+            hidden = self._reference_fields(reference, states_of, tokens, max_rows)["hidden"]
+        return RolloutLogprobs(old, ref, hidden, norms)
 
     @property
     def _updates_from_old(self) -> bool:
@@ -169,77 +157,58 @@ class Learner:
         return logprobs.old
 
     def add_policy_logprobs(self, rollout: Rollout) -> Rollout:
-        """Return given completions with the policy's log-probabilities as those of the sampler.
-
-        Args:
-            rollout: N completions.
-        """
-
-        def compute(max_rows: int | None) -> TokenLogprobs:
-            limits = self._limits(max_rows, self.policy.computes_prompts_once)
-            return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits)
-
-        found = self.retry_with_fewer_rows(compute, self._largest_micro_batch(rollout.tokens))
-        return replace(rollout, sampler_logprobs=found.logprobs)
+        """Return given completions with the policy's log-probabilities as those of the sampler."""
+        new = self.retry(partial(self.policy_logprobs, rollout.tokens), rollout.tokens)
+        return replace(rollout, sampler_logprobs=new.logprobs)
 
     def logprobs_under(self, reference: Reference, tokens: TokenRows, temperature: float) -> Tensor:
         """Return [N, C] log-probabilities under a frozen model, computed in micro-batches.
 
         A rank that runs out of memory repeats it with fewer rows at once, without the other ranks,
         unless their weights are needed for it.
-
-        Args:
-            reference: the frozen model.
-            tokens: N rows.
-            temperature: of the log-probabilities.
         """
-        compute = partial(self._compute_under, reference, tokens, temperature)
+        compute = partial(self._reference_logprobs, reference, tokens, temperature)
         if not self.micro_batching.computes_alone:
-            return compute(self.row_limit.max_rows).logprobs
-        in_use = self._largest_micro_batch(tokens)
-        return retry_with_fewer_rows(compute, self.row_limit, in_use).logprobs
+            return compute(self.row_limit.max_rows)
+        return self.row_limit.run(compute, partial(self._count_rows_at_once, tokens))
 
-    def _compute_under(
-        self,
-        reference: Reference,
-        tokens: TokenRows,
-        temperature: float,
-        max_rows: int | None,
+    def policy_logprobs(
+        self, tokens: TokenRows, max_rows: int | None, *, score_norms: bool = False
     ) -> TokenLogprobs:
-        def compute(rows: TokenRows) -> TokenLogprobs:
+        """Return [N, C] log-probabilities under the policy, without gradient, in micro-batches."""
+        compute = partial(self.logprobs, score_norms=score_norms)
+        limits = self._limits(max_rows, self.policy.computes_prompts_once)
+        return self.micro_batching.compute_logprobs(tokens, compute, limits)
+
+    def _reference_logprobs(
+        self, reference: Reference, tokens: TokenRows, temperature: float, max_rows: int | None
+    ) -> Tensor:
+        """Return [N, C] log-probabilities under a frozen model."""
+
+        def fields_of(rows: TokenRows) -> dict[str, Tensor]:
+            return reference.logprobs(rows, temperature=temperature).row_fields()
+
+        return self._reference_fields(reference, fields_of, tokens, max_rows)["logprobs"]
+
+    def _reference_fields(
+        self, reference: Reference, fields_of: FieldsOf, tokens: TokenRows, max_rows: int | None
+    ) -> dict[str, Tensor]:
+        """Return {name: [N, C, ...]} under a frozen model, in micro-batches if it is here."""
+
+        def compute(rows: TokenRows) -> dict[str, Tensor]:
             with self.policy.autocast():
-                return reference.logprobs(rows, temperature=temperature)
+                return fields_of(rows)
 
         if reference.computes_elsewhere:
             return compute(tokens)
         limits = self._limits(max_rows, reference.computes_prompts_once)
-        return self.micro_batching.compute_logprobs(tokens, compute, limits)
-
-    def _compute_hidden(
-        self, reference: Reference, tokens: TokenRows, max_rows: int | None
-    ) -> Tensor:
-        """Return [N, C, E] hidden states of a frozen model."""
-
-        def compute(rows: TokenRows) -> dict[str, Tensor]:
-            with self.policy.autocast():
-                return {"hidden": reference.hidden_states(rows)}
-
-        if reference.computes_elsewhere:
-            return compute(tokens)["hidden"]
-        limits = self._limits(max_rows, reference.computes_prompts_once)
-        return self.micro_batching.compute_fields(tokens, compute, limits)["hidden"]
+        return self.micro_batching.compute_fields(tokens, compute, limits)
 
     @time_phase("time/learn_s")
     def build_batch(
         self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
     ) -> TrainingBatch:
-        """Build the training batch of an iteration: per-token advantages and loss weights.
-
-        Args:
-            rollout: N completions.
-            rewards: [B, G] of these completions.
-            logprobs: of these completions, before the update and under the reference.
-        """
+        """Build the training batch of an iteration: per-token advantages and loss weights."""
         mask = rollout.loss_mask
         # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
         # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
@@ -300,7 +269,7 @@ class Learner:
     def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
         """Return {name: [2] sum over tokens and count} of the KL that is taken off the rewards.
 
-        Empty without `kl_in_reward`. Arguments as of `build_batch`.
+        Empty without `kl_in_reward`.
         """
         option, mask = self.objective.kl_in_reward, rollout.loss_mask
         if option is None or logprobs.ref is None:
@@ -312,15 +281,7 @@ class Learner:
 
     @time_phase("time/learn_s")
     def update(self, batch: TrainingBatch, stepper: Stepper) -> list[StepReport]:
-        """Take all optimizer steps of an iteration.
-
-        Args:
-            batch: N rows.
-            stepper: backward passes and optimizer steps.
-
-        Returns:
-            A report of each step, in order.
-        """
+        """Take all optimizer steps of an iteration on N rows; report each, in order."""
         self.policy.train()
         mini_batch_rows = mini_batches(len(batch), self.group_size, self.config.num_mini_batches)
         reports: list[StepReport] = []
@@ -341,16 +302,9 @@ class Learner:
 
         If a loss or gradient on any rank is not finite, the gradient is dropped on all ranks: the
         weights stay as they are, and the schedule moves on.
-
-        Args:
-            batch: M rows of a mini-batch.
-            stepper: backward passes and optimizer steps.
         """
         # {name: [2] sum over rows or tokens, and the count to divide it by}, and the losses.
-        sums = self.retry_with_fewer_rows(
-            partial(self._accumulate_gradients, batch, stepper),
-            self._largest_micro_batch(batch.tokens),
-        )
+        sums = self.retry(partial(self._accumulate_gradients, batch, stepper), batch.tokens)
         lr = stepper.lr  # before the schedule moves
         # Clipping runs inside of optimizer.step(), when gradients are reduced and unscaled:
         # TrainerStepper.step -> Lightning -> GRPO.on_before_optimizer_step
@@ -389,12 +343,7 @@ class Learner:
     def losses(
         self, batch: TrainingBatch, limits: BatchLimits
     ) -> Iterator[tuple[LossOutput, MicroBatch[TrainingBatch]]]:
-        """Yield the loss of each micro-batch; their sum is the loss of the optimizer step.
-
-        Args:
-            batch: M rows of a mini-batch.
-            limits: of a micro-batch.
-        """
+        """Yield the loss of each micro-batch; their sum is the loss of the optimizer step."""
         batch = self.prepare_step(batch)
         # Rows with zero advantage have no gradient, unless a term has one: skip their pass.
         rows = None if "all_rows" in self.objective.needs else rows_with_gradient(batch)
@@ -432,18 +381,15 @@ class Learner:
         # A quantile, or a selection of tokens, needs all of them before the first backward pass.
         before = None
         if "before_step" in self.objective.needs:
-            before = self.micro_batching.compute_logprobs(batch.tokens, self.logprobs, self.limits)
+            before = self.policy_logprobs(batch.tokens, self.row_limit.max_rows)
         return self.objective.prepare_step(batch, before, self.comm)
 
     def logprobs(
         self, tokens: TokenRows, ref_hidden: Tensor | None = None, *, score_norms: bool = False
     ) -> TokenLogprobs:
-        """Compute log-probabilities and entropies under the policy, with gradient.
+        """Compute [M, C] log-probabilities and entropies under the policy, with gradient.
 
-        Args:
-            tokens: M rows.
-            ref_hidden: [M, C, E] hidden states of the reference, to compute divergences as well.
-            score_norms: compute `TokenLogprobs.score_norms` as well.
+        With the reference's hidden states [M, C, E] also divergences.
         """
         compared, divergence = None, self.objective.divergence
         if ref_hidden is not None and divergence is not None:
@@ -496,22 +442,21 @@ class Learner:
         given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
         return BatchLimits(min(given, default=None), self.config.max_tokens, shared)
 
-    def retry_with_fewer_rows(
-        self, attempt: Attempt[Result], rows_in_use: Callable[[], int]
-    ) -> Result:
-        """Return the result of an attempt, in smaller micro-batches after out-of-memory errors.
+    def retry(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
+        """Return the result of an attempt on rows, in smaller micro-batches if memory needs it."""
+        return self.row_limit.run(
+            attempt,
+            partial(self._count_rows_at_once, tokens),
+            comm=self.comm,
+            computes_alone=self.micro_batching.computes_alone,
+        )
 
-        Args:
-            attempt: as of `memory.repeat_on_all_ranks`.
-            rows_in_use: number of rows of the largest micro-batch of the failed attempt.
-        """
-        if self.comm.world_size > 1:
-            alone = self.micro_batching.computes_alone
-            attempt = repeat_on_all_ranks(attempt, self.row_limit, self.comm, repeatable=alone)
-        return retry_with_fewer_rows(attempt, self.row_limit, rows_in_use)
+    def _count_rows_at_once(self, tokens: TokenRows) -> int:
+        return max(map(len, self.micro_batching.buckets(tokens, self.limits)))
 
-    def _largest_micro_batch(self, tokens: TokenRows) -> Callable[[], int]:
-        return lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits)))
+
+def _hidden_fields(reference: Reference, rows: TokenRows) -> dict[str, Tensor]:
+    return {"hidden": reference.hidden_states(rows)}
 
 
 def _sampler_mismatch(new: TokenLogprobs, batch: TrainingBatch) -> Tensor:

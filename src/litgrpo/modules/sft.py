@@ -23,12 +23,7 @@ from litgrpo.data.modules import validation_set_names
 from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_gathered, is_sharded
-from litgrpo.distributed.memory import (
-    Attempt,
-    RowLimit,
-    repeat_on_all_ranks,
-    retry_with_fewer_rows,
-)
+from litgrpo.distributed.memory import Attempt, RowLimit
 from litgrpo.learning import kernel_choice
 from litgrpo.learning.optim import DefaultAdamW, check_max_grad_norm
 from litgrpo.learning.steppers import TrainerComm, is_attached, list_parameters, zero_loss
@@ -355,13 +350,11 @@ class SFT(LightningModule):
 
     def _retry_with_fewer_rows(self, attempt: Attempt[Result], batch: PairBatch) -> Result:
         """Return the result of an attempt, on all ranks, with fewer pairs if memory needs it."""
-        if self.trainer.training and self.trainer.world_size > 1:
-            attempt = repeat_on_all_ranks(
-                attempt, self.row_limit, TrainerComm(self), repeatable=self._has_all_weights
-            )
-        limit = self.row_limit
-        return retry_with_fewer_rows(
-            attempt, limit, lambda: self._rows_at_once(batch, limit.max_rows)
+        return self.row_limit.run(
+            attempt,
+            lambda: self._rows_at_once(batch, self.row_limit.max_rows),
+            comm=TrainerComm(self) if self.trainer.training else None,
+            computes_alone=self._has_all_weights,
         )
 
     @property

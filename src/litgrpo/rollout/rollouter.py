@@ -10,7 +10,7 @@ from functools import cached_property
 
 from litgrpo.distributed.device import Clock, time_phase
 from litgrpo.distributed.fsdp.units import gathered
-from litgrpo.distributed.memory import RowLimit, retry_with_fewer_rows
+from litgrpo.distributed.memory import RowLimit
 from litgrpo.models.limits import check_rope_length, find_rope_switch
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
@@ -219,9 +219,7 @@ class Rollouter:
             return rollout
 
         with weights, self.policy.autocast():
-            return retry_with_fewer_rows(
-                generate_rows, self.row_limit, lambda: rows_in_use, least=request.group_size
-            )
+            return self.row_limit.run(generate_rows, lambda: rows_in_use, least=request.group_size)
 
     def _decode(self, rollout: Rollout) -> list[str]:
         if rollout.completions:  # episodes have texts already
