@@ -13,10 +13,9 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -521,48 +520,6 @@ class Rollout:
         rows = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
 
-    def stats(self) -> Stats:
-        """Scalars under `completion/` and `prompt/`, and the entropy at sampling.
-
-        -log p of tokens that were not sampled is no estimate of the entropy: `policy/data_nll`.
-
-        If no completion ended, the mean of the ended ones is 0 of 0, and their extremes are
-        infinite; `average_over_ranks` leaves both out.
-        """
-        lengths, ended = self.lengths.float(), ~self.truncated
-        stats = mean_and_extremes("completion/len", lengths)
-        stats["completion/truncated_frac"] = self.truncated.float().mean()
-        stats |= mean_and_extremes("completion/terminated_len", lengths, ended)
-        stats |= mean_and_extremes("prompt/len", self.prompts.prompt_mask.sum(1).float())
-        # H = E[-log p] over sampled tokens: an unbiased estimate that needs no forward pass.
-        surprise = -torch.where(self.loss_mask, self.sampler_logprobs, 0.0).sum()
-        name = "policy/data_nll" if self.provenance == "data" else "policy/entropy"
-        stats[name] = torch.stack([surprise, self.loss_mask.sum()])
-        return stats
-
-
-def mean_and_extremes(name: str, values: Tensor, counted: Tensor | None = None) -> Stats:
-    """Mean and extremes of some values.
-
-    Args:
-        name: prefix of the metrics; `_mean`, `_min` and `_max` follow.
-        values: of any shape.
-        counted: True if a value counts, same shape; the mean is then a sum and a count, and the
-            extremes of no value are infinite. None: all values count.
-    """
-    if counted is None:
-        return {
-            f"{name}_mean": values.mean(),
-            f"{name}_min": values.min(),
-            f"{name}_max": values.max(),
-        }
-    total = torch.where(counted, values, 0.0).sum()
-    return {
-        f"{name}_mean": torch.stack([total, counted.sum()]),
-        f"{name}_min": torch.where(counted, values, torch.inf).min(),
-        f"{name}_max": torch.where(counted, values, -torch.inf).max(),
-    }
-
 
 def compare_within_groups(values: Tensor, precision: float) -> tuple[Tensor, Tensor, Tensor]:
     """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
@@ -584,11 +541,6 @@ def compare_within_groups(values: Tensor, precision: float) -> tuple[Tensor, Ten
     degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
     std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
     return deviation, std, degrees_of_freedom
-
-
-def _sample_std(values: Tensor) -> Tensor:
-    """[] standard deviation (n - 1) of [K] values; 0 for one of them, NaN for none."""
-    return values.std(correction=min(1, len(values) - 1)) if len(values) else values.mean()
 
 
 @dataclass(frozen=True)
@@ -621,8 +573,8 @@ class RewardTable:
         ...     total=torch.tensor([[1.2, 0.2]]).double(),
         ...     valid=torch.tensor([[True, True]]),
         ... )
-        >>> float(rewards.stats()["reward/correct_share"])  # "format" does not rank completions
-        1.0
+        >>> rewards.find_zero_variance()
+        tensor([0.], dtype=torch.float64)
     """
 
     components: dict[str, Tensor]
@@ -681,102 +633,6 @@ class RewardTable:
         deviation = compare_within_groups(self.scored, self.precision)[0]
         equal = (deviation.nan_to_num(0.0) == 0).all(1)
         return equal.double().where(self.valid.any(1), torch.nan)
-
-    def over_ranks(self, gather: Callable[[Tensor], Tensor]) -> RewardTable:
-        """Return the table of the groups of all ranks, for `stats`; every rank must call this.
-
-        Args:
-            gather: concatenates flat tensors of all ranks, padded with NaN (`Comm.gather`).
-        """
-        parts = [self.total, self.valid, *self.components.values(), *self.processed.values()]
-        stacked = torch.stack([part.double() for part in parts], dim=1)
-        rows = gather(stacked.flatten()).view(-1, *stacked.shape[1:])
-        rows = rows[~rows[:, 1, 0].isnan()]  # without those that pad a rank with fewer groups
-        total, valid, *values = rows.unbind(1)
-        count = len(self.components)
-        return replace(
-            self,
-            components=dict(zip(self.components, values[:count], strict=True)),
-            processed=dict(zip(self.processed, values[count:], strict=True)),
-            total=total,
-            valid=valid.bool(),
-            greedy=None,
-            tasks=[],
-        )
-
-    def stats(self) -> Stats:
-        """Scalars under `reward/` of the scored completions; several ranks use `over_ranks`.
-
-        A statistic of nothing, such as the mean reward if no completion has one, is left out.
-        """
-        scored, zero_variance = self.scored, self.find_zero_variance()
-        spread = compare_within_groups(scored, self.precision)[1].squeeze(1)
-        known = scored[self.valid]
-        stats: Stats = {
-            "reward/mean": known.mean(),
-            "reward/std": _sample_std(known),
-            "reward/group_std": spread[self.valid.any(1)].mean(),
-            "reward/failed_frac": (~self.valid).double().mean(),
-            "reward/unscored_groups_frac": zero_variance.isnan().double().mean(),
-            "reward/zero_variance_groups_frac": zero_variance.nanmean(),
-        }
-        for name, component in self.components.items():
-            stats[f"reward/{name}"] = component.nanmean()
-            stats[f"reward/{name}_std"] = _sample_std(component[~component.isnan()])
-        if len(self.components) > 1:
-            stats |= self._compare_components()
-        if known.numel():
-            stats |= {"reward/min": known.min(), "reward/max": known.max()}
-        return {name: value.float() for name, value in stats.items() if not value.isnan()}
-
-    def _compare_components(self) -> Stats:
-        """Share of each component in the differences within groups, and conflicts between them.
-
-        Let c_k be component k minus its group mean, times its weight, and c their sum. The share of
-        component k is <c_k, c> / <c, c>. Shares add up to 1; a negative share means that the other
-        components outweigh this one. The cosine of two components is that of c_k and c_l. NaN where
-        nothing differs.
-        """
-        centered = {name: self._center(values) for name, values in self.processed.items()}
-        weighted = {name: self.weights[name] * values for name, values in centered.items()}
-        total = torch.stack(list(weighted.values())).sum(0)
-        power = total.square().sum()
-        stats = {
-            f"reward/{name}_share": (values * total).sum() / power
-            for name, values in weighted.items()
-        }
-        for one, other in combinations(centered, 2):
-            product = (centered[one] * centered[other]).sum()
-            norms = centered[one].norm() * centered[other].norm()
-            # Only the signs of the weights matter; a weight of 0 keeps the sign of the component.
-            sign = 1.0 if self.weights[one] * self.weights[other] >= 0 else -1.0
-            stats[f"reward/cosine_{one}_{other}"] = sign * product / norms
-        return stats
-
-    def _center(self, component: Tensor) -> Tensor:
-        """[B, G] component minus its group mean; 0 for invalid rows and groups of equal rewards."""
-        known = component.where(self.valid, torch.nan)
-        return compare_within_groups(known, self.precision)[0].nan_to_num(0.0)
-
-    @staticmethod
-    def stat_names(components: Sequence[str]) -> list[str]:
-        """Names that `stats` logs under `reward/` for components of these names."""
-        names = [
-            "mean",
-            "std",
-            "min",
-            "max",
-            "group_std",
-            "failed_frac",
-            "unscored_groups_frac",
-            "zero_variance_groups_frac",
-        ]
-        names += components
-        names += [f"{name}_std" for name in components]
-        if len(components) > 1:
-            names += [f"{name}_share" for name in components]
-            names += [f"cosine_{one}_{other}" for one, other in combinations(components, 2)]
-        return names
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.update_config import UpdateConfig
-from litgrpo.metrics import average_over_ranks
+from litgrpo.metrics import average_over_ranks, mean_and_extremes
 from litgrpo.rewards import Scoring
-from litgrpo.types import RewardTable, StepReport, mean_and_extremes
+from litgrpo.types import RewardTable, StepReport
 from tests.support.raises import raises_for
 from tests.support.training import always_half, batches, letters, module, train
 

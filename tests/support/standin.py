@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluated
-from litgrpo.metrics import average_over_ranks
+from litgrpo.metrics import average_over_ranks, reward_stats, rollout_stats
 from litgrpo.types import (
     Experience,
     Iteration,
@@ -106,7 +106,7 @@ class StandIn(LightningModule):
         rewards = rewards_of(rollout)
         self.iteration += 1
         self.log("step", float(self.iteration))
-        seen = rewards.stats() | rollout.stats()
+        seen = reward_stats(rewards) | rollout_stats(rollout)
         logged = average_over_ranks(seen, [], SingleProcess(), torch.device("cpu"))
         self.log_dict(logged, batch_size=len(batch))
         if self.iteration == self.max_iterations:

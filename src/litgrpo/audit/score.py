@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from litgrpo.audit.cases import Case, Problem
+from litgrpo.metrics import reward_stats
 from litgrpo.rewards import Runner, Scorer
 from litgrpo.types import RewardTable
 
@@ -104,7 +105,7 @@ def score_probes(
             }
             numbers = {name: values.flatten().numpy() for name, values in columns.items()}
             frames.append(pd.DataFrame(texts | numbers))
-            stats.append({name: float(value) for name, value in table.stats().items()})
+            stats.append({name: float(value) for name, value in reward_stats(table).items()})
     return pd.concat(frames, ignore_index=True), pd.DataFrame(stats)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from litgrpo.distributed.device import backend, to_host
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.lightning_compat import log_numbers
-from litgrpo.metrics import average_over_ranks
+from litgrpo.metrics import average_over_ranks, reward_stats
 from litgrpo.models.policy import Policy
 from litgrpo.protocol import RolloutModule, TrainedModule
 from litgrpo.tensors import local
@@ -179,9 +179,10 @@ class NoLearningSignal(Callback):
                 f"No learning signal for {self.in_a_row} iterations: no completion got a reward "
                 "(None). Add a reward function that scores these completions, which samples/ shows."
             )
+        mean = reward_stats(rewards)["reward/mean"]
         return (
             f"No learning signal for {self.in_a_row} iterations: all rewards within each group "
-            f"were identical (last mean {rewards.stats()['reward/mean']:.3g}). Use easier prompts, "
+            f"were identical (last mean {mean:.3g}). Use easier prompts, "
             "a reward with partial credit, a larger model.group_size or a higher "
             "model.sampling.temperature; samples/ shows the completions."
         )

@@ -54,7 +54,10 @@ from litgrpo.lightning_compat import (
 from litgrpo.metrics import (
     advantage_stats,
     average_over_ranks,
+    gather_rewards,
     group_advantages,
+    reward_stats,
+    rollout_stats,
 )
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.loading.load import (
@@ -583,7 +586,8 @@ class GRPO(LightningModule):
         own_tokens = self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
         first_rollout, first_rewards = experience.scored[0]  # unbiased, unlike what replaced groups
-        stats = first_rewards.over_ranks(comm.gather).stats() | first_rollout.stats()
+        stats = reward_stats(gather_rewards(first_rewards, comm.gather))
+        stats |= rollout_stats(first_rollout)
         stats |= experience.stats | self.rollouter.stats(experience.rollout)
         stats |= self.source.stats(experience.rollout, iteration.number - 1)
         stats |= self.learner.reward_kl_stats(experience.rollout, experience.logprobs)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import did_you_mean, import_by_path, require
-from litgrpo.types import RewardTable
+from litgrpo.metrics import reward_stat_names
 
 
 def resolve_function(
@@ -258,7 +258,7 @@ def _check_shaping(name: str, reward: Reward, rewards: Mapping[str, Reward]) -> 
 
 
 def _check_names(names: Sequence[str]) -> None:
-    keys = RewardTable.stat_names(names)
+    keys = reward_stat_names(names)
     for name in names:
         require(
             keys.count(name) == 1,

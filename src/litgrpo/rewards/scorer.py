@@ -13,6 +13,7 @@ from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import one_of, require
+from litgrpo.metrics import reward_stat_names
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.calls import (
     DOUBLE_EPS,
@@ -463,7 +464,7 @@ class Scorer:
         for scores in results:
             for name, numbers in scores.metrics.items():
                 noted.setdefault(name, []).extend(numbers)
-        taken = noted.keys() & set(RewardTable.stat_names(list(self.components)))
+        taken = noted.keys() & set(reward_stat_names(list(self.components)))
         if taken:
             name = min(taken)
             raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")

@@ -1,0 +1,37 @@
+"""A rollout and reward tables whose numbers are worked out by hand."""
+
+from dataclasses import replace
+
+import torch
+
+from litgrpo.types import PromptBatch, RewardTable, Rollout
+
+
+def prompts(rows=2, length=3) -> PromptBatch:
+    ids = torch.arange(rows * length).view(rows, length)
+    texts = [f"prompt {row}" for row in range(rows)]
+    columns = {"answer": list(range(rows))}
+    return PromptBatch(ids, ids >= 0, texts, columns, torch.arange(rows))
+
+
+def rollout() -> Rollout:
+    """Two prompts, two completions of each, of 1, 3, 2 and 3 tokens; the last was cut off."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
+    truncated = torch.tensor([False, False, False, True])
+    return Rollout(prompts(), 2, mask.long() * 7, mask, mask * -0.5, truncated)
+
+
+def with_turns() -> Rollout:
+    """Return the same rollout; in rows 1 and 3 the second token is tool output."""
+    mask = rollout().completion_mask.clone()
+    mask[[1, 3], 1] = False
+    return replace(rollout(), loss_mask=mask)
+
+
+def table(total, valid=None, **components) -> RewardTable:
+    total = torch.tensor(total, dtype=torch.float64)
+    valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    columns = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in components.items()
+    }
+    return RewardTable(columns, dict.fromkeys(columns, 1.0), total, valid)
