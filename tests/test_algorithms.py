@@ -15,7 +15,7 @@ from litgrpo.algorithms.correction import CORRECTIONS
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import CISPO, Clipped, PolicyGradient
 from litgrpo.cli.parser import RecipeCLI
-from litgrpo.types import TokenLogprobs, TrainingBatch
+from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
 from tests.support.algorithms import ALGORITHMS, DISTILLING, PUBLISHED
 from tests.support.raises import raises_for
 
@@ -196,11 +196,13 @@ def gradient(objective: Objective) -> torch.Tensor:
     mask = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
     truncated = torch.tensor([True, False, False, False])
     training_batch = TrainingBatch(
-        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-        prompt_of=torch.zeros(4, dtype=torch.long),
-        completion_ids=torch.zeros(4, 5, dtype=torch.long),
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+            prompt_of=torch.zeros(4, dtype=torch.long),
+            completion_ids=torch.zeros(4, 5, dtype=torch.long),
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=now.clone(),
         advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),

@@ -1,6 +1,6 @@
 """Data classes: shape checks and selections."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +15,13 @@ def training_batch() -> TrainingBatch:
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
     ids = torch.arange(16).view(4, 4)
     return TrainingBatch(
-        prompt_ids=torch.arange(12).view(3, 4),
-        prompt_mask=prompt_mask,
-        prompt_of=torch.tensor([0, 1, 2, 2]),
-        completion_ids=ids,
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.arange(12).view(3, 4),
+            prompt_mask=prompt_mask,
+            prompt_of=torch.tensor([0, 1, 2, 2]),
+            completion_ids=ids,
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=-ids.float(),
         advantages=ids + 0.25,
@@ -45,8 +47,8 @@ def test_lengths_count_generated_tokens_and_models_read_all_tokens():
 def test_tokens_mark_generated_tokens_only_if_there_are_turns():
     given = with_turns()
     numbers = torch.where(given.loss_mask, 0, -1)
-    assert torch.equal(replace(given, turns=numbers).tokens.loss_mask, given.loss_mask)
-    assert rollout().tokens.loss_mask is None
+    assert torch.equal(replace(given, turns=numbers).tokens.predicted, given.loss_mask)
+    assert rollout().tokens.predicted is None
 
 
 def test_loss_mask_defaults_to_the_completion_mask():
@@ -110,68 +112,57 @@ def test_a_reward_component_without_weight_or_of_another_shape_raises():
         RewardTable({"correct": total}, {"correct": 1.0}, total, valid.flatten())
 
 
-@pytest.mark.parametrize(
-    "name", ["loss_weights", "advantages", "completion_mask", "loss_mask", "ref_logprobs"]
-)
-def test_every_row_field_of_a_training_batch_has_the_same_shape(name):
+@pytest.mark.parametrize("name", ["loss_weights", "advantages", "loss_mask", "ref_logprobs"])
+def test_every_row_field_of_a_training_batch_has_the_shape_of_its_tokens(name):
     with pytest.raises(ValueError, match=f"{name} has shape"):
         replace(training_batch(), **{name: getattr(training_batch(), name)[:, :3]})
 
 
-def test_every_completion_of_a_training_batch_continues_a_prompt():
-    with pytest.raises(ValueError, match="prompt_of has shape"):
-        replace(training_batch(), prompt_of=torch.tensor([0, 1]))
-
-
 def test_select_trims_padding_and_renumbers_prompts():
     chosen = training_batch().select(torch.tensor([3, 1]))
+    tokens = chosen.tokens
     # Prompts 1 and 2 are left, of at most 3 tokens; completions also have at most 3.
-    assert chosen.prompt_ids.tolist() == [[5, 6, 7], [9, 10, 11]]
-    assert chosen.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
-    assert chosen.prompt_of.tolist() == [1, 0]
-    assert chosen.completion_ids.tolist() == [[12, 13, 14], [4, 5, 6]]
-    assert chosen.completion_mask.tolist() == [[True, True, True], [True, False, False]]
+    assert tokens.prompt_ids.tolist() == [[5, 6, 7], [9, 10, 11]]
+    assert tokens.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
+    assert tokens.prompt_of.tolist() == [1, 0]
+    assert tokens.completion_ids.tolist() == [[12, 13, 14], [4, 5, 6]]
+    assert tokens.completion_mask.tolist() == [[True, True, True], [True, False, False]]
     assert chosen.sampler_logprobs.tolist() == [[-12, -13, -14], [-4, -5, -6]]
     assert chosen.loss_weights.tolist() == [[12.5, 13.5, 14.5], [4.5, 5.5, 6.5]]
     assert chosen.ref_logprobs.tolist() == [[-88, -87, -86], [-96, -95, -94]]
     assert chosen.old_logprobs is None
 
 
+def fields_of(batch: TrainingBatch) -> dict:
+    """Return all tensors of a batch and of its tokens."""
+    return vars(batch) | vars(batch.tokens) | {"tokens": None, "on_host": None}
+
+
+def assert_equal(one: TrainingBatch, other: TrainingBatch) -> None:
+    values, others = fields_of(one), fields_of(other)
+    for name, value in values.items():
+        assert (value is None and others[name] is None) or torch.equal(value, others[name])
+
+
 def test_selecting_all_rows_in_order_only_trims_unused_columns():
     given = training_batch()
-    everything = given.select(torch.arange(4))
-    for field in fields(TrainingBatch):
-        before, after = getattr(given, field.name), getattr(everything, field.name)
-        if field.name in ("prompt_ids", "prompt_mask"):
-            before = before[:, 1:]  # no prompt has four tokens
-        assert (before is None and after is None) or torch.equal(before, after)
+    tokens = given.tokens  # no prompt has four tokens
+    shorter = {name: getattr(tokens, name)[:, 1:] for name in ("prompt_ids", "prompt_mask")}
+    expected = replace(given, tokens=replace(tokens, **shorter))
+    assert_equal(given.select(torch.arange(4)), expected)
 
 
 def test_two_selections_equal_one_combined_selection():
     rows, then = torch.tensor([3, 0, 2]), torch.tensor([2, 0])
-    twice, once = training_batch().select(rows).select(then), training_batch().select(rows[then])
-    for field in fields(TrainingBatch):
-        first, second = getattr(twice, field.name), getattr(once, field.name)
-        assert (first is None and second is None) or torch.equal(first, second)
+    twice = training_batch().select(rows).select(then)
+    assert_equal(twice, training_batch().select(rows[then]))
 
 
 def test_a_completion_without_tokens_keeps_one_column():
-    empty = replace(training_batch(), completion_mask=torch.zeros(4, 4, dtype=torch.bool))
-    assert empty.select(torch.tensor([1, 2])).completion_ids.shape == (2, 1)
-
-
-def test_tokens_of_a_training_batch_share_its_tensors():
-    given = training_batch()
-    for field in fields(TokenRows):
-        assert getattr(given.tokens, field.name) is getattr(given, field.name)
-
-
-def test_select_commutes_with_tokens():
-    rows = torch.tensor([3, 1])
-    one, other = training_batch().tokens.select(rows), training_batch().select(rows).tokens
-    for field in fields(TokenRows):
-        first, second = getattr(one, field.name), getattr(other, field.name)
-        assert (first is None and second is None) or torch.equal(first, second)
+    tokens = training_batch().tokens
+    empty = replace(tokens, completion_mask=torch.zeros(4, 4, dtype=torch.bool))
+    empty = replace(training_batch(), tokens=empty).select(torch.tensor([1, 2]))
+    assert empty.tokens.completion_ids.shape == empty.advantages.shape == (2, 1)
 
 
 def test_select_keeps_environment_tokens_at_the_end_of_a_row():
@@ -180,5 +171,18 @@ def test_select_keeps_environment_tokens_at_the_end_of_a_row():
     mask = given.loss_mask.clone()
     mask[2, 1] = False
     chosen = replace(given, loss_mask=mask).select(torch.tensor([2]))
-    assert chosen.completion_ids.tolist() == [[8, 9]]
+    assert chosen.tokens.completion_ids.tolist() == [[8, 9]]
     assert chosen.loss_mask.tolist() == [[True, False]]
+
+
+def test_tokens_with_a_term_weight_are_predicted():
+    given = training_batch()
+    mask = given.loss_mask.clone()
+    mask[:, 1] = False
+    weights = torch.zeros(4, 4, 2)
+    weights[0, 1, 1] = 0.5
+    given = replace(given, loss_mask=mask).with_term_weights(weights)
+    expected = mask.clone()
+    expected[0, 1] = True
+    assert torch.equal(given.tokens.predicted, expected)
+    assert torch.equal(given.tokens.on_host.predicted, expected)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,58 +42,40 @@ def _check_shape(name: str, value: Tensor, *shape: int) -> None:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape}")
 
 
-def _check_rows(rows: TokenRows | TrainingBatch) -> None:
-    num_rows, length = rows.completion_ids.shape
-    for name, value in rows.row_fields().items():
-        _check_shape(name, value, num_rows, length, *value.shape[2:])
-    _check_shape("prompt_of", rows.prompt_of, num_rows)
+def _check_row_fields(fields: Mapping[str, Tensor], shape: torch.Size) -> None:
+    """Raise unless every field has one entry per token, (M, C) = `shape`."""
+    for name, value in fields.items():
+        _check_shape(name, value, *shape, *value.shape[2:])
 
 
 class HostMasks(NamedTuple):
     """Masks of rows on the host, where sizes and indices are computed without a wait for a GPU.
 
-    Args:
-        prompt_mask, prompt_of, completion_mask: see `TokenRows`.
-        generated: [M, C] True marks a token whose log-probability is computed: those that the
-            policy sampled, and others that a term of the loss is a mean over.
-        has_gradient: [M] see `TrainingBatch`; None for `TokenRows`.
-
-    Example:
-        One completion of two tokens, and its prompt of one::
-
-            HostMasks(
-                prompt_mask=tensor([[True]]),
-                prompt_of=tensor([0]),
-                completion_mask=tensor([[True, True]]),
-                generated=tensor([[True, True]]),
-            )
+    `prompt_mask` [B, P], `prompt_of` [M], `completion_mask` and `predicted` [M, C] are as of
+    `TokenRows`; all real tokens are predicted if those have no such mask.
     """
 
     prompt_mask: Tensor
     prompt_of: Tensor
     completion_mask: Tensor
-    generated: Tensor
-    has_gradient: Tensor | None = None
+    predicted: Tensor
 
     @staticmethod
-    def of(rows: TokenRows | TrainingBatch) -> HostMasks:
+    def of(rows: TokenRows) -> HostMasks:
         """Copy the masks of rows to the host, with one wait; masks on the host stay the same."""
         mask = rows.completion_mask
         masks = [rows.prompt_mask, rows.prompt_of, mask]
-        if isinstance(rows, TrainingBatch):
-            masks.append(rows.has_gradient)
-        predicted = rows.predicted
-        if predicted is not None and predicted is not mask:
-            masks.append(predicted)
+        if rows.predicted is not None and rows.predicted is not mask:
+            masks.append(rows.predicted)
         if mask.device.type != "cpu":
-            sizes = [each.numel() for each in masks]
-            whole = torch.split(torch.cat([each.flatten().int() for each in masks]).cpu(), sizes)
+            sizes = [tensor.numel() for tensor in masks]
+            joined = torch.cat([tensor.flatten().int() for tensor in masks])
+            copies = torch.split(joined.cpu(), sizes)
             masks = [
-                part.view(each.shape).to(each.dtype)
-                for part, each in zip(whole, masks, strict=True)
+                copy.view(tensor.shape).to(tensor.dtype)
+                for copy, tensor in zip(copies, masks, strict=True)
             ]
-        has_gradient = masks.pop(3) if isinstance(rows, TrainingBatch) else None
-        return HostMasks(masks[0], masks[1], masks[2], masks[-1], has_gradient)
+        return HostMasks(masks[0], masks[1], masks[2], masks[-1])
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
@@ -126,59 +108,23 @@ def to_device(indices: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy int64 tensors from the host to a device in one transfer, without a wait for it."""
     if device.type == "cpu":
         return indices
-    whole = torch.cat([each.flatten() for each in indices])
+    joined = torch.cat([tensor.flatten() for tensor in indices])
     if device.type == "cuda":
-        whole = whole.pin_memory()  # copies from other memory wait
-    sizes = [each.numel() for each in indices]
-    parts = torch.split(whole.to(device, non_blocking=True), sizes)
-    return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]
-
-
-Selected = TypeVar("Selected", "TokenRows", "TrainingBatch")
-
-
-def _select(batch: Selected, rows: Tensor) -> Selected:
-    """Return some rows with their prompts, without columns that are all padding."""
-    masks, device = batch.on_host, batch.completion_ids.device
-    rows = rows.cpu()
-    used_prompts, prompt_of = torch.unique(masks.prompt_of[rows], return_inverse=True)
-    prompt_mask = masks.prompt_mask[used_prompts]
-    # Prompts are padded on the left: the longest one decides where the first used column is.
-    first = prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
-    # One column stays even if all completions are empty: models cannot read tensors of size 0.
-    completion_mask = masks.completion_mask[rows]
-    width = max(1, int(completion_mask.sum(1).max()))
-    chosen, used, of = to_device([rows, used_prompts, prompt_of], device)
-    fields = {name: value[chosen, :width] for name, value in batch.row_fields().items()}
-    selected = replace(
-        batch,
-        prompt_ids=batch.prompt_ids[used, first:],
-        prompt_mask=batch.prompt_mask[used, first:],
-        prompt_of=of,
-        **fields,
-    )
-    if device.type != "cpu":
-        has_gradient = None if masks.has_gradient is None else masks.has_gradient[rows]
-        known = HostMasks(
-            prompt_mask[:, first:],
-            prompt_of,
-            completion_mask[:, :width],
-            masks.generated[rows, :width],
-            has_gradient,
-        )
-        selected.__dict__["on_host"] = known  # of the cached property
-    return selected
+        joined = joined.pin_memory()  # copies from other memory wait
+    sizes = [tensor.numel() for tensor in indices]
+    copies = torch.split(joined.to(device, non_blocking=True), sizes)
+    return [copy.view(tensor.shape) for copy, tensor in zip(copies, indices, strict=True)]
 
 
 def _without_none(**values: Tensor | None) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _take(values: Tensor, places: Tensor) -> Tensor:
+def _take(values: Tensor, positions: Tensor) -> Tensor:
     """Return [m, c, ...] the entries of [M, C, ...] at positions [m, c] in [M * C]; 0 at -1."""
-    found = values.flatten(0, 1)[places.clamp(min=0)]
-    outside = (places < 0).view(*places.shape, *[1] * (values.ndim - 2))
-    return found.masked_fill(outside, 0)
+    taken = values.flatten(0, 1)[positions.clamp(min=0)]
+    outside = (positions < 0).view(*positions.shape, *[1] * (values.ndim - 2))
+    return taken.masked_fill(outside, 0)
 
 
 @dataclass(frozen=True)
@@ -194,7 +140,7 @@ class TokenRows:
         candidate_ids: [M, C, S] ids of the tokens that could be sampled, filled with -1. The
             log-probabilities of sampler, policy and reference are renormalized over these. None:
             every token.
-        loss_mask: [M, C] True marks a token whose log-probability is computed: those that the
+        predicted: [M, C] True marks a token whose log-probability is computed: those that the
             policy sampled, and others with a cross-entropy loss; None: all real tokens.
         segments: [M, C] int16 number of the segment of each token, see `Rollout.segments`; None:
             every row is one segment.
@@ -219,12 +165,12 @@ class TokenRows:
     completion_ids: Tensor
     completion_mask: Tensor
     candidate_ids: Tensor | None = None
-    loss_mask: Tensor | None = None
+    predicted: Tensor | None = None
     segments: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check that every row field has M rows of one length."""
-        _check_rows(self)
+        _check_row_fields(self.row_fields(), self.completion_ids.shape)
+        _check_shape("prompt_of", self.prompt_of, len(self.completion_ids))
 
     def __len__(self) -> int:
         """Number of completions, M."""
@@ -235,18 +181,13 @@ class TokenRows:
         """[M] tokens of each completion that a model reads."""
         return self.completion_mask.sum(1)
 
-    @property
-    def predicted(self) -> Tensor | None:
-        """The loss mask."""
-        return self.loss_mask
-
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
         return _without_none(
             completion_ids=self.completion_ids,
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
-            loss_mask=self.loss_mask,
+            predicted=self.predicted,
             segments=self.segments,
         )
 
@@ -271,7 +212,7 @@ class TokenRows:
             ...     torch.tensor([[5]]), torch.tensor([[True]]), torch.tensor([0]),
             ...     completion_ids=torch.tensor([[7, 8, 3, 9]]),
             ...     completion_mask=one,
-            ...     loss_mask=torch.tensor([[True, True, False, True]]),
+            ...     predicted=torch.tensor([[True, True, False, True]]),
             ...     segments=torch.tensor([[0, 0, 1, 1]]),
             ... )
             >>> split, _ = rows.split_segments()
@@ -279,47 +220,45 @@ class TokenRows:
             ([[5], [3]], [[7, 8], [9, 0]])
         """
         assert self.segments is not None
-        masks, device, width = (
-            self.on_host,
-            self.completion_ids.device,
-            self.completion_ids.shape[1],
-        )
-        numbers, first_new = self.segments.cpu(), len(masks.prompt_mask)
+        masks, device = self.on_host, self.completion_ids.device
+        width = self.completion_ids.shape[1]
+        segments, num_prompts = self.segments.cpu(), len(masks.prompt_mask)
         prompt_of: list[int] = []
-        prompts: list[Tensor] = []  # positions in [M * C] of the prompts of new segments
-        rows: list[Tensor] = []
-        for row, (mask, generated) in enumerate(
-            zip(masks.completion_mask, masks.generated, strict=True)
+        new_prompts: list[Tensor] = []  # positions in [M * C] of the prompts of segments
+        rows: list[Tensor] = []  # positions in [M * C] of the completions of segments
+        for row, (mask, predicted) in enumerate(
+            zip(masks.completion_mask, masks.predicted, strict=True)
         ):
             # A row without tokens is one empty segment: it must not disappear.
-            for number in sorted({*numbers[row][mask].tolist()}) or [0]:
-                columns = ((numbers[row] == number) & mask).nonzero().flatten()
-                start = int(generated[columns].int().argmax()) if number else 0
-                if number:
-                    prompts.append(row * width + columns[:start])
+            for number in sorted({*segments[row][mask].tolist()}) or [0]:
+                columns = ((segments[row] == number) & mask).nonzero().flatten()
+                start = 0
+                if number == 0:
+                    prompt_of.append(int(masks.prompt_of[row]))
+                else:
+                    start = int(predicted[columns].int().argmax())
+                    prompt_of.append(num_prompts + len(new_prompts))
+                    new_prompts.append(row * width + columns[:start])
                 rows.append(row * width + columns[start:])
-                prompt_of.append(
-                    first_new + len(prompts) - 1 if number else int(masks.prompt_of[row])
-                )
-        places = pad_sequence(rows, batch_first=True, padding_value=-1)
-        if not places.shape[1]:  # models cannot read tensors of size 0
-            places = places.new_full((len(rows), 1), -1)
-        before = [ids[mask] for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
-        flat = self.completion_ids.flatten()
-        both = [*before, *(flat[each.to(device)] for each in prompts)]
-        prompt_ids, prompt_mask = pad_left([each.tolist() for each in both], 0)
-        moved = to_device([places, torch.tensor(prompt_of), prompt_ids, prompt_mask.long()], device)
-        taken = {
-            name: _take(value, moved[0])
+        positions = pad_sequence(rows, batch_first=True, padding_value=-1)
+        if not positions.shape[1]:  # models cannot read tensors of size 0
+            positions = positions.new_full((len(rows), 1), -1)
+        prompts = [ids[mask] for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+        flat_ids = self.completion_ids.flatten()
+        prompts += [flat_ids[prompt.to(device)] for prompt in new_prompts]
+        prompt_ids, prompt_mask = pad_left([prompt.tolist() for prompt in prompts], 0)
+        on_host = [positions, torch.tensor(prompt_of), prompt_ids, prompt_mask.long()]
+        positions, of, prompt_ids, prompt_mask = to_device(on_host, device)
+        fields = {
+            name: _take(value, positions)
             for name, value in self.row_fields().items()
             if name != "segments"
         }
         if self.candidate_ids is not None:
-            taken["candidate_ids"] = taken["candidate_ids"].masked_fill(
-                (moved[0] < 0)[..., None], -1
-            )
-        split = TokenRows(moved[2], moved[3].bool(), moved[1], **taken)
-        return split.select(torch.arange(len(rows))), moved[0]  # without prompts of no row
+            outside = (positions < 0)[..., None]
+            fields["candidate_ids"] = fields["candidate_ids"].masked_fill(outside, -1)
+        split = TokenRows(prompt_ids, prompt_mask.bool(), of, **fields)
+        return split.select(torch.arange(len(rows))), positions  # without prompts of no row
 
     def select(self, rows: Tensor) -> TokenRows:
         """Select completions and their prompts, trimming columns that are all padding.
@@ -327,7 +266,31 @@ class TokenRows:
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        return _select(self, rows)
+        masks, device = self.on_host, self.completion_ids.device
+        rows = rows.cpu()
+        used_prompts, prompt_of = torch.unique(masks.prompt_of[rows], return_inverse=True)
+        prompt_mask = masks.prompt_mask[used_prompts]
+        # Prompts are padded on the left: the longest one decides where the first used column is.
+        first = prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
+        # One column stays even if all completions are empty: models cannot read tensors of size 0.
+        completion_mask = masks.completion_mask[rows]
+        width = max(1, int(completion_mask.sum(1).max()))
+        row_index, prompt_index, of = to_device([rows, used_prompts, prompt_of], device)
+        selected = replace(
+            self,
+            prompt_ids=self.prompt_ids[prompt_index, first:],
+            prompt_mask=self.prompt_mask[prompt_index, first:],
+            prompt_of=of,
+            **{name: value[row_index, :width] for name, value in self.row_fields().items()},
+        )
+        if device.type != "cpu":  # the cached property needs no further copy
+            selected.__dict__["on_host"] = HostMasks(
+                prompt_mask[:, first:],
+                prompt_of,
+                completion_mask[:, :width],
+                masks.predicted[rows, :width],
+            )
+        return selected
 
 
 @dataclass(frozen=True)
@@ -502,7 +465,7 @@ class Rollout:
             completion_ids=self.completion_ids,
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
-            loss_mask=None if self.turns is None else self.loss_mask,
+            predicted=None if self.turns is None else self.loss_mask,
             segments=self.segments,
         )
 
@@ -668,11 +631,10 @@ class TrainingBatch:
 
     That of an iteration has M = N rows; it is split into mini-batches and micro-batches.
 
-    All log-probabilities are over `candidate_ids`.
+    All log-probabilities are over `tokens.candidate_ids`.
 
     Args:
-        prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask, candidate_ids: see
-            `TokenRows`.
+        tokens: the completions and their prompts, as input of a model.
         loss_mask: [M, C] True marks a token that the policy sampled.
         sampler_logprobs: [M, C] log-probability at sampling.
         advantages: [M, C] advantage of each token, computed by the estimator
@@ -682,36 +644,35 @@ class TrainingBatch:
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None: the
             current policy is the old one (ratio 1), see `RolloutLogprobs`.
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
+        ref_hidden: [M, C, E] hidden states of the reference; see `RolloutLogprobs`.
         selected: [M, C] True marks a token that the surrogate selected among all of the optimizer
             step; None before `Objective.prepare_step`, or if the surrogate selects none.
         kept: [M, C] True marks a token that the step masks of the objective keep; None before
             `Objective.prepare_step`, or if nothing of the step is needed.
         term_weights: [M, C, K] weight of each token in the K terms of the loss that are means over
-            tokens of their own (`Objective.mean_terms`); None without one.
-        ref_hidden: [M, C, E] hidden states of the reference; see `RolloutLogprobs`.
-        segments: [M, C] see `TokenRows`.
+            tokens of their own (`Objective.mean_terms`); None without one. See
+            `with_term_weights`.
 
     Example:
         Two completions of one prompt, of 2 and 1 tokens, aggregated by `token_mean`::
 
+            mask = tensor([[True, True], [True, False]])
             TrainingBatch(
-                prompt_ids=tensor([[5, 6]]),
-                prompt_mask=tensor([[True, True]]),
-                prompt_of=tensor([0, 0]),
-                completion_ids=tensor([[9, 2], [2, 0]]),
-                completion_mask=tensor([[True, True], [True, False]]),
-                loss_mask=tensor([[True, True], [True, False]]),
+                TokenRows(
+                    prompt_ids=tensor([[5, 6]]),
+                    prompt_mask=tensor([[True, True]]),
+                    prompt_of=tensor([0, 0]),
+                    completion_ids=tensor([[9, 2], [2, 0]]),
+                    completion_mask=mask,
+                ),
+                loss_mask=mask,
                 sampler_logprobs=tensor([[-0.1, -0.2], [-2.3, 0.0]]),
                 advantages=tensor([[0.71, 0.71], [-0.71, 0.0]]),
                 loss_weights=tensor([[0.33, 0.33], [0.33, 0.0]]),
             )
     """
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    prompt_of: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
+    tokens: TokenRows
     loss_mask: Tensor
     sampler_logprobs: Tensor
     advantages: Tensor
@@ -719,31 +680,16 @@ class TrainingBatch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     ref_hidden: Tensor | None = None
-    candidate_ids: Tensor | None = None
     selected: Tensor | None = None
     kept: Tensor | None = None
     term_weights: Tensor | None = None
-    segments: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check that every row field has M rows of one length."""
-        _check_rows(self)
+        _check_row_fields(self.row_fields(), self.tokens.completion_ids.shape)
 
     def __len__(self) -> int:
         """Number of completions, M."""
-        return self.completion_ids.shape[0]
-
-    @cached_property
-    def on_host(self) -> HostMasks:
-        """See `TokenRows.on_host`."""
-        return HostMasks.of(self)
-
-    @property
-    def predicted(self) -> Tensor:
-        """[M, C] True marks a token whose log-probability the loss needs."""
-        if self.term_weights is None:
-            return self.loss_mask
-        return self.loss_mask | (self.term_weights != 0).any(-1)
+        return len(self.tokens)
 
     @property
     def has_gradient(self) -> Tensor:
@@ -755,42 +701,30 @@ class TrainingBatch:
         pushed = self.advantages != 0
         if self.selected is not None:
             pushed = pushed | self.selected
-        found = (pushed & (self.loss_weights != 0)).any(1)
+        has_gradient = (pushed & (self.loss_weights != 0)).any(1)
         if self.term_weights is not None:
-            found = found | (self.term_weights != 0).any(-1).any(1)
-        return found
-
-    @property
-    def tokens(self) -> TokenRows:
-        """The rows as input of a model."""
-        rows = TokenRows(
-            prompt_ids=self.prompt_ids,
-            prompt_mask=self.prompt_mask,
-            prompt_of=self.prompt_of,
-            completion_ids=self.completion_ids,
-            completion_mask=self.completion_mask,
-            candidate_ids=self.candidate_ids,
-            loss_mask=self.predicted,
-            segments=self.segments,
-        )
-        if "on_host" in self.__dict__:
-            rows.__dict__["on_host"] = self.on_host
-        return rows
+            has_gradient = has_gradient | (self.term_weights != 0).any(-1).any(1)
+        return has_gradient
 
     def row_fields(self) -> dict[str, Tensor]:
-        """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
-        return self.tokens.row_fields() | _without_none(
+        """Return {name: [M, C, ...]} of the given fields beside `tokens`."""
+        return _without_none(
             loss_mask=self.loss_mask,
             sampler_logprobs=self.sampler_logprobs,
             advantages=self.advantages,
             loss_weights=self.loss_weights,
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
+            ref_hidden=self.ref_hidden,
             selected=self.selected,
             kept=self.kept,
             term_weights=self.term_weights,
-            ref_hidden=self.ref_hidden,
         )
+
+    def with_term_weights(self, weights: Tensor) -> TrainingBatch:
+        """Return the same rows with weights [M, C, K] of terms, whose tokens are then predicted."""
+        predicted = self.loss_mask | (weights != 0).any(-1)
+        return replace(self, term_weights=weights, tokens=replace(self.tokens, predicted=predicted))
 
     def select(self, rows: Tensor) -> TrainingBatch:
         """Select completions and their prompts, trimming columns that are all padding.
@@ -798,7 +732,11 @@ class TrainingBatch:
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        return _select(self, rows)
+        tokens = self.tokens.select(rows)
+        width = tokens.completion_ids.shape[1]
+        (index,) = to_device([rows.cpu()], self.advantages.device)
+        fields = {name: value[index, :width] for name, value in self.row_fields().items()}
+        return replace(self, tokens=tokens, **fields)
 
 
 def move_to_positions(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

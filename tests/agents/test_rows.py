@@ -87,7 +87,7 @@ def test_log_probabilities_come_back_to_their_places():
     found, hidden = policy.logprobs(rollout.tokens), policy.hidden_states(rollout.tokens)
     split, places = rollout.tokens.split_segments()
     alone = policy.logprobs(split)
-    real = split.on_host.generated
+    real = split.on_host.predicted
     assert torch.equal(found.logprobs.flatten()[places[real]], alone.logprobs[real])
     assert torch.equal(hidden.flatten(0, 1)[places[real]], policy.hidden_states(split)[real])
     assert not found.logprobs[~rollout.loss_mask].any()

@@ -33,8 +33,9 @@ from litgrpo.algorithms.surrogates import (
     binary_kl,
 )
 from litgrpo.tensors import row_mean, safe_exp
-from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
+from litgrpo.types import RewardTable, TokenLogprobs, TokenRows, TrainingBatch
 from tests.support.algorithms import CLIP_HIGHER, PUBLISHED
+from tests.support.by_hand import change_columns
 from tests.support.comms import Twins
 from tests.support.raises import raises_for
 
@@ -87,11 +88,13 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
     entropy = rows(0.1, 2.0)
     ids = torch.arange(6)[:, None].expand(6, 5)
     training_batch = TrainingBatch(
-        prompt_ids=torch.zeros(2, 1, dtype=torch.long),
-        prompt_mask=torch.ones(2, 1, dtype=torch.bool),
-        prompt_of=torch.tensor([0, 0, 0, 1, 1, 1]),
-        completion_ids=ids,
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.zeros(2, 1, dtype=torch.long),
+            prompt_mask=torch.ones(2, 1, dtype=torch.bool),
+            prompt_of=torch.tensor([0, 0, 0, 1, 1, 1]),
+            completion_ids=ids,
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=now + rows(-0.2, 0.2),
         advantages=rows(-1.0, 1.0),
@@ -170,10 +173,7 @@ def test_more_padding_changes_nothing(name):
     def wider(values):
         return torch.nn.functional.pad(values, (0, 3))
 
-    padded = replace(
-        training_batch,
-        **{name: wider(value) for name, value in training_batch.row_fields().items()},
-    )
+    padded = change_columns(training_batch, lambda _, values: wider(values))
     found = gradients(objective, wider(now), wider(entropy), padded, ALL)
 
     assert found[0] == pytest.approx(loss, rel=1e-12)
@@ -246,7 +246,7 @@ def test_stats_are_sums_and_counts_of_tokens():
     objective = Objective(Normalized(), kl_coef=0.1, surrogate=Clipped(0.1, 0.1))
     now, entropy, training_batch = batch(objective)
     stats = objective.loss(TokenLogprobs(now, entropy), training_batch).stats
-    mask, s = training_batch.completion_mask, now - training_batch.old_logprobs
+    mask, s = training_batch.tokens.completion_mask, now - training_batch.old_logprobs
 
     assert {value.shape for value in stats.values()} == {(2,)}
     assert stats[RATIO_MAX][1] == 1  # a largest number, not a sum
@@ -352,7 +352,7 @@ def test_masks_leave_the_kl_term_alone():
 def test_top_entropy_share_learns_from_the_most_uncertain_tokens():
     objective = Objective(top_entropy_quantile=0.5, loss_aggregation=TokenMean())
     now, entropy, training_batch = batch(objective, old=False)
-    mask = training_batch.completion_mask
+    mask = training_batch.tokens.completion_mask
     median = entropy[mask].quantile(0.5)
 
     _, grad, _ = gradients(objective, now, entropy, training_batch, ALL)
@@ -418,11 +418,13 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, False]])
     now = torch.full((2, 3), -1.0)
     training_batch = TrainingBatch(
-        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-        prompt_of=torch.zeros(2, dtype=torch.long),
-        completion_ids=torch.zeros(2, 3, dtype=torch.long),
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+            prompt_of=torch.zeros(2, dtype=torch.long),
+            completion_ids=torch.zeros(2, 3, dtype=torch.long),
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.zeros(2, 3),
@@ -471,14 +473,16 @@ def with_turns(objective, junk=0.0):
 
     spoken_to = (LENGTHS > 2)[:, None]
     fills = dict.fromkeys(("completion_ids", "loss_mask", "loss_weights"), 0)
-    rows = {
-        name: insert_tokens(value, fills.get(name, junk))
-        for name, value in training_batch.row_fields().items()
-    }
     width = torch.arange(7)
     seen = width < (LENGTHS + 2 * (LENGTHS > 2))[:, None]
-    rows["completion_mask"] = seen & (spoken_to | (width < LENGTHS[:, None]))
-    return insert_tokens(now, junk), insert_tokens(entropy, junk), replace(training_batch, **rows)
+
+    def insert(name, values):
+        if name == "completion_mask":
+            return seen & (spoken_to | (width < LENGTHS[:, None]))
+        return insert_tokens(values, fills.get(name, junk))
+
+    rows = change_columns(training_batch, insert)
+    return insert_tokens(now, junk), insert_tokens(entropy, junk), rows
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -1,6 +1,6 @@
 """Terms and masks of a user's own: one class each, with losses worked out by hand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from litgrpo.algorithms.masks import CompletionMask, StepMask, TokenMask
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.algorithms.terms import KLDivergence, MeanTerm, Term
-from litgrpo.types import TokenLogprobs, TrainingBatch
+from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
 from tests.support.comms import in_turns
 
 MASK = torch.tensor([[True, True], [True, False]])
@@ -70,11 +70,13 @@ class LikelyHalf(StepMask):
 def rows_of(objective):
     """Two completions, of two tokens and one, with an advantage of 1."""
     return TrainingBatch(
-        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-        prompt_of=torch.zeros(2, dtype=torch.long),
-        completion_ids=torch.zeros(2, 2, dtype=torch.long),
-        completion_mask=MASK,
+        TokenRows(
+            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+            prompt_of=torch.zeros(2, dtype=torch.long),
+            completion_ids=torch.zeros(2, 2, dtype=torch.long),
+            completion_mask=MASK,
+        ),
         loss_mask=MASK,
         sampler_logprobs=LOGPROBS,
         advantages=torch.ones(2, 2),
@@ -133,12 +135,10 @@ def test_micro_batches_and_processes_add_up():
 
     def process(row):
         def loss(comm):
-            given = TokenLogprobs(new.logprobs[row : row + 1], new.entropy[row : row + 1])
-            part = replace(
-                rows,
-                prompt_of=rows.prompt_of[:1],
-                **{name: value[row : row + 1] for name, value in rows.row_fields().items()},
-            )
+            part = rows.select(torch.tensor([row]))
+            width = part.loss_mask.shape[1]
+            given = [values[row : row + 1, :width] for values in (new.logprobs, new.entropy)]
+            given = TokenLogprobs(*given)
             return objective.loss(given, objective.prepare_step(part, given, comm)).loss
 
         return loss

@@ -18,7 +18,8 @@ from litgrpo.algorithms.surrogates import (
 )
 from litgrpo.algorithms.token_selection import smallest, token_keys
 from litgrpo.distributed.collectives import SingleProcess
-from litgrpo.types import TokenLogprobs, TrainingBatch
+from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
+from tests.support.by_hand import change_columns
 from tests.support.comms import in_turns
 
 ALONE = SingleProcess()
@@ -39,11 +40,13 @@ def batch(num_rows=12, width=9, prompts=4, seed=0):
     ids = torch.randint(0, 50, (num_rows, width), generator=generator)
     advantages = torch.randn(num_rows, 1, generator=generator).expand(num_rows, width)
     rows = TrainingBatch(
-        prompt_ids=torch.arange(prompts)[:, None].expand(prompts, 3).contiguous(),
-        prompt_mask=prompt_mask,
-        prompt_of=of,
-        completion_ids=ids,
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.arange(prompts)[:, None].expand(prompts, 3).contiguous(),
+            prompt_mask=prompt_mask,
+            prompt_of=of,
+            completion_ids=ids,
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=now + normal(0.4),
         advantages=advantages.masked_fill(~mask, NAN),
@@ -75,11 +78,13 @@ def tokens(logprobs, advantages, old=None):
     now = torch.tensor(logprobs)[:, None]
     mask = torch.ones_like(now, dtype=torch.bool)
     rows = TrainingBatch(
-        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-        prompt_of=torch.zeros(len(now), dtype=torch.long),
-        completion_ids=torch.arange(len(now))[:, None],
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+            prompt_of=torch.zeros(len(now), dtype=torch.long),
+            completion_ids=torch.arange(len(now))[:, None],
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.tensor(advantages)[:, None],
@@ -209,15 +214,19 @@ def test_a_selection_does_not_depend_on_the_order_of_rows_or_on_padding(name):
     def wider(values):
         return torch.nn.functional.pad(values, (0, 3), value=7)
 
-    padded = {key: wider(value) for key, value in rows.row_fields().items()}
-    for key in ("completion_mask", "loss_mask", "loss_weights"):
-        padded[key][:, -3:] = 0
-    more = replace(
-        rows,
-        prompt_ids=torch.nn.functional.pad(rows.prompt_ids, (2, 0), value=9),
-        prompt_mask=torch.nn.functional.pad(rows.prompt_mask, (2, 0)),
-        **padded,
+    def pad(name, values):
+        padded = wider(values)
+        if name in ("completion_mask", "loss_mask", "loss_weights"):
+            padded[:, -3:] = 0
+        return padded
+
+    more = change_columns(rows, pad)
+    tokens = replace(
+        more.tokens,
+        prompt_ids=torch.nn.functional.pad(rows.tokens.prompt_ids, (2, 0), value=9),
+        prompt_mask=torch.nn.functional.pad(rows.tokens.prompt_mask, (2, 0)),
     )
+    more = replace(more, tokens=tokens)
     found = selection(
         SURROGATES[name], TokenLogprobs(wider(new.logprobs), wider(new.entropy)), more
     )
@@ -258,36 +267,38 @@ def test_equal_values_are_chosen_by_their_keys_up_to_the_number():
 
 def test_keys_are_uniform_and_differ_by_prompt_prefix_and_position():
     _, rows = batch(num_rows=400, width=50, prompts=4)
-    keys = token_keys(rows)[rows.loss_mask]
+    keys, tokens = token_keys(rows.tokens)[rows.loss_mask], rows.tokens
 
     prefixes = {
-        (int(rows.prompt_of[n]), *rows.completion_ids[n, : t + 1].tolist())
+        (int(tokens.prompt_of[n]), *tokens.completion_ids[n, : t + 1].tolist())
         for n, t in rows.loss_mask.nonzero().tolist()
     }
     assert keys.unique().numel() == pytest.approx(len(prefixes), abs=20)  # keys have 24 bits
     assert keys.mean() == pytest.approx(0.5, abs=0.02)
     assert keys.square().mean() == pytest.approx(1 / 3, abs=0.02)
     same = replace(
-        rows,
-        completion_ids=torch.full_like(rows.completion_ids, 5),
-        completion_mask=torch.ones_like(rows.completion_mask),
+        tokens,
+        completion_ids=torch.full_like(tokens.completion_ids, 5),
+        completion_mask=torch.ones_like(tokens.completion_mask),
     )
     assert len(token_keys(same).unique()) == 4 * 50
 
 
 def test_a_key_does_not_depend_on_where_the_completion_begins():
     _, rows = batch(num_rows=4, prompts=4)
-    expected = token_keys(rows)
+    tokens = rows.tokens
+    expected = token_keys(tokens)
 
     # The first two completion tokens become the end of the prompt.
     later = replace(
-        rows,
-        prompt_ids=torch.cat([rows.prompt_ids, rows.completion_ids[:, :2]], 1),
-        prompt_mask=torch.cat([rows.prompt_mask, rows.completion_mask[:, :2]], 1),
-        **{name: value[:, 2:] for name, value in rows.row_fields().items()},
+        tokens,
+        prompt_ids=torch.cat([tokens.prompt_ids, tokens.completion_ids[:, :2]], 1),
+        prompt_mask=torch.cat([tokens.prompt_mask, tokens.completion_mask[:, :2]], 1),
+        **{name: value[:, 2:] for name, value in tokens.row_fields().items()},
     )
 
-    assert torch.equal(token_keys(later)[later.loss_mask], expected[:, 2:][later.loss_mask])
+    mask = later.completion_mask
+    assert torch.equal(token_keys(later)[mask], expected[:, 2:][mask])
 
 
 def test_the_loss_needs_the_selection_of_the_whole_step():

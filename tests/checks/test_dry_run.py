@@ -44,7 +44,9 @@ def test_rows_rewarded_for_another_prompt_are_counted():
     rollout = dry.sample(prompt_batch("a", "hello"))
     training_batch = dry.build_batch(rollout)
     assert dry.probe.count_misplaced(rollout, training_batch) == 0
-    swapped = replace(training_batch, prompt_of=training_batch.prompt_of.flip(0))
+    tokens = training_batch.tokens
+    tokens = replace(tokens, prompt_of=tokens.prompt_of.flip(0))
+    swapped = replace(training_batch, tokens=tokens)
     assert dry.probe.count_misplaced(rollout, swapped) == 2 * GROUP
 
 

@@ -304,7 +304,8 @@ def prompts_of_completions_interleaved(patch):
     def interleave(self, rollout, rewards, logprobs):
         training_batch = right(self, rollout, rewards, logprobs)
         prompt_of = torch.arange(len(training_batch)) % len(rollout.prompts)
-        return replace(training_batch, prompt_of=prompt_of)
+        tokens = replace(training_batch.tokens, prompt_of=prompt_of)
+        return replace(training_batch, tokens=tokens)
 
     patch(Learner, "build_batch", interleave)
     return module()

@@ -267,7 +267,7 @@ def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
     sampling = Sampling(temperature=0.9, top_k=4)
     learner = learner_of(tiny_policy("qwen2"), sampling=sampling)
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
-    assert training_batch.candidate_ids is not None
+    assert training_batch.tokens.candidate_ids is not None
     found = learner.logprobs(training_batch.tokens).logprobs
     torch.testing.assert_close(
         found.detach(), training_batch.sampler_logprobs, atol=1e-5, rtol=1e-5
@@ -669,7 +669,7 @@ def test_observations_have_the_gradient_of_their_cross_entropy():
 
     policy = tiny_policy("qwen2").train()
     correct = (rewards.total.flatten() >= 0.3)[:, None] & mask
-    logprobs = policy.logprobs(replace(rollout.tokens, loss_mask=None)).logprobs
+    logprobs = policy.logprobs(replace(rollout.tokens, predicted=None)).logprobs
     (-0.3 * logprobs[said].mean() - 0.2 * logprobs[correct].mean()).backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     assert said.any()

@@ -17,7 +17,7 @@ from litgrpo.learning.micro_batches import (
 from litgrpo.learning.static_batches import StaticBatches
 from litgrpo.learning.update_config import KEPT_BYTES, UpdateConfig
 from litgrpo.models.kernels import linear as linears
-from litgrpo.types import TokenLogprobs, TrainingBatch
+from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
 from tests.support.models import tiny_policy
 
 
@@ -26,11 +26,13 @@ def training_batch(advantages, weights=None):
     mask = torch.arange(4) < torch.tensor([[1], [2], [3], [4]])
     zeros = torch.zeros(4, 4)
     return TrainingBatch(
-        prompt_ids=torch.ones(1, 2, dtype=torch.long),
-        prompt_mask=torch.ones(1, 2, dtype=torch.bool),
-        prompt_of=torch.zeros(4, dtype=torch.long),
-        completion_ids=mask.long(),
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.ones(1, 2, dtype=torch.long),
+            prompt_mask=torch.ones(1, 2, dtype=torch.bool),
+            prompt_of=torch.zeros(4, dtype=torch.long),
+            completion_ids=mask.long(),
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=zeros,
         advantages=torch.tensor(advantages)[:, None] * mask,
@@ -45,17 +47,18 @@ def test_mini_batches_keep_groups_whole_and_hold_every_row_once():
 
 def test_micro_batches_hold_rows_of_similar_length_within_the_limits():
     rows = training_batch([1.0, 1.0, 1.0, 1.0])
-    by_tokens = RaggedBatches().buckets(rows, BatchLimits(max_tokens=11))  # 6 + 5, 4 + 3 tokens
+    # 6 + 5, 4 + 3 tokens
+    by_tokens = RaggedBatches().buckets(rows.tokens, BatchLimits(max_tokens=11))
     assert [bucket.tolist() for bucket in by_tokens] == [[3], [2, 1], [0]]
-    by_rows = RaggedBatches().buckets(rows, BatchLimits(max_rows=3))
+    by_rows = RaggedBatches().buckets(rows.tokens, BatchLimits(max_rows=3))
     assert [bucket.tolist() for bucket in by_rows] == [[3, 2, 1], [0]]
 
 
 def test_a_shared_prompt_counts_once_in_a_micro_batch():
     rows = training_batch([1.0, 1.0, 1.0, 1.0])
-    whole = RaggedBatches().buckets(rows, BatchLimits(max_tokens=12, shared=True))
+    whole = RaggedBatches().buckets(rows.tokens, BatchLimits(max_tokens=12, shared=True))
     assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
-    parts = RaggedBatches().buckets(rows, BatchLimits(max_tokens=8, shared=True))
+    parts = RaggedBatches().buckets(rows.tokens, BatchLimits(max_tokens=8, shared=True))
     assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
 
 
@@ -101,11 +104,13 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batches(case):
     objective = Objective(kl_coef=0.1, entropy_coef=0.1, loss_aggregation="sequence_mean")
     logits = torch.randn(*shape, 3, generator=generator, dtype=torch.float64)
     rows = TrainingBatch(
-        prompt_ids=torch.ones(2, 3, dtype=torch.long),
-        prompt_mask=torch.tensor([[False, True, True], [True, True, True]]),
-        prompt_of=torch.arange(len(lengths)) % 2,
-        completion_ids=torch.arange(shape[0] * shape[1]).view(shape),
-        completion_mask=mask,
+        TokenRows(
+            prompt_ids=torch.ones(2, 3, dtype=torch.long),
+            prompt_mask=torch.tensor([[False, True, True], [True, True, True]]),
+            prompt_of=torch.arange(len(lengths)) % 2,
+            completion_ids=torch.arange(shape[0] * shape[1]).view(shape),
+            completion_mask=mask,
+        ),
         loss_mask=mask,
         sampler_logprobs=torch.zeros(shape),
         advantages=torch.randn(shape, generator=generator) * mask,
@@ -117,7 +122,7 @@ def test_the_gradient_is_that_of_all_rows_for_any_micro_batches(case):
     for limits in (BatchLimits(), BatchLimits(max_rows, max_tokens, shared)):
         weight = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64, requires_grad=True)
         for micro in RaggedBatches().split(rows, None, limits):
-            own = logits.flatten(0, 1)[micro.rows.completion_ids]
+            own = logits.flatten(0, 1)[micro.rows.tokens.completion_ids]
             scores = (own * weight).log_softmax(-1)
             new = TokenLogprobs(scores[..., 0], -(scores.exp() * scores).sum(-1))
             objective.loss(new, micro.rows).loss.backward()

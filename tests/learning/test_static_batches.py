@@ -16,7 +16,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.sources.base import OnPolicy
 from litgrpo.rollout.sources.data_completions import DataCompletions
 from litgrpo.rollout.sources.stored import StoredRollouts
-from litgrpo.types import LossOutput, TrainingBatch
+from litgrpo.types import LossOutput, TokenRows, TrainingBatch
 from tests.learning.parts import learner_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.raises import raises_for
@@ -31,11 +31,13 @@ def training_batch(rows: int = 5) -> TrainingBatch:
     mask = torch.arange(6) < torch.arange(1, rows + 1)[:, None].clamp(max=4)
     ones = mask.float()
     return TrainingBatch(
-        prompts.prompt_ids,
-        prompts.prompt_mask,
-        torch.arange(rows) % 2,
-        torch.randint(3, 259, mask.shape),
-        mask,
+        TokenRows(
+            prompts.prompt_ids,
+            prompts.prompt_mask,
+            torch.arange(rows) % 2,
+            torch.randint(3, 259, mask.shape),
+            mask,
+        ),
         mask,
         -ones,
         ones,
@@ -47,16 +49,17 @@ def test_every_micro_batch_has_one_shape_and_filling_counts_nothing():
     split = list(STATIC.split(training_batch(), None, BatchLimits(max_rows=3)))
     parts = [micro.rows for micro in split]
     assert [micro.is_last for micro in split] == [False, True]
-    assert [part.completion_ids.shape for part in parts] == [(3, 6), (3, 6)]
-    assert [part.prompt_ids.shape for part in parts] == [parts[0].prompt_ids.shape] * 2
+    assert [part.tokens.completion_ids.shape for part in parts] == [(3, 6), (3, 6)]
+    prompts = [part.tokens.prompt_ids for part in parts]
+    assert prompts[0].shape == prompts[1].shape
     assert parts[1].loss_weights.sum(1).tolist()[2] == 0
-    assert not parts[1].completion_mask[2].any()
+    assert not parts[1].tokens.completion_mask[2].any()
     assert not parts[1].loss_mask[2].any()
     assert torch.cat([part.loss_weights for part in parts]).sum() == pytest.approx(1.0)
 
 
 def test_tokens_limit_the_rows_with_padding_counted():
-    data = training_batch()
+    data = training_batch().tokens
     width = data.prompt_ids.shape[1] + 6
     assert STATIC.rows_at_once(data, BatchLimits(max_tokens=2 * width)) == 2
 
@@ -67,7 +70,7 @@ def test_rows_are_a_multiple_of_the_chips_they_are_divided_among(max_rows, rows)
         num_chips = 4
 
     batching = StaticBatches(FourChips(torch.device("cpu")))
-    assert batching.rows_at_once(training_batch(), BatchLimits(max_rows=max_rows)) == rows
+    assert batching.rows_at_once(training_batch().tokens, BatchLimits(max_rows=max_rows)) == rows
 
 
 def test_sums_that_stay_on_the_device_are_those_of_every_micro_batch():

@@ -107,7 +107,7 @@ def test_tokens_of_an_environment_have_no_log_probability(architecture):
     rows = tokens(policy)
     observed = rows.completion_mask.clone()
     observed[:, 1::2] = False
-    whole, part = policy.logprobs(rows), policy.logprobs(replace(rows, loss_mask=observed))
+    whole, part = policy.logprobs(rows), policy.logprobs(replace(rows, predicted=observed))
     assert not part.logprobs[~observed].any()
     assert not part.entropy[~observed].any()
     torch.testing.assert_close(part.logprobs[observed], whole.logprobs[observed])

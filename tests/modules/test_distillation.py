@@ -119,10 +119,10 @@ def test_the_divergence_is_over_the_tokens_that_could_be_sampled():
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     new = learner.logprobs(training_batch.tokens, training_batch.ref_hidden)
     row = int(training_batch.tokens.lengths.argmax())
-    of = training_batch.prompt_of[row]
-    prompt = training_batch.prompt_ids[of][training_batch.prompt_mask[of]][None]
-    first = training_batch.completion_ids[row : row + 1, :0]
-    ids = training_batch.candidate_ids[row, 0].long()
+    of = training_batch.tokens.prompt_of[row]
+    prompt = training_batch.tokens.prompt_ids[of][training_batch.tokens.prompt_mask[of]][None]
+    first = training_batch.tokens.completion_ids[row : row + 1, :0]
+    ids = training_batch.tokens.candidate_ids[row, 0].long()
     one, two = (
         each.dense_logits(prompt, torch.ones_like(prompt).bool(), first)[0, :1, ids] / 0.7
         for each in (policy, teacher.policy)

@@ -32,8 +32,8 @@ def test_all_that_ends_at_once_or_never_has_a_mask_and_a_finite_loss(
     updates, objective, eos_ids, length, truncated
 ):
     training_batch, logged = run_iteration(updates, eos_ids, objective=objective)
-    assert training_batch.completion_mask.shape == (8, length)
-    assert bool(training_batch.completion_mask.all())
+    assert training_batch.tokens.completion_mask.shape == (8, length)
+    assert bool(training_batch.tokens.completion_mask.all())
     assert logged["completion/truncated_frac"] == truncated
     assert all(torch.isfinite(torch.tensor(value)) for value in logged.values())
 
@@ -42,7 +42,7 @@ def test_an_end_token_that_is_the_padding_too_counts_once(updates):
     end = 2
     training_batch, logged = run_iteration(updates, (end, *range(100, 200)), pad_id=end)
     for ids, mask in zip(
-        training_batch.completion_ids, training_batch.completion_mask, strict=True
+        training_batch.tokens.completion_ids, training_batch.tokens.completion_mask, strict=True
     ):
         real = int(mask.sum())
         assert bool(mask[:real].all())

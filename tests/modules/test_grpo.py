@@ -288,7 +288,7 @@ def test_log_probabilities_of_a_low_precision_engine_are_recomputed_and_correcte
     fresh = learner_of(tiny_policy("qwen2")).logprobs(training_batch.tokens).logprobs
     torch.testing.assert_close(training_batch.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
     gap = (training_batch.old_logprobs - training_batch.sampler_logprobs).abs()
-    expected = gap[training_batch.completion_mask].mean()
+    expected = gap[training_batch.tokens.completion_mask].mean()
     assert 1e-4 < expected < 0.1
     torch.testing.assert_close(runner.logged_metrics["policy/sampler_mismatch"], expected)
     weights = ImportanceCorrection()(

@@ -19,7 +19,7 @@ from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
 from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
-from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
+from litgrpo.types import RewardTable, TokenLogprobs, TokenRows, TrainingBatch
 
 Case = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -133,11 +133,13 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     weights = chosen.loss_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
     of_weights, of_bonus = _accumulation_factors(case, mask.sum().clamp(min=1))
     training_batch = TrainingBatch(
-        prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
-        prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
-        prompt_of=torch.arange(rows),
-        completion_ids=torch.zeros(rows, length, dtype=torch.long),
-        completion_mask=seen,
+        TokenRows(
+            prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
+            prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
+            prompt_of=torch.arange(rows),
+            completion_ids=torch.zeros(rows, length, dtype=torch.long),
+            completion_mask=seen,
+        ),
         loss_mask=mask,
         sampler_logprobs=_sampler_logprobs(case, arrays, known_old, mask),
         advantages=advantages if advantages.ndim == 2 else advantages[:, None].expand(rows, length),

@@ -19,7 +19,7 @@ from litgrpo.algorithms.surrogates import (
     KLCov,
     PolicyGradient,
 )
-from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
+from litgrpo.types import RewardTable, TokenLogprobs, TokenRows, TrainingBatch
 
 VERL = json.loads((Path(__file__).parent / "verl.json").read_text())
 MASK = torch.arange(5) < torch.tensor(VERL["lengths"])[:, None]
@@ -73,11 +73,13 @@ def test_every_value_of_verl_is_compared():
 def test_loss_and_gradient_equal_those_of_verl(name):
     objective, expected = LOSSES[name], VERL["losses"][name]
     rows = TrainingBatch(
-        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-        prompt_of=torch.zeros(6, dtype=torch.long),
-        completion_ids=torch.arange(30).view(6, 5),
-        completion_mask=MASK,
+        TokenRows(
+            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+            prompt_of=torch.zeros(6, dtype=torch.long),
+            completion_ids=torch.arange(30).view(6, 5),
+            completion_mask=MASK,
+        ),
         loss_mask=MASK,
         sampler_logprobs=read("old_logprobs"),
         advantages=read("advantages")[:, None].expand(6, 5),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from litgrpo.types import PromptBatch, RewardTable, Rollout
+from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
 
 
 def prompts(rows=2, length=3) -> PromptBatch:
@@ -35,3 +35,10 @@ def table(total, valid=None, **components) -> RewardTable:
         name: torch.tensor(values, dtype=torch.float64) for name, values in components.items()
     }
     return RewardTable(columns, dict.fromkeys(columns, 1.0), total, valid)
+
+
+def change_columns(batch: TrainingBatch, change) -> TrainingBatch:
+    """Return a batch whose row fields [M, C, ...] are `change(name, field)`."""
+    tokens = {name: change(name, value) for name, value in batch.tokens.row_fields().items()}
+    fields = {name: change(name, value) for name, value in batch.row_fields().items()}
+    return replace(batch, tokens=replace(batch.tokens, **tokens), **fields)

@@ -9,7 +9,7 @@ from litgrpo.algorithms.aggregation import MicroBatchTokenMean
 from litgrpo.checks.invariants import gradient
 from litgrpo.learning.micro_batches import BatchLimits
 from litgrpo.models.packing import pack_left
-from litgrpo.types import RolloutLogprobs, pad_left
+from litgrpo.types import RolloutLogprobs, TokenRows, pad_left
 
 
 def turns_error(learner, rollout, rewards) -> float:
@@ -91,7 +91,7 @@ def _move_left(values, marked):
 
 def _one_row_per_turn(batch, joined, rollout):
     """Split rows whose turns follow each other into rows [M] of one turn each."""
-    numbers = joined.turns.amax(1)
+    numbers, tokens = joined.turns.amax(1), batch.tokens
     pairs = [(row, turn) for row, last in enumerate(numbers.tolist()) for turn in range(last + 1)]
     prompts = []
     for row, turn in pairs:
@@ -100,10 +100,10 @@ def _one_row_per_turn(batch, joined, rollout):
         if rollout.segments is not None:
             segment = int(rollout.segments[row, first])
             before = before[rollout.segments[row, :first] == segment]
-        prompt = int(batch.prompt_of[row])
-        asked = batch.prompt_ids[prompt][batch.prompt_mask[prompt]]
+        prompt = int(tokens.prompt_of[row])
+        asked = tokens.prompt_ids[prompt][tokens.prompt_mask[prompt]]
         prompts.append([*asked.tolist() * (segment == 0), *before.tolist()])
-    ids, mask = (each.to(batch.prompt_ids.device) for each in pad_left(prompts, 0))
+    ids, mask = (each.to(tokens.prompt_ids.device) for each in pad_left(prompts, 0))
     rows = torch.tensor([row for row, _ in pairs])
     mine = joined.turns[rows] == torch.tensor([[turn] for _, turn in pairs]).to(numbers.device)
 
@@ -114,14 +114,15 @@ def _one_row_per_turn(batch, joined, rollout):
         return values[rows][torch.arange(len(rows))[:, None], order]
 
     real = part(torch.ones_like(joined.turns, dtype=torch.bool)) & _move_left(mine, mine)
-    names = ("completion_ids", "sampler_logprobs", "old_logprobs", "ref_logprobs", "candidate_ids")
+    names = ("sampler_logprobs", "old_logprobs", "ref_logprobs")
     values = {name: part(getattr(batch, name)) for name in names}
     values |= {name: part(getattr(batch, name)) * real for name in ("advantages", "loss_weights")}
     if batch.term_weights is not None:
         values["term_weights"] = part(batch.term_weights) * real[..., None]
-    values |= {"completion_mask": real, "loss_mask": real}
     prompt_of = torch.arange(len(pairs), device=ids.device)
-    return replace(batch, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)
+    completions = part(tokens.completion_ids), real, part(tokens.candidate_ids)
+    alone = TokenRows(ids, mask, prompt_of, *completions)
+    return replace(batch, tokens=alone, loss_mask=real, **values)
 
 
 def count_rewards_of_other_text(rollout, inputs, rollouter) -> int:

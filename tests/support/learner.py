@@ -18,7 +18,7 @@ class Broken(Objective):
 
     def loss(self, new, training_batch):
         output = super().loss(new, training_batch)
-        asked = training_batch.prompt_ids[training_batch.prompt_of]
+        asked = training_batch.tokens.prompt_ids[training_batch.tokens.prompt_of]
         if not bool((asked == self.prompt).any()):
             return output
         if self.kind == "loss":

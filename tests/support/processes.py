@@ -53,7 +53,7 @@ class Gradients(GRPO):
             self.learner.objective = objective
             training_batch = self.learner.build_batch(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
-            moved = 0.3 * torch.sin(1.7 * training_batch.completion_ids)
+            moved = 0.3 * torch.sin(1.7 * training_batch.tokens.completion_ids)
             old = training_batch.sampler_logprobs + moved
             self.name = name
             self.learner.take_optimizer_step(

@@ -495,10 +495,10 @@ class Objective:
             comm: of the ranks that share the step.
         """
         if batch.term_weights is None and self.mean_terms:
-            observed, in_loss = batch.completion_mask & ~batch.loss_mask, batch.loss_weights != 0
-            tokens = StepTokens(batch.loss_mask, observed, in_loss)
+            observed = batch.tokens.completion_mask & ~batch.loss_mask
+            tokens = StepTokens(batch.loss_mask, observed, in_loss=batch.loss_weights != 0)
             dtype = batch.loss_weights.dtype
-            batch = replace(batch, term_weights=self.term_weights(tokens, comm, dtype))
+            batch = batch.with_term_weights(self.term_weights(tokens, comm, dtype))
         if "before_step" not in self.needs:
             return batch
         assert before is not None, "the surrogate or a mask needs log-probabilities of the step"
@@ -506,17 +506,17 @@ class Objective:
             inputs = self._inputs(before, batch)
             selected, kept = None, inputs.mask
             if "before_step" in self.surrogate.needs:
-                selected = self.surrogate.select(inputs, token_keys(batch), comm)
+                selected = self.surrogate.select(inputs, token_keys(batch.tokens), comm)
             for mask in self.loss_masks:
                 if isinstance(mask, StepMask):
                     kept = kept & mask(inputs, comm)
-            weights = self._renormalize(batch.term_weights, kept, comm)
-        return replace(batch, selected=selected, kept=kept, term_weights=weights)
+            if batch.term_weights is not None:
+                weights = self._renormalize(batch.term_weights, kept, comm)
+                batch = batch.with_term_weights(weights)
+        return replace(batch, selected=selected, kept=kept)
 
-    def _renormalize(self, weights: Tensor | None, kept: Tensor, comm: Comm) -> Tensor | None:
+    def _renormalize(self, weights: Tensor, kept: Tensor, comm: Comm) -> Tensor:
         """[M, C, K] weights of means, of which some are over tokens that step masks keep."""
-        if weights is None:
-            return None
         by_term = list(weights.unbind(-1))
         for number, term in enumerate(self.mean_terms):
             if term.follows_masks:

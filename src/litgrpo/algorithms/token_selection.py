@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from litgrpo.distributed.collectives import Comm
-from litgrpo.types import TrainingBatch
+from litgrpo.types import TokenRows
 
 HASH_BASE, HASH_MIX = 6364136223846793005, -4417276706812531889  # odd, of 64 bits
 KEY_BITS = 24  # a float32 holds them exactly
 
 
-def token_keys(batch: TrainingBatch) -> Tensor:
+def token_keys(tokens: TokenRows) -> Tensor:
     """[M, C] float32 pseudorandom number in [0, 1) of each token.
 
     It is a hash of the text up to the token: the same for any order of rows, any padding and any
     number of ranks, unlike the numbers of a random generator.
     """
     # sum of (id + 1) * base^position modulo 2^64, over the real tokens of prompt and completion.
-    of, prompt_length = batch.prompt_of, batch.prompt_mask.sum(1, keepdim=True)
-    prompts = _prefix_hashes(batch.prompt_ids, batch.prompt_mask)[:, -1:]
-    completions = _prefix_hashes(batch.completion_ids, batch.completion_mask, prompt_length[of])
+    of, prompt_length = tokens.prompt_of, tokens.prompt_mask.sum(1, keepdim=True)
+    prompts = _prefix_hashes(tokens.prompt_ids, tokens.prompt_mask)[:, -1:]
+    completions = _prefix_hashes(tokens.completion_ids, tokens.completion_mask, prompt_length[of])
     mixed = prompts[of] + completions
     # The high bits depend on all others, the low ones do not: fold and multiply twice.
     for _ in range(2):

@@ -89,7 +89,7 @@ class RecordingReward:
     def count_misplaced(self, rollout: Rollout, batch: TrainingBatch) -> float:
         """Count rows whose reward or training row belongs to another prompt."""
         prompt_of = torch.arange(len(batch)) // rollout.group_size
-        correct = batch.prompt_of.cpu() == prompt_of
+        correct = batch.tokens.prompt_of.cpu() == prompt_of
         columns = {**rollout.prompts.columns, "prompts": rollout.prompts.prompts}
         for row, prompt in enumerate(prompt_of.tolist()):
             expected = {name: values[prompt] for name, values in columns.items()}

@@ -405,7 +405,7 @@ def learner_error(
     ids = torch.nn.functional.pad(tokens.completion_ids, (0, padding))
     if padding:
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
-    changed = {"completion_ids": ids, "completion_mask": mask, "loss_mask": generated}
+    changed = {"completion_ids": ids, "completion_mask": mask, "predicted": generated}
     tokens = replace(tokens, candidate_ids=None, **changed)
     new = logprobs_at_once(learner, tokens)
     expected = torch.nn.functional.pad(true.logprobs, (0, padding))

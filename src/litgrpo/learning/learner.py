@@ -247,24 +247,17 @@ class Learner:
                 in_loss = loss_weights[rows] != 0
                 step = StepTokens(mask[rows], observed[rows], in_loss, earned[rows])
                 term_weights[rows] = self.objective.term_weights(step, self.comm)
-        tokens = rollout.tokens
-        return TrainingBatch(
-            prompt_ids=tokens.prompt_ids,
-            prompt_mask=tokens.prompt_mask,
-            prompt_of=tokens.prompt_of,
-            completion_ids=tokens.completion_ids,
-            completion_mask=tokens.completion_mask,
-            candidate_ids=tokens.candidate_ids,
+        batch = TrainingBatch(
+            rollout.tokens,
             loss_mask=mask,
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
             loss_weights=loss_weights,
             old_logprobs=logprobs.old if self._updates_from_old else None,
             ref_logprobs=logprobs.ref,
-            term_weights=term_weights,
             ref_hidden=logprobs.ref_hidden,
-            segments=tokens.segments,
         )
+        return batch if term_weights is None else batch.with_term_weights(term_weights)
 
     def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
         """Return {name: [2] sum over tokens and count} of the KL that is taken off the rewards.
@@ -342,7 +335,7 @@ class Learner:
 
     def losses(
         self, batch: TrainingBatch, limits: BatchLimits
-    ) -> Iterator[tuple[LossOutput, MicroBatch[TrainingBatch]]]:
+    ) -> Iterator[tuple[LossOutput, MicroBatch]]:
         """Yield the loss of each micro-batch; their sum is the loss of the optimizer step."""
         batch = self.prepare_step(batch)
         # Rows with zero advantage have no gradient, unless a term has one: skip their pass.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from litgrpo.models.policy import Policy
 from litgrpo.tensors import length_buckets
 from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch, to_device
 
-Rows = TypeVar("Rows", TokenRows, TrainingBatch)
 LogprobsOf = Callable[[TokenRows], TokenLogprobs]
 FieldsOf = Callable[[TokenRows], dict[str, Tensor]]
 
@@ -45,7 +43,7 @@ class BatchLimits:
 
 
 @dataclass(frozen=True)
-class MicroBatch(Generic[Rows]):
+class MicroBatch:
     """Rows that go through the model together.
 
     Args:
@@ -56,7 +54,7 @@ class MicroBatch(Generic[Rows]):
             micro-batches (FSDP); it is left out of losses and metrics.
     """
 
-    rows: Rows
+    rows: TrainingBatch
     is_last: bool
     is_filler: bool = False
 
@@ -74,13 +72,13 @@ class MicroBatching(ABC):
         """Select the rows [m] of one optimizer step."""
 
     @abstractmethod
-    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
+    def buckets(self, tokens: TokenRows, limits: BatchLimits) -> list[Tensor]:
         """Return row numbers of each micro-batch; together every row once."""
 
     @abstractmethod
     def split(
-        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
-    ) -> Iterator[MicroBatch[Rows]]:
+        self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch]:
         """Yield micro-batches of the given rows [m], or of all rows."""
 
     @abstractmethod
@@ -125,10 +123,10 @@ class RaggedBatches(MicroBatching):
         """Select rows, without columns that none of them uses."""
         return batch.select(rows)
 
-    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
+    def buckets(self, tokens: TokenRows, limits: BatchLimits) -> list[Tensor]:
         """Group rows by prompt if it is read once for all of them, else by length."""
         max_rows, max_tokens = limits.max_rows, limits.max_tokens
-        masks = batch.on_host
+        masks = tokens.on_host
         lengths = masks.completion_mask.sum(1)
         if limits.shared:
             return bucket_by_parent(
@@ -138,15 +136,15 @@ class RaggedBatches(MicroBatching):
                 max_rows=max_rows,
                 max_tokens=max_tokens,
             )
-        lengths = lengths + batch.prompt_mask.shape[1]
+        lengths = lengths + tokens.prompt_mask.shape[1]
         return length_buckets(lengths, max_rows=max_rows, max_tokens=max_tokens)
 
     def split(
-        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
-    ) -> Iterator[MicroBatch[Rows]]:
+        self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch]:
         """Yield micro-batches without columns that none of their rows uses."""
         chosen = batch if rows is None else batch.select(rows)
-        buckets = self.buckets(chosen, limits)
+        buckets = self.buckets(chosen.tokens, limits)
         for number, bucket in enumerate(buckets, start=1):
             yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets))
 
@@ -195,11 +193,11 @@ class EvenBatches(RaggedBatches):
         return int(self.comm.max(own)) - number
 
     def split(
-        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
-    ) -> Iterator[MicroBatch[Rows]]:
+        self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of this rank, then fillers."""
         chosen = batch if rows is None else batch.select(rows)
-        buckets = self.buckets(chosen, limits)
+        buckets = self.buckets(chosen.tokens, limits)
         fillers = self.count_fillers(len(buckets))
         for number, bucket in enumerate(buckets, start=1):
             yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets) + fillers)
@@ -219,9 +217,7 @@ class EvenBatches(RaggedBatches):
         return found
 
 
-def _without_weight(rows: Rows) -> Rows:
-    if not isinstance(rows, TrainingBatch):
-        return rows
+def _without_weight(rows: TrainingBatch) -> TrainingBatch:
     weights, advantages = (torch.zeros_like(x) for x in (rows.loss_weights, rows.advantages))
     term_weights = None if rows.term_weights is None else torch.zeros_like(rows.term_weights)
     return replace(rows, loss_weights=weights, advantages=advantages, term_weights=term_weights)
@@ -259,7 +255,5 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     Returns:
         [m] row numbers, at least one.
     """
-    flags = batch.on_host.has_gradient
-    assert flags is not None
-    rows = flags.nonzero().squeeze(1)
+    rows = batch.has_gradient.cpu().nonzero().squeeze(1)
     return rows if len(rows) else torch.zeros(1, dtype=torch.long)

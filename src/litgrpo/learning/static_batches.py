@@ -17,7 +17,7 @@ from torch import Tensor
 from litgrpo.algorithms.aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.objective import Objective
 from litgrpo.distributed.device import Backend, to_host
-from litgrpo.learning.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching, Rows
+from litgrpo.learning.micro_batches import BatchLimits, FieldsOf, MicroBatch, MicroBatching
 from litgrpo.metrics import StepSums
 from litgrpo.models.loading.load import Precision
 from litgrpo.rollout.engines.base import RolloutEngine
@@ -71,13 +71,14 @@ class StaticBatches(MicroBatching):
     device: Backend
 
     def select_mini_batch(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
-        """Select rows with all of their columns."""
-        return select_whole_rows(batch, rows)
+        """Select rows with all of their columns, each with its own copy of the prompt."""
+        fields = {name: value[rows] for name, value in batch.row_fields().items()}
+        return replace(batch, tokens=select_whole_rows(batch.tokens, rows), **fields)
 
-    def rows_at_once(self, batch: TokenRows | TrainingBatch, limits: BatchLimits) -> int:
+    def rows_at_once(self, tokens: TokenRows, limits: BatchLimits) -> int:
         """Return the rows of every micro-batch, a multiple of the chips; padded tokens count."""
-        width = batch.prompt_ids.shape[1] + batch.completion_ids.shape[1]
-        rows = len(batch)
+        width = tokens.prompt_ids.shape[1] + tokens.completion_ids.shape[1]
+        rows = len(tokens)
         if limits.max_rows is not None:
             rows = min(rows, limits.max_rows)
         if limits.max_tokens is not None:
@@ -85,22 +86,22 @@ class StaticBatches(MicroBatching):
         # The rows of a micro-batch are sharded over the chips: round up to a multiple of them.
         return math.ceil(max(1, rows) / self.device.num_chips) * self.device.num_chips
 
-    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
+    def buckets(self, tokens: TokenRows, limits: BatchLimits) -> list[Tensor]:
         """Split rows in order."""
-        return list(torch.arange(len(batch)).split(self.rows_at_once(batch, limits)))
+        return list(torch.arange(len(tokens)).split(self.rows_at_once(tokens, limits)))
 
     def split(
-        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
-    ) -> Iterator[MicroBatch[Rows]]:
+        self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch]:
         """Yield micro-batches on the device, the last one filled to the same shape."""
         chosen = torch.arange(len(batch)) if rows is None else rows
-        num_rows = self.rows_at_once(batch, limits)
+        num_rows = self.rows_at_once(batch.tokens, limits)
         buckets = chosen.split(num_rows)
         for number, bucket in enumerate(buckets, start=1):
             filled = self.fill(batch, bucket, num_rows)
             yield MicroBatch(filled, is_last=number == len(buckets))
 
-    def fill(self, batch: Rows, rows: Tensor, num_rows: int) -> Rows:
+    def fill(self, batch: TrainingBatch, rows: Tensor, num_rows: int) -> TrainingBatch:
         """Build a micro-batch of the static shape on the device.
 
         Args:
@@ -108,22 +109,24 @@ class StaticBatches(MicroBatching):
             rows: [m] row numbers, at most `num_rows` of them.
             num_rows: rows of the micro-batch.
         """
-        missing = num_rows - len(rows)
-        chosen = select_whole_rows(batch, torch.cat([rows, rows[:1].expand(missing)]))
-        filling = (torch.arange(num_rows) >= len(rows))[:, None]
-        values = chosen.row_fields()
+        tokens = self.fill_tokens(batch.tokens, rows, num_rows)
         # A filler row has no tokens and no loss weight, so its gradient is exactly 0.
-        unused = {"completion_mask", "loss_mask", "loss_weights", "term_weights"}
-        for name in unused & values.keys():
-            by_token = filling.view(num_rows, *[1] * (values[name].ndim - 1))
-            values[name] = values[name].masked_fill(by_token, 0)
-        values["prompt_ids"] = chosen.prompt_ids
-        values["prompt_mask"] = chosen.prompt_mask
-        values["prompt_of"] = chosen.prompt_of
-        self.device.note_shapes("micro-batch", **values)
-        return replace(
-            chosen, **{name: self.device.rows_to(value) for name, value in values.items()}
-        )
+        unused = {"loss_mask", "loss_weights", "term_weights"}
+        fields = _fill_rows(batch.row_fields(), rows, num_rows, unused)
+        return replace(batch, tokens=tokens, **self._to_device(fields))
+
+    def fill_tokens(self, tokens: TokenRows, rows: Tensor, num_rows: int) -> TokenRows:
+        """Build the input of a model of the static shape on the device; see `fill`."""
+        chosen = select_whole_rows(tokens, _with_fillers(rows, num_rows))
+        fields = _fill_rows(tokens.row_fields(), rows, num_rows, {"completion_mask", "predicted"})
+        fields["prompt_ids"] = chosen.prompt_ids
+        fields["prompt_mask"] = chosen.prompt_mask
+        fields["prompt_of"] = chosen.prompt_of
+        return replace(chosen, **self._to_device(fields))
+
+    def _to_device(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.device.note_shapes("micro-batch", **fields)
+        return {name: self.device.rows_to(value) for name, value in fields.items()}
 
     def compute_fields(
         self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
@@ -132,10 +135,11 @@ class StaticBatches(MicroBatching):
         parts: list[Tensor] = []
         names: list[str] = []
         with torch.no_grad():
-            for micro in self.split(tokens, None, limits):
-                found = fields_of(micro.rows)
-                names = list(found)
-                parts += found.values()
+            num_rows = self.rows_at_once(tokens, limits)
+            for rows in self.buckets(tokens, limits):
+                fields = fields_of(self.fill_tokens(tokens, rows, num_rows))
+                names = list(fields)
+                parts += fields.values()
                 self.device.flush()
         parts = to_host(parts)
         num_rows = len(tokens)  # without the filler rows at the end
@@ -147,22 +151,31 @@ class StaticBatches(MicroBatching):
         return StaticSums(self.device)
 
 
-def select_whole_rows(batch: Rows, rows: Tensor) -> Rows:
-    """Select rows, each with its own copy of the prompt, without cutting columns.
-
-    Args:
-        batch: M rows.
-        rows: [m] row numbers; a row may occur twice.
-    """
-    chosen = {name: value[rows] for name, value in batch.row_fields().items()}
-    prompts = batch.prompt_of[rows]
+def select_whole_rows(tokens: TokenRows, rows: Tensor) -> TokenRows:
+    """Select rows [m], each with its own copy of the prompt, without cutting columns."""
+    prompts = tokens.prompt_of[rows]
     return replace(
-        batch,
-        prompt_ids=batch.prompt_ids[prompts],
-        prompt_mask=batch.prompt_mask[prompts],
+        tokens,
+        prompt_ids=tokens.prompt_ids[prompts],
+        prompt_mask=tokens.prompt_mask[prompts],
         prompt_of=torch.arange(len(rows)),
-        **chosen,
+        **{name: value[rows] for name, value in tokens.row_fields().items()},
     )
+
+
+def _with_fillers(rows: Tensor, num_rows: int) -> Tensor:
+    """Return row numbers [m] and, as often as `num_rows` needs, the first one again."""
+    return torch.cat([rows, rows[:1].expand(num_rows - len(rows))])
+
+
+def _fill_rows(
+    fields: dict[str, Tensor], rows: Tensor, num_rows: int, unused: set[str]
+) -> dict[str, Tensor]:
+    """Select rows [m] of fields [M, C, ...] and fillers, in which the `unused` fields are 0."""
+    filled = {name: value[_with_fillers(rows, num_rows)] for name, value in fields.items()}
+    for name in unused & filled.keys():
+        filled[name][len(rows) :] = 0
+    return filled
 
 
 def check_static_shapes(

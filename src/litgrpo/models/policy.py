@@ -285,9 +285,9 @@ class Policy(nn.Module, ABC):
     def _compute_generated_states(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
         """Return [K, E] hidden states of the K generated tokens, and [K] their places in M * C."""
         masks, hidden = rows.on_host, self.hidden(rows)
-        indices = [masks.generated.flatten().nonzero().squeeze(1)]
+        indices = [masks.predicted.flatten().nonzero().squeeze(1)]
         if len(indices[0]) < len(hidden):  # observations need no logits
-            indices.append(masks.generated[masks.completion_mask].nonzero().squeeze(1))
+            indices.append(masks.predicted[masks.completion_mask].nonzero().squeeze(1))
         # Indices from the host: a mask as index would wait for the device.
         places, *among_hidden = to_device(indices, hidden.device)
         for each in among_hidden:
@@ -306,7 +306,7 @@ class Policy(nn.Module, ABC):
         """Compute log-probabilities of given completions, with gradient.
 
         Args:
-            rows: M completions and their prompts; if `loss_mask` is given, only its tokens are
+            rows: M completions and their prompts; if `predicted` is given, only its tokens are
                 computed.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.

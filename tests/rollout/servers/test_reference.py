@@ -143,10 +143,10 @@ def test_tokens_that_the_policy_did_not_generate_have_no_log_probability(server,
     local = FrozenReference(load_policy(str(folder)))
     learner = learner_of(tiny_policy("qwen2"), distilling(), reference=local)
     rows = build_training_batch(learner, prompt_batch(*BATCH)).tokens
-    rows = replace(rows, loss_mask=rows.completion_mask & (rows.completion_ids % 2 == 0))
+    rows = replace(rows, predicted=rows.completion_mask & (rows.completion_ids % 2 == 0))
     expected = local.logprobs(rows).logprobs
     found = reference_at(server).logprobs(rows).logprobs
-    assert (found != 0).sum() == rows.loss_mask.sum()
+    assert (found != 0).sum() == rows.predicted.sum()
     torch.testing.assert_close(found, expected)
 
 

@@ -169,7 +169,7 @@ class ServedReference(Reference):
             logprobs = [entry[token] for token, entry in zip(ids, entries, strict=True)]
             values[row, : len(ids)] = torch.tensor(logprobs)
         masks = rows.on_host
-        values = torch.where(masks.generated & masks.completion_mask, values, 0.0)
+        values = torch.where(masks.predicted & masks.completion_mask, values, 0.0)
         values = values.to(rows.completion_ids.device)
         return TokenLogprobs(values, torch.zeros_like(values))
 
