@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.types import RewardTable, TokenRows, TrainingBatch
+from litgrpo.types import Episode, RewardTable, TokenRows, TrainingBatch
 from tests.support.by_hand import prompts, rollout, with_turns
 
 
@@ -46,14 +46,20 @@ def test_lengths_count_generated_tokens_and_models_read_all_tokens():
 
 def test_tokens_mark_generated_tokens_only_if_there_are_turns():
     given = with_turns()
-    numbers = torch.where(given.loss_mask, 0, -1)
-    assert torch.equal(replace(given, turns=numbers).tokens.predicted, given.loss_mask)
+    assert given.loss_mask.tolist() == (given.turns >= 0).tolist()
+    assert torch.equal(given.tokens.predicted, given.loss_mask)
+    assert rollout().loss_mask.tolist() == rollout().completion_mask.tolist()
     assert rollout().tokens.predicted is None
 
 
-def test_loss_mask_defaults_to_the_completion_mask():
-    given = rollout()
-    assert given.loss_mask is given.completion_mask
+def test_rewards_of_turns_are_padded_and_those_not_given_are_unknown():
+    episodes = [Episode(turn_rewards=rewards) for rewards in ([1.0, None], [], [0.5], [])]
+    found = replace(with_turns(), episodes=episodes).turn_rewards
+    nan = torch.nan
+    expected = [[1.0, nan], [nan, nan], [0.5, nan], [nan, nan]]
+    torch.testing.assert_close(found, torch.tensor(expected).double(), equal_nan=True)
+    nothing = replace(with_turns(), episodes=[Episode() for _ in range(4)])
+    assert nothing.turn_rewards.shape == (4, 1)
 
 
 def test_tokens_of_a_rollout_refer_to_their_prompts():
@@ -86,9 +92,7 @@ def test_to_moves_tensors_and_keeps_other_fields():
     assert (moved.prompts, moved.columns) == (prompts().prompts, prompts().columns)
 
 
-@pytest.mark.parametrize(
-    "name", ["completion_ids", "completion_mask", "sampler_logprobs", "loss_mask"]
-)
+@pytest.mark.parametrize("name", ["completion_ids", "completion_mask", "sampler_logprobs"])
 def test_a_rollout_has_group_size_rows_of_each_prompt(name):
     with pytest.raises(ValueError, match=f"{name} has shape"):
         replace(rollout(), **{name: getattr(rollout(), name)[:3]})

@@ -13,6 +13,7 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,6 +103,18 @@ def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tenso
             ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
             mask[row, -len(tokens) :] = True
     return ids, mask
+
+
+def pad_rows(
+    rows: Sequence[Sequence[float]],
+    fill: float,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return [M, T] rows of unequal length, padded on the right; T is at least 1."""
+    width = max([1, *map(len, rows)])
+    padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=dtype, device=device)
 
 
 def to_device(indices: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -364,6 +377,58 @@ class PromptBatch:
         )
 
 
+@dataclass
+class Episode:
+    """The episode in one row of a rollout, which is filled while it is played.
+
+    Args:
+        messages: in order; the policy's have the role `assistant`, observations any other.
+        spans: columns [first, end) of each message in the row.
+        turn_rewards: of each turn from the environment; None if it gave none.
+        turn_states: state after each answered turn (`StepResult.state`).
+        turn_calls: tool calls in each answered turn.
+        calls: {tool: (calls, failed calls)}.
+        log: {name: (sum, turns)} of what the environment logged.
+        seconds: time spent waiting for the environment.
+        failed: reason of an environment failure; "": none.
+        observation_tokens_cut: tokens removed from observations by the limit.
+        done: the environment ended the episode.
+
+    Example::
+
+        Episode(
+            messages=[
+                {"role": "assistant", "content": "<call>6*7</call>"},
+                {"role": "tool", "content": "42"},
+                {"role": "assistant", "content": "42"},
+            ],
+            spans=[(0, 9), (9, 14), (14, 17)],
+            turn_rewards=[0.0, 1.0],
+            turn_states=[None, None],
+            turn_calls=[1, 0],
+            calls={"calculate": (1, 0)},
+            done=True,
+        )
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    turn_states: list[Hashable] = field(default_factory=list)
+    turn_calls: list[int] = field(default_factory=list)
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    log: dict[str, tuple[float, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+    failed: str = ""
+    observation_tokens_cut: int = 0
+    done: bool = False
+
+    @property
+    def assistant_texts(self) -> list[str]:
+        """Texts of the policy's turns."""
+        return [message["content"] for message in self.messages if message["role"] == "assistant"]
+
+
 @dataclass(frozen=True)
 class Rollout:
     """G sampled completions of each of B prompts.
@@ -379,23 +444,17 @@ class Rollout:
         completions: N decoded texts, empty until the rollouter decodes them.
         candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled with -1;
             None: every token.
-        loss_mask: [N, C] True marks a token that the policy sampled. Only these contribute to the
-            loss, lengths, denominators, entropy and KL. Attention sees `completion_mask`, which
-            includes tool output; None: the two are equal.
         policy_version: number of finished iterations of the weights with which the rollout began.
         token_versions: [N, C] int32 number of finished iterations of the weights that sampled each
             token, if they may differ from `policy_version`; None: they do not.
         turns: [N, C] int16 turn in which the policy generated a token, -1 elsewhere; None: every
             completion is a single turn.
-        turn_rewards: [N, K] float64 reward of each turn from the environment; NaN if there is no
-            such turn or it has no reward.
-        turn_states: N lists of the state after each turn (`StepResult.state`).
         segments: [N, C] int16 number of the segment of each token; None: every row is one segment.
             A row with several is an episode whose conversations do not extend each other, such as
             those of an agent and its sub-agent. No token of a segment sees another segment.
             Segment 0 continues the row's prompt; the others begin with their own prompt.
             Advantages, loss weights and lengths are those of the whole row.
-        episodes: N of `litgrpo.rollout.episodes.Episode`; empty if every completion is one turn.
+        episodes: N episodes; empty if every completion is a single turn.
         provenance: where the completions come from.
 
     Example:
@@ -422,25 +481,18 @@ class Rollout:
     truncated: Tensor
     completions: list[str] = field(default_factory=list)
     candidate_ids: Tensor | None = None
-    loss_mask: Tensor = None  # type: ignore[assignment]  # `__post_init__` sets the default
     policy_version: int = 0
     token_versions: Tensor | None = None
     turns: Tensor | None = None
-    turn_rewards: Tensor | None = None
-    turn_states: list[list[Hashable]] = field(default_factory=list)
-    episodes: list[Any] = field(default_factory=list)
     segments: Tensor | None = None
+    episodes: list[Episode] = field(default_factory=list)
     provenance: Provenance = "fresh"
 
     def __post_init__(self) -> None:
-        """Check that there are B * G rows of one length."""
-        if self.loss_mask is None:
-            object.__setattr__(self, "loss_mask", self.completion_mask)
         rows, length = len(self.prompts) * self.group_size, self.completion_ids.shape[1]
         _check_shape("completion_ids", self.completion_ids, rows, length)
         _check_shape("completion_mask", self.completion_mask, rows, length)
         _check_shape("sampler_logprobs", self.sampler_logprobs, rows, length)
-        _check_shape("loss_mask", self.loss_mask, rows, length)
         _check_shape("truncated", self.truncated, rows)
         if self.candidate_ids is not None:
             size = self.candidate_ids.shape[-1]
@@ -448,6 +500,24 @@ class Rollout:
         for name in ("turns", "token_versions", "segments"):
             if getattr(self, name) is not None:
                 _check_shape(name, getattr(self, name), rows, length)
+
+    @cached_property
+    def loss_mask(self) -> Tensor:
+        """[N, C] True marks a token that the policy sampled.
+
+        Only these contribute to the loss, lengths, denominators, entropy and KL. Attention sees
+        `completion_mask`, which includes tool output.
+        """
+        return self.completion_mask if self.turns is None else self.turns >= 0
+
+    @cached_property
+    def turn_rewards(self) -> Tensor:
+        """[N, K] float64 reward of each turn of an episode, on the host; NaN if it has none."""
+        rewards = [
+            [math.nan if reward is None else reward for reward in episode.turn_rewards]
+            for episode in self.episodes
+        ]
+        return pad_rows(rewards, math.nan, torch.float64)
 
     @property
     def lengths(self) -> Tensor:
@@ -472,10 +542,10 @@ class Rollout:
     @property
     def reference_tokens(self) -> TokenRows:
         """The rows as input of the reference, which may read other prompts than the policy."""
-        rows, given = self.tokens, self.prompts.columns.get(REFERENCE_PROMPT)
-        if given is None:
+        rows, prompts = self.tokens, self.prompts.columns.get(REFERENCE_PROMPT)
+        if prompts is None:
             return rows
-        ids, mask = (each.to(rows.prompt_ids.device) for each in pad_left(given, pad_id=0))
+        ids, mask = (tensor.to(rows.prompt_ids.device) for tensor in pad_left(prompts, pad_id=0))
         return replace(rows, prompt_ids=ids, prompt_mask=mask)
 
     def token_lists(self) -> list[list[int]]:

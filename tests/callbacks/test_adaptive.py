@@ -39,7 +39,7 @@ def rollout_with(entropy):
         seen,
         -entropy * loss_mask.float(),
         torch.zeros(2, dtype=torch.bool),
-        loss_mask=loss_mask,
+        turns=torch.where(loss_mask, 0, -1),
     )
 
 

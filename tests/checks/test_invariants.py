@@ -291,7 +291,6 @@ def completions_interleaved(patch):
         rollout = right(self, requests)
         order = torch.arange(requests.num_rows).view(-1, requests.group_size).T.flatten()
         fields = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated")
-        fields += ("loss_mask",)
         return replace(rollout, **{name: getattr(rollout, name)[order] for name in fields})
 
     patch(local_engine.LocalEngine, "generate", generate)

@@ -33,10 +33,9 @@ from litgrpo.evaluation.metrics import (
 )
 from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.reward import Reward
-from litgrpo.rollout.episodes import Episode
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.overlap import token_f1, without_articles
-from litgrpo.types import PromptBatch, RewardTable, Rollout
+from litgrpo.types import Episode, PromptBatch, RewardTable, Rollout
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.raises import raises_for
 from tests.support.standin import prompts, rollout_of
@@ -134,10 +133,8 @@ def make_rollout(*turns):
     """Return two prompts with two episodes each; all turns but the last call a tool."""
     rollout = rollout_of(prompts("A", "B"))
     episodes = [Episode([SAID] * n, calls={"f": (n - 1, 0)} if n > 1 else {}) for n in turns]
-    rewards = torch.zeros(4, max(turns), dtype=torch.float64)
-    more = {"turn_rewards": rewards, "turn_states": [[]] * 4, "episodes": episodes}
     numbers = torch.zeros_like(rollout.completion_ids, dtype=torch.int16)
-    return replace(rollout, turns=numbers, **more)
+    return replace(rollout, turns=numbers, episodes=episodes)
 
 
 def test_turns_and_calls_are_averaged_over_prompts():
@@ -171,11 +168,11 @@ def test_fluency_by_hand():
 
 
 def test_samples_without_tokens_have_no_perplexity_and_no_ngrams():
-    empty = replace(rollout(), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
+    empty = replace(rollout(), turns=torch.full((4, 3), -1))
     found = initial_distance(sum_logprobs(empty, torch.zeros(4, 3)))
     assert all(map(math.isnan, found.values()))
     mask = torch.tensor([[1, 0, 0]] * 2 + [[1, 1, 1]] * 2).bool()
-    short = replace(rollout(), completion_mask=mask, loss_mask=mask)
+    short = replace(rollout(), completion_mask=mask)
     # 1 2 3 and 4 5 0; the first prompt has no pair of tokens
     assert text_quality(measure_text(short))["distinct_2"] == 1
 

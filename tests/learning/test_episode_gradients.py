@@ -93,7 +93,9 @@ def plant(monkeypatch, change):
 
 def observations_in_the_loss(learner, right, rollout, rewards, logprobs):
     """B3: a loss path forgets the mask."""
-    return right(learner, replace(rollout, loss_mask=rollout.completion_mask), rewards, logprobs)
+    forgetful = replace(rollout)
+    vars(forgetful)["loss_mask"] = rollout.completion_mask
+    return right(learner, forgetful, rewards, logprobs)
 
 
 def discount_by_all_tokens(learner, right, rollout, rewards, logprobs):

@@ -41,6 +41,7 @@ from tests.learning.parts import (
     rollouter_of,
 )
 from tests.support.algorithms import PUBLISHED
+from tests.support.by_hand import with_observations
 from tests.support.comms import Twins, in_turns
 from tests.support.learner import Broken, Tight, first_token
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -591,7 +592,7 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     said = rollout.completion_mask & ~mask
     assert said.any()
     silent = rollout.sampler_logprobs.masked_fill(~mask, 0.0)
-    rollout = replace(rollout, loss_mask=mask, sampler_logprobs=silent)
+    rollout = replace(with_observations(rollout, mask), sampler_logprobs=silent)
     training_batch = learner.build_batch(
         rollout, rewards_of(rollout), learner.old_and_reference_logprobs(rollout)
     )
@@ -656,11 +657,8 @@ def test_observations_have_the_gradient_of_their_cross_entropy():
     said = torch.zeros_like(rollout.completion_mask)
     said[:, 2] = rollout.completion_mask[:, 2]
     mask, rewards = rollout.completion_mask & ~said, rewards_of(rollout)
-    rollout = replace(
-        rollout,
-        loss_mask=mask,
-        sampler_logprobs=rollout.sampler_logprobs.masked_fill(said, 0.0),
-    )
+    silent = rollout.sampler_logprobs.masked_fill(said, 0.0)
+    rollout = replace(with_observations(rollout, mask), sampler_logprobs=silent)
     plain = replace(learner, objective=Objective())
     both, alone = (
         gradient_of(each, each.build_batch(rollout, rewards, RolloutLogprobs()))

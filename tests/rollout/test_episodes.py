@@ -1,6 +1,5 @@
 """Tests."""
 
-import math
 import time
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 from litgrpo.environments.base import EnvironmentFailure, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import EpisodeWorkers
-from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey, episode_seed
+from litgrpo.rollout.episodes import EpisodeSettings, PlayedRow, RolloutKey, episode_seed
 from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Purpose, draw_uniforms
 from tests.learning.parts import learner_of, rewards_of, rollouter_of
@@ -38,23 +37,22 @@ def test_what_is_not_allowed_is_said(given, said):
 
 
 def test_a_record_becomes_an_episode_with_spans_calls_and_logs():
-    record = EpisodeRecord()
-    record.add([{"role": "assistant", "content": "a"}], 3)
-    record.add_result(
+    row = PlayedRow()
+    row.add([{"role": "assistant", "content": "a"}], 3)
+    row.add_result(
         StepResult("", reward=None, calls={"add": (2, 1)}, log={"moves": 1.0}, state="s")
     )
-    record.add([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}], 6)
-    record.add([{"role": "assistant", "content": "b"}], 1)
-    record.add_result(StepResult("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
-    assert math.isnan(record.rewards[0])
-    assert record.rewards[1:] == [2.0]
-    assert record.states == ["s", None]
-    episode = record.episode
+    row.add([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}], 6)
+    row.add([{"role": "assistant", "content": "b"}], 1)
+    row.add_result(StepResult("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
+    episode = row.episode
+    assert episode.turn_rewards == [None, 2.0]
+    assert episode.turn_states == ["s", None]
     assert episode.assistant_texts == ["a", "b"]
     assert episode.spans == [(0, 3), (3, 9), (3, 9), (9, 10)]
     assert episode.calls == {"add": (3, 1)}
     assert episode.log == {"moves": (3.0, 2)}
-    assert record.used == 10
+    assert row.used == 10
 
 
 PROMPTS = prompt_batch("a", "hello there")
@@ -209,9 +207,10 @@ def test_statistics_tell_of_episodes():
 
 def test_episodes_without_turn_rewards_have_no_mean_of_them():
     _, rollouter, rollout = play_episodes(Echo(lengths=(3,)))
-    rollout.turn_rewards[:] = torch.nan
-    assert rollouter.stats(rollout)["env/reward"].tolist() == [0, 0]
-    rollout.turn_rewards[0, 0] = 0.25
+    for episode in rollout.episodes:
+        episode.turn_rewards = [None]
+    assert rollouter.stats(replace(rollout))["env/reward"].tolist() == [0, 0]
+    rollout.episodes[0].turn_rewards = [0.25]
     assert rollouter.stats(rollout)["env/reward"].tolist() == [0.25, 1]
 
 
@@ -236,7 +235,6 @@ def test_groups_of_other_rollouts_bring_their_episodes():
     fresh = rollouter.generate(PROMPTS, "train", 7)
     mixed = with_groups(rollout, torch.tensor([1]), fresh, torch.tensor([0]))
     assert mixed.episodes == rollout.episodes[:4] + fresh.episodes[:4]
-    assert mixed.turn_states == rollout.turn_states[:4] + fresh.turn_states[:4]
     used = fresh.turns.shape[1]
     assert torch.equal(mixed.turns[4:, :used], fresh.turns[:4])
     assert (mixed.turns[4:, used:] == -1).all()

@@ -16,6 +16,7 @@ from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.learning.parts import rollouter_of
+from tests.support.by_hand import with_observations
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_policy
 from tests.support.reference_engine import ReferenceEngine
 
@@ -200,7 +201,7 @@ def test_texts_with_observations_are_not_cut():
     whole = rollout_of(LocalEngine(), Sampling())
     generated, row = whole.loss_mask.clone(), int(whole.lengths.argmax())
     generated[row, 1] = False
-    rollout = replace(whole, loss_mask=generated)
+    rollout = with_observations(whole, generated)
     texts = ["xay"] * len(generated)
     expected = ["xay" if each == row else "x" for each in range(len(texts))]
     assert strings("a").cut_all(texts, rollout, include=False) == expected

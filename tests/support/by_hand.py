@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
+from litgrpo.types import Episode, PromptBatch, RewardTable, Rollout, TrainingBatch
 
 
 def prompts(rows=2, length=3) -> PromptBatch:
@@ -21,11 +21,18 @@ def rollout() -> Rollout:
     return Rollout(prompts(), 2, mask.long() * 7, mask, mask * -0.5, truncated)
 
 
+def with_observations(given: Rollout, mask: torch.Tensor) -> Rollout:
+    """Return episodes of one turn, in which the policy sampled only the tokens of `mask` [N, C]."""
+    turns = torch.where(mask, 0, -1).to(torch.int16)
+    episodes = [Episode([{"role": "assistant", "content": "x"}], done=True) for _ in turns]
+    return replace(given, turns=turns, episodes=episodes)
+
+
 def with_turns() -> Rollout:
     """Return the same rollout; in rows 1 and 3 the second token is tool output."""
     mask = rollout().completion_mask.clone()
     mask[[1, 3], 1] = False
-    return replace(rollout(), loss_mask=mask)
+    return with_observations(rollout(), mask)
 
 
 def table(total, valid=None, **components) -> RewardTable:

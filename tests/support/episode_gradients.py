@@ -71,7 +71,6 @@ def split_turns(learner, rollout, rewards, known):
     values = {
         "completion_ids": ids,
         "completion_mask": mask,
-        "loss_mask": mask,
         "sampler_logprobs": pack(rollout.sampler_logprobs),
         "candidate_ids": candidates,
         "turns": pack(rollout.turns, -1),

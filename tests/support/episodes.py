@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from litgrpo.callbacks.completions import completion_rows
-from litgrpo.rollout.episodes import Episode
+from litgrpo.types import Episode
 from tests.support.standin import prompts, rewards_of, rollout_of
 
 SAID = [
@@ -19,14 +19,19 @@ def rollout_of_episodes():
     """Two episodes: one of two turns, one that failed in its first."""
     rollout = rollout_of(prompts("2*3=?"))
     told = [
-        Episode(SAID, calls={"multiply": (1, 0)}),
-        Episode(SAID[:1], failed="timed out", observation_tokens_cut=7),
+        Episode(
+            SAID, turn_rewards=[0.0, 1.0], turn_states=[None, None], calls={"multiply": (1, 0)}
+        ),
+        Episode(
+            SAID[:1],
+            turn_rewards=[None],
+            turn_states=[None],
+            failed="timed out",
+            observation_tokens_cut=7,
+        ),
     ]
-    rewards = torch.tensor([[0.0, 1.0], [torch.nan, torch.nan]], dtype=torch.float64)
     turns = torch.zeros_like(rollout.completion_ids, dtype=torch.int16)
-    states = [[None, None], [None]]
-    more = {"turn_rewards": rewards, "turn_states": states, "episodes": told, "turns": turns}
-    return replace(rollout, **more)
+    return replace(rollout, episodes=told, turns=turns)
 
 
 def rows_of_episodes():

@@ -63,7 +63,7 @@ def episodes(requests: RolloutRequest) -> Rollout:
             number, first, column = number + 1, end, end
     plain = buffer.rollout(prompts, requests.group_size)
     turns = turns[:, : plain.completion_ids.shape[1]]
-    return replace(plain, turns=turns, loss_mask=turns >= 0)
+    return replace(plain, turns=turns)
 
 
 class ReferenceEngine(RolloutEngine):

@@ -1,9 +1,10 @@
 """Shared by tests of algorithms.turns."""
 
+from dataclasses import replace
+
 import torch
 
-from litgrpo.rollout.episodes import Episode
-from litgrpo.types import PromptBatch, RewardTable, Rollout
+from litgrpo.types import Episode, PromptBatch, RewardTable, Rollout
 
 
 def episode(calls, said=(), done=True):
@@ -16,7 +17,8 @@ def rollout(number, rewards, states=None, episodes=None):
     turns = torch.tensor(number, dtype=torch.int16)
     shape = turns.shape
     one = torch.ones(1, 1, dtype=torch.long)
-    spoken = turns >= 0
+    episodes = episodes or [episode([1] * 9, ["ok"]) for _ in turns]
+    states = states or [[] for _ in turns]
     return Rollout(
         prompts=PromptBatch(one, one.bool(), ["?"], {}, torch.zeros(1, dtype=torch.long)),
         group_size=shape[0],
@@ -24,11 +26,11 @@ def rollout(number, rewards, states=None, episodes=None):
         completion_mask=torch.ones(shape, dtype=torch.bool),
         sampler_logprobs=torch.zeros(shape),
         truncated=torch.zeros(shape[0], dtype=torch.bool),
-        loss_mask=spoken,
         turns=turns,
-        turn_rewards=torch.tensor(rewards, dtype=torch.float64),
-        turn_states=states or [[] for _ in range(shape[0])],
-        episodes=episodes or [episode([1] * 9, ["ok"]) for _ in range(shape[0])],
+        episodes=[
+            replace(each, turn_rewards=earned, turn_states=seen)
+            for each, earned, seen in zip(episodes, rewards, states, strict=True)
+        ],
     )
 
 

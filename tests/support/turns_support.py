@@ -39,7 +39,8 @@ def assert_same(found, expected):
         both = (each.candidate_ids.sort(2).values for each in (found, expected))
         assert torch.equal(*both)
     assert torch.equal(found.turn_rewards.nan_to_num(-1), expected.turn_rewards.nan_to_num(-1))
-    assert found.turn_states == expected.turn_states
+    states = [[each.turn_states for each in rollout.episodes] for rollout in (found, expected)]
+    assert states[0] == states[1]
     assert [each.messages for each in found.episodes] == [
         each.messages for each in expected.episodes
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,7 @@ from litgrpo.agents.call_tree import AgentCall, CallTree
 from litgrpo.data.messages import Messages
 from litgrpo.environments.agent import AgentResult
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.episodes import Episode
-from litgrpo.types import PromptBatch, Rollout, pad_left
+from litgrpo.types import Episode, PromptBatch, Rollout, pad_left, pad_rows
 
 
 class PlayedRow(Protocol):
@@ -124,32 +122,24 @@ def build_rollout(requests: RolloutRequest, rows: Sequence[PlayedRow]) -> Rollou
         for segment, chain in enumerate(its, start=0 if shared else 1):
             row.add_chain(chain, segment)
         built.append(row)
-    width = max(1, *(len(row.ids) for row in built))
-    device = requests.prompts.prompt_ids.device
-
-    def pad(values: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
-        padded = [row + [fill] * (width - len(row)) for row in values]
-        return torch.tensor(padded, dtype=dtype, device=device)
-
-    turns = pad([row.turns for row in built], -1, torch.int16)
+    device, pad_id = requests.prompts.prompt_ids.device, requests.policy.pad_id
+    ids = pad_rows([row.ids for row in built], pad_id, torch.long, device)
     lengths = torch.tensor([len(row.ids) for row in built], device=device)
-    versions = pad([row.versions for row in built], -1, torch.int32)
+    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    versions = pad_rows([row.versions for row in built], -1, torch.int32, device)
     return Rollout(
         prompts=_with_openings(requests, openings),
         group_size=size,
-        completion_ids=pad([row.ids for row in built], requests.policy.pad_id, torch.long),
-        completion_mask=torch.arange(width, device=device) < lengths[:, None],
-        sampler_logprobs=pad([row.logprobs for row in built], 0.0, torch.float32),
+        completion_ids=ids,
+        completion_mask=mask,
+        sampler_logprobs=pad_rows([row.logprobs for row in built], 0.0, torch.float32, device),
         truncated=torch.tensor(
             [bool(row.limit) or _last_is_cut(row.tree) for row in rows], device=device
         ),
-        candidate_ids=_candidates(built, width, device),
-        loss_mask=turns >= 0,
-        turns=turns,
+        candidate_ids=_candidates(built, mask),
+        turns=pad_rows([row.turns for row in built], -1, torch.int16, device),
         token_versions=versions if bool((versions >= 0).any()) else None,
-        segments=pad([row.segments for row in built], 0, torch.int16),
-        turn_rewards=_turn_rewards(rows, built),
-        turn_states=[[None] * max(1, len(row.numbers)) for row in built],
+        segments=pad_rows([row.segments for row in built], 0, torch.int16, device),
         episodes=[_episode(row, tokens) for row, tokens in zip(rows, built, strict=True)],
         completions=_texts(requests, rows),
     )
@@ -189,42 +179,35 @@ def _last_is_cut(tree: CallTree) -> bool:
     return bool(tree.calls) and tree.calls[-1].truncated
 
 
-def _candidates(built: Sequence[RowTokens], width: int, device: torch.device) -> Tensor | None:
+def _candidates(built: Sequence[RowTokens], mask: Tensor) -> Tensor | None:
     """Return [N, C, S] tokens that could be sampled, padded with -1; None: every token."""
-    widest = max((len(each) for row in built for each in row.candidates), default=0)
-    if not widest:
+    of_tokens = [ids for row in built for ids in row.candidates]
+    if not any(of_tokens):
         return None
-    found = torch.full((len(built), width, widest), -1, dtype=torch.int32)
-    for number, row in enumerate(built):
-        for column, each in enumerate(row.candidates):
-            found[number, column, : len(each)] = torch.tensor(each, dtype=torch.int32)
-    return found.to(device)
-
-
-def _turn_rewards(rows: Sequence[PlayedRow], built: Sequence[RowTokens]) -> Tensor:
-    """Return [N, K] rewards of turns: an agent's reward belongs to its last one."""
-    rewards = torch.full(
-        (len(rows), max(1, *(len(row.numbers) for row in built))), math.nan, dtype=torch.float64
-    )
-    for number, (row, tokens) in enumerate(zip(rows, built, strict=True)):
-        if row.result.reward is not None and not row.failed:
-            last = max(len(tokens.numbers) - 1, 0)
-            rewards[number, :last] = 0.0
-            rewards[number, last] = row.result.reward
-    return rewards
+    padded = pad_rows(of_tokens, -1, torch.int32, mask.device)
+    candidates = padded.new_full((*mask.shape, padded.shape[1]), -1)
+    candidates[mask] = padded
+    return candidates
 
 
 def _episode(row: PlayedRow, tokens: RowTokens) -> Episode:
+    """Return the record of an agent, whose reward belongs to its last turn."""
     calls = Counter(name for call in row.tree.calls for name in call.tools)
     messages, spans = tokens.messages
+    num_turns = max(1, len(tokens.numbers))
+    rewards: list[float | None] = [None] * num_turns
+    if row.result.reward is not None and not row.failed:
+        rewards = [*[0.0] * (num_turns - 1), row.result.reward]
     return Episode(
         messages=messages,
         spans=spans,
+        turn_rewards=rewards,
+        turn_states=[None] * num_turns,
+        turn_calls=[len(call.tools) for call in row.tree.calls],
         calls={name: (number, 0) for name, number in sorted(calls.items())},
         seconds=row.seconds,
         failed=row.failed,
         done=not (row.failed or row.limit),
-        turn_calls=[len(call.tools) for call in row.tree.calls],
     )
 
 

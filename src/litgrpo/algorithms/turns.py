@@ -9,7 +9,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from litgrpo.algorithms.advantages import Advantages, Groups, Normalized
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm
-from litgrpo.types import RewardTable, Rollout
+from litgrpo.types import Episode, RewardTable, Rollout
 
 ENVIRONMENT_REWARD = "environment"  # the component that is the sum of the turns' rewards
 
@@ -71,7 +71,6 @@ class Turns:
             table: [B, G] their rewards.
         """
         assert rollout.turns is not None
-        assert rollout.turn_rewards is not None
         shape = (*table.total.shape, rollout.turn_rewards.shape[1])
         number = rollout.turns.long().to(table.total.device)
         num_turns = number.amax(1).view(shape[:2]) + 1
@@ -108,9 +107,7 @@ class Turns:
 
 def _turn_rewards(rollout: Rollout, table: RewardTable) -> Tensor:
     """[N, K] contribution of the environment's reward of each turn to the total reward."""
-    earned = rollout.turn_rewards
-    assert earned is not None
-    earned = earned.to(table.total).nan_to_num(0.0)
+    earned = rollout.turn_rewards.to(table.total).nan_to_num(0.0)
     if ENVIRONMENT_REWARD not in table.weights:
         return torch.zeros_like(earned)
     episode_rewards = earned.sum(1).view_as(table.total)
@@ -128,7 +125,7 @@ def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
         ValueError: a state cannot be compared.
     """
     try:
-        hash(tuple(map(tuple, rollout.turn_states)))
+        hash(tuple(tuple(episode.turn_states) for episode in rollout.episodes))
     except TypeError as error:
         raise ValueError(
             f"StepResult.state must be a text, a number, a tuple of them, or None, so that states "
@@ -136,7 +133,8 @@ def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
         ) from error
     found, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]
     for group in range(len(found)):
-        after = rollout.turn_states[group * size : (group + 1) * size]
+        episodes = rollout.episodes[group * size : (group + 1) * size]
+        after = [episode.turn_states for episode in episodes]
         known = {state: None for states in after for state in states if state is not None}
         numbers: dict[Hashable, int] = {None: -1} | {s: n for n, s in enumerate(known, 1)}
         for row, states in enumerate(after):
@@ -146,13 +144,13 @@ def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
     return found.to(exist.device).masked_fill(~exist, -1)
 
 
-def _tool_calls(episode: Any, num_turns: int) -> list[bool]:
+def _tool_calls(episode: Episode, num_turns: int) -> list[bool]:
     """Return True for each turn that called a tool; False if a limit cut it off."""
     called = [calls > 0 for calls in episode.turn_calls[:num_turns]]
     return called + [False] * (num_turns - len(called))
 
 
-def _is_void(episode: Any, num_turns: int) -> bool:
+def _is_void(episode: Episode, num_turns: int) -> bool:
     """Return True if a turn neither called a tool nor ended the episode."""
     called = _tool_calls(episode, num_turns)
     if not called:
@@ -161,7 +159,7 @@ def _is_void(episode: Any, num_turns: int) -> bool:
     return not all(before) or not (last or episode.done)
 
 
-def _last_answer(episode: Any, num_turns: int) -> str | None:
+def _last_answer(episode: Episode, num_turns: int) -> str | None:
     """The last turn if it called no tool."""
     called = _tool_calls(episode, num_turns)
     return episode.assistant_texts[-1] if called and not called[-1] else None

@@ -139,12 +139,9 @@ def episode_row(rollout: Rollout, row: int) -> Row:
     if not rollout.episodes:
         return {}
     episode = rollout.episodes[row]
-    turn_rewards: list[float | None] = []
-    if rollout.turn_rewards is not None:
-        turn_rewards = finite_or_none(rollout.turn_rewards[row])[: len(episode.assistant_texts)]
     return {
         "messages": list(episode.messages),
-        "turn_rewards": turn_rewards,
+        "turn_rewards": episode.turn_rewards,
         "calls": {name: list(counts) for name, counts in episode.calls.items()},
         "failed": episode.failed,
         "observation_tokens_cut": episode.observation_tokens_cut,

@@ -322,12 +322,10 @@ def _describe_episode(rollout: Rollout, row: int) -> dict[str, Any]:
     """Return the fields of a prediction that only an episode has."""
     if not rollout.episodes:
         return {}
-    assert rollout.turn_rewards is not None
     episode = rollout.episodes[row]
-    rewards = rollout.turn_rewards[row, : len(episode.assistant_texts)].tolist()
     return {
         "messages": episode.messages,
-        "turn_rewards": [None if isnan(reward) else reward for reward in rewards],
+        "turn_rewards": episode.turn_rewards,
         "calls": {name: list(counts) for name, counts in episode.calls.items()},
         "failed": episode.failed,
     }

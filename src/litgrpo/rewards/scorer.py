@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isnan, nan
+from math import nan
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -104,24 +104,21 @@ OF_EPISODES = ("messages", "turns", "turn_rewards")
 def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
     """Return the columns of episodes; `completion_ids` are those of the last turn only."""
     assert rollout.turns is not None
-    assert rollout.turn_rewards is not None
     last = (rollout.turns == rollout.turns.amax(1, keepdim=True)) & (rollout.turns >= 0)
-    rewards = [
-        [None if isnan(reward) else reward for reward in row[: len(states)]]
-        for row, states in zip(rollout.turn_rewards.tolist(), rollout.turn_states, strict=True)
-    ]
     ids = zip(rollout.completion_ids, last, strict=True)
     return {
-        "completion_ids": [row[mine].tolist() for row, mine in ids],
-        "messages": [each.messages for each in rollout.episodes],
-        "turns": [each.assistant_texts for each in rollout.episodes],
-        "turn_rewards": rewards,
+        "completion_ids": [row[in_last_turn].tolist() for row, in_last_turn in ids],
+        "messages": [episode.messages for episode in rollout.episodes],
+        "turns": [episode.assistant_texts for episode in rollout.episodes],
+        "turn_rewards": [
+            episode.turn_rewards[: len(episode.turn_states)] for episode in rollout.episodes
+        ],
     }
 
 
 def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
     """Mark failed episodes as invalid rows without a reward."""
-    failed = torch.tensor([bool(each.failed) for each in rollout.episodes])
+    failed = torch.tensor([bool(episode.failed) for episode in rollout.episodes])
     failed = failed.view_as(rewards.valid)
 
     def mask(components: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

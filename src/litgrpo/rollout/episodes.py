@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -27,7 +26,7 @@ from litgrpo.environments.base import (
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
 from litgrpo.rollout.turn_format import TurnFormat
-from litgrpo.types import PromptBatch, Rollout, Stats, pad_left
+from litgrpo.types import Episode, PromptBatch, Rollout, Stats, pad_left
 
 TurnFormatName = Literal["template", "inline"]
 OnTimeout = Literal["fail", "reply"]
@@ -91,107 +90,47 @@ class EpisodeSettings:
         )
 
 
-@dataclass(frozen=True)
-class Episode:
-    """Record of the episode in one row of a rollout.
-
-    Args:
-        messages: in order; the policy's have the role `assistant`, observations any other.
-        spans: columns [first, end) of each message in the row.
-        calls: {tool: (calls, failed calls)}.
-        log: {name: (sum, turns)} of what the environment logged.
-        seconds: time spent waiting for the environment.
-        failed: reason of an environment failure; "": none.
-        observation_tokens_cut: tokens removed from observations by the limit.
-        done: the environment ended the episode.
-        turn_calls: tool calls in each answered turn.
-
-    Example::
-
-        Episode(
-            messages=[
-                {"role": "assistant", "content": "<call>6*7</call>"},
-                {"role": "tool", "content": "42"},
-                {"role": "assistant", "content": "42"},
-            ],
-            spans=[(0, 9), (9, 14), (14, 17)],
-            calls={"calculate": (1, 0)},
-            done=True,
-            turn_calls=[1, 0],
-        )
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    log: dict[str, tuple[float, int]] = field(default_factory=dict)
-    seconds: float = 0.0
-    failed: str = ""
-    observation_tokens_cut: int = 0
-    done: bool = False
-    turn_calls: list[int] = field(default_factory=list)
-
-    @property
-    def assistant_texts(self) -> list[str]:
-        """Texts of the policy's turns."""
-        return [each["content"] for each in self.messages if each["role"] == "assistant"]
-
-
 @dataclass
-class EpisodeRecord:
-    """State of the episode in a row while it is played.
+class PlayedRow:
+    """State of a row while its episode is played.
 
     Args:
-        failed: reason of an environment failure; "": none.
-        messages, spans, calls, log, observation_tokens_cut, turn_calls: as of `Episode`.
-        rewards: of each turn; NaN if the environment abstained.
-        states: environment state after each turn.
+        episode: its record.
         used: tokens in the row.
         cut: a token limit ended its last turn.
         closed: its last token is an end token of the policy.
         full: its next observation did not fit into the row.
+        last_ids: tokens of its last turn.
+        asked: when the environment got that turn.
     """
 
-    failed: str = ""
-    messages: list[Message] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    log: dict[str, tuple[float, int]] = field(default_factory=dict)
-    observation_tokens_cut: int = 0
-    turn_calls: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    states: list[Hashable] = field(default_factory=list)
+    episode: Episode = field(default_factory=Episode)
     used: int = 0
     cut: bool = False
     closed: bool = False
     full: bool = False
-    done: bool = False
     last_ids: list[int] = field(default_factory=list)
     asked: float = 0.0
-    seconds: float = 0.0
 
     def add(self, messages: list[Message], length: int) -> None:
         """Append messages that occupy the next columns."""
-        self.messages += messages
-        self.spans += [(self.used, self.used + length)] * len(messages)
+        self.episode.messages += messages
+        self.episode.spans += [(self.used, self.used + length)] * len(messages)
         self.used += length
 
     def add_result(self, result: StepResult) -> None:
-        """Add rewards, states, calls and logs of a turn."""
-        self.rewards.append(math.nan if result.reward is None else float(result.reward))
-        self.states.append(result.state)
-        self.turn_calls.append(sum(calls for calls, _ in result.calls.values()))
+        """Add reward, state, calls and logs of a turn."""
+        episode = self.episode
+        episode.turn_rewards.append(None if result.reward is None else float(result.reward))
+        episode.turn_states.append(result.state)
+        episode.turn_calls.append(sum(calls for calls, _ in result.calls.values()))
         for name, (calls, failed) in result.calls.items():
-            before = self.calls.get(name, (0, 0))
-            self.calls[name] = before[0] + calls, before[1] + failed
+            before = episode.calls.get(name, (0, 0))
+            episode.calls[name] = before[0] + calls, before[1] + failed
         for name, value in result.log.items():
-            total, turns = self.log.get(name, (0.0, 0))
-            self.log[name] = total + float(value), turns + 1
-
-    @property
-    def episode(self) -> Episode:
-        """Record for the rollout."""
-        return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
+            total, turns = episode.log.get(name, (0.0, 0))
+            episode.log[name] = total + float(value), turns + 1
+        episode.done = result.done
 
 
 # Token ids of a prompt (batch, row) with what an environment adds to it.
@@ -298,11 +237,10 @@ class EpisodeRunner(ABC):
         """
         episodes, rewards = rollout.episodes, rollout.turn_rewards
         assert rollout.turns is not None
-        assert rewards is not None
-        failed = torch.tensor([bool(each.failed) for each in episodes])
-        late = torch.tensor([each.failed.startswith("timed out") for each in episodes])
+        failed = torch.tensor([bool(episode.failed) for episode in episodes])
+        late = torch.tensor([episode.failed.startswith("timed out") for episode in episodes])
         # An environment that gives no turn rewards has no mean of them.
-        total, valid = rewards.nansum(1).cpu(), ~failed & ~rewards.isnan().all(1).cpu()
+        total, valid = rewards.nansum(1), ~failed & ~rewards.isnan().all(1)
         observed = rollout.completion_mask & ~rollout.loss_mask
         stats = {
             "env/turns": (rollout.turns.amax(1) + 1).float().mean(),
@@ -316,7 +254,7 @@ class EpisodeRunner(ABC):
         }
         self.waited = 0.0
         for tool in self.tools:
-            calls = torch.tensor([each.calls.get(tool, (0, 0)) for each in episodes]).float()
+            calls = torch.tensor([episode.calls.get(tool, (0, 0)) for episode in episodes]).float()
             stats[f"tools/{tool}_calls"], stats[f"tools/{tool}_failed"] = calls.mean(0)
         return {name: value.float() for name, value in stats.items()}
 
@@ -350,20 +288,17 @@ class Episodes(EpisodeRunner):
         with self.waiting():
             opened = self.pool.reset(starts)
         self.failures.count(dict(enumerate(opened)))
-        failures = [""] * len(opened)
-        for row, failed in [
-            (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
-        ]:
-            failures[row] = failed.reason
-        prompts = self._extend_prompts(requests, opened, failures)
-        listener = EpisodeListener(
-            self, requests, [EpisodeRecord(failed=each) for each in failures]
-        )
+        rows = [PlayedRow() for _ in opened]
+        for row, opening in zip(rows, opened, strict=True):
+            if isinstance(opening, FailedEpisode):
+                row.episode.failed = opening.reason
+        prompts = self._extend_prompts(requests, opened, rows)
+        listener = EpisodeListener(self, requests, rows)
         # Rows beyond the episodes that play at once would only wait.
-        limits = [rows for rows in (requests.max_rows, self.pool.max_parallel) if rows is not None]
-        rows = min(limits, default=None)
+        limits = [n for n in (requests.max_rows, self.pool.max_parallel) if n is not None]
+        max_rows = min(limits, default=None)
         rollout = engine.generate(
-            replace(requests, prompts=prompts, listener=listener, max_rows=rows)
+            replace(requests, prompts=prompts, listener=listener, max_rows=max_rows)
         )
         return listener.complete_rollout(replace(rollout, prompts=prompts))
 
@@ -375,11 +310,11 @@ class Episodes(EpisodeRunner):
         self,
         requests: RolloutRequest,
         opened: Sequence[str | list[Message] | FailedEpisode],
-        failures: list[str],
+        rows: Sequence[PlayedRow],
     ) -> PromptBatch:
         """Append the environment's openings to the prompts.
 
-        Prompts that become too long are recorded in `failures`.
+        The episodes of prompts that become too long are marked as failed.
         """
         prompts, size = requests.prompts, requests.group_size
         groups = [slice(first, first + size) for first in range(0, len(opened), size)]
@@ -387,14 +322,15 @@ class Episodes(EpisodeRunner):
         if not any(added):
             return prompts
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
-        texts, rows = list(prompts.prompts), [ids[mask].tolist() for ids, mask in pairs]
+        texts, prompt_ids = list(prompts.prompts), [ids[mask].tolist() for ids, mask in pairs]
         for number in [number for number, more in enumerate(added) if more]:
             try:
-                rows[number] = self.opener(prompts, number, added[number])
+                prompt_ids[number] = self.opener(prompts, number, added[number])
             except PromptDropped as error:
-                failures[groups[number]] = [str(error)] * size
-            texts[number] = str(requests.policy.tokenizer.decode(rows[number]))
-        padded = pad_left(rows, requests.policy.pad_id)
+                for row in rows[groups[number]]:
+                    row.episode.failed = str(error)
+            texts[number] = str(requests.policy.tokenizer.decode(prompt_ids[number]))
+        padded = pad_left(prompt_ids, requests.policy.pad_id)
         device = prompts.prompt_ids.device
         longer: dict[str, Any] = {"prompts": texts}
         longer |= {"prompt_ids": padded[0].to(device), "prompt_mask": padded[1].to(device)}
@@ -423,12 +359,10 @@ class EpisodeListener:
     Args:
         episodes: pool, turn_format and limits.
         requests: of the rollout.
-        rows: N records.
+        rows: N rows.
     """
 
-    def __init__(
-        self, episodes: Episodes, requests: RolloutRequest, rows: list[EpisodeRecord]
-    ) -> None:
+    def __init__(self, episodes: Episodes, requests: RolloutRequest, rows: list[PlayedRow]) -> None:
         self.episodes, self.rows = episodes, rows
         self.policy, self.tokenizer = requests.policy, requests.policy.tokenizer
         self.stop_token_ids, stops = requests.sampling.stop_token_ids, requests.stops
@@ -442,84 +376,85 @@ class EpisodeListener:
 
     def on_turn_end(self, row: int, ids: list[int], *, truncated: bool) -> None:
         """See `TurnListener.on_turn_end`."""
-        record = self.rows[row]
-        record.cut, record.closed, record.last_ids = truncated, ids[-1] in self.eos_ids, ids
-        said = str(self.tokenizer.decode(ids[: len(ids) - (ids[-1] in self.end_ids)]))
-        said = self.cut(said, True)
-        record.add([{"role": "assistant", "content": said}], len(ids))
-        if record.failed:
+        state = self.rows[row]
+        state.cut, state.closed, state.last_ids = truncated, ids[-1] in self.eos_ids, ids
+        text = str(self.tokenizer.decode(ids[: len(ids) - (ids[-1] in self.end_ids)]))
+        text = self.cut(text, True)
+        state.add([{"role": "assistant", "content": text}], len(ids))
+        if state.episode.failed:
             self.over[row] = None
             return
         self.asked.add(row)
-        record.asked = time.perf_counter()
+        state.asked = time.perf_counter()
         with self.episodes.waiting():
-            self.episodes.pool.send(row, said)
+            self.episodes.pool.send(row, text)
 
     def take_observations(self, *, wait: bool) -> dict[int, list[int] | None]:
         """See `TurnListener.take_observations`."""
-        found, self.over = self.over, {}
+        observations, self.over = self.over, {}
         with self.episodes.waiting():
-            answers = self.episodes.pool.receive(wait=wait and not found and bool(self.asked))
+            wait = wait and not observations and bool(self.asked)
+            answers = self.episodes.pool.receive(wait=wait)
         self.asked -= answers.keys()
         self.episodes.failures.count(answers)
-        found |= {row: self._encode_answer(row, answer) for row, answer in answers.items()}
-        for row in [row for row, ids in found.items() if ids is None]:
-            self.episodes.pool.end(row)
-        return found
+        for row, answer in answers.items():
+            observations[row] = self._encode_answer(self.rows[row], answer)
+        for row, ids in observations.items():
+            if ids is None:
+                self.episodes.pool.end(row)
+        return observations
 
-    def _encode_answer(self, row: int, answer: StepResult | FailedEpisode) -> list[int] | None:
+    def _encode_answer(
+        self, row: PlayedRow, answer: StepResult | FailedEpisode
+    ) -> list[int] | None:
         """Return the tokens of a row's observation; None: the episode is over."""
-        record, settings = self.rows[row], self.episodes.settings
-        record.seconds += time.perf_counter() - record.asked
+        settings, episode = self.episodes.settings, row.episode
+        episode.seconds += time.perf_counter() - row.asked
         if isinstance(answer, FailedEpisode):
-            record.failed = answer.reason
+            episode.failed = answer.reason
             return None
-        record.add_result(answer)
-        record.done = answer.done
-        cut = record.cut and not settings.close_truncated_turns
-        if answer.done or cut or len(record.rewards) == settings.max_turns:
+        row.add_result(answer)
+        is_cut = row.cut and not settings.close_truncated_turns
+        if answer.done or is_cut or len(episode.turn_rewards) == settings.max_turns:
             return None
         # The chat template itself adds the missing end token of a truncated turn.
-        add_end = record.cut and settings.turn_format == "inline"
-        closing = [self.eos_ids[0]] if add_end else []
-        said = self.episodes.turn_format.encode(answer.observation, record.closed)
-        ids = closing + self._shorten(record, said)
-        record.full = record.used + len(ids) >= self.length
-        if record.full:
-            return None
-        texts = isinstance(answer.observation, str)
-        messages = (
-            [{"role": "user", "content": answer.observation}] if texts else answer.observation
+        add_end = row.cut and settings.turn_format == "inline"
+        ids = [self.eos_ids[0]] if add_end else []
+        ids += self._shorten(
+            episode, self.episodes.turn_format.encode(answer.observation, row.closed)
         )
-        record.add(messages, len(ids))  # type: ignore[arg-type]
+        row.full = row.used + len(ids) >= self.length
+        if row.full:
+            return None
+        messages = answer.observation
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        row.add(messages, len(ids))
         return ids
 
-    def _shorten(self, record: EpisodeRecord, ids: list[int]) -> list[int]:
+    def _shorten(self, episode: Episode, ids: list[int]) -> list[int]:
         """Cut the middle of an observation that exceeds the token limit."""
-        most = self.episodes.settings.max_observation_tokens
-        if len(ids) <= most:
+        limit = self.episodes.settings.max_observation_tokens
+        if len(ids) <= limit:
             return ids
-        mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: most // 2]
-        record.observation_tokens_cut += len(ids) - most + len(mark)
-        first = (most - len(mark) + 1) // 2
-        last = most - len(mark) - first
+        mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: limit // 2]
+        episode.observation_tokens_cut += len(ids) - limit + len(mark)
+        first = (limit - len(mark) + 1) // 2
+        last = limit - len(mark) - first
         return ids[:first] + mark + ids[len(ids) - last :]
 
     def complete_rollout(self, rollout: Rollout) -> Rollout:
-        """Add episodes, rewards, states and texts to a rollout."""
-        turns = max(len(record.assistant_texts) for record in (each.episode for each in self.rows))
-        rewards = torch.full((len(self.rows), max(1, turns)), torch.nan, dtype=torch.float64)
-        for row, record in enumerate(self.rows):
-            rewards[row, : len(record.rewards)] = torch.tensor(record.rewards, dtype=torch.float64)
-        full = torch.tensor([record.full for record in self.rows]).to(rollout.truncated.device)
-        lasts = [record.last_ids for record in self.rows]
-        texts = self.policy.completion_texts(lasts, self.stop_token_ids)
-        texts = [self.cut(text, self.include_stop) for text in texts]
+        """Add episodes and texts to a rollout."""
+        for row in self.rows:  # the last turn of a failed episode has no answer
+            unanswered = len(row.episode.assistant_texts) - len(row.episode.turn_rewards)
+            row.episode.turn_rewards += [None] * unanswered
+        full = torch.tensor([row.full for row in self.rows]).to(rollout.truncated.device)
+        texts = self.policy.completion_texts(
+            [row.last_ids for row in self.rows], self.stop_token_ids
+        )
         return replace(
             rollout,
             truncated=rollout.truncated | full,
-            turn_rewards=rewards,
-            turn_states=[record.states for record in self.rows],
-            episodes=[record.episode for record in self.rows],
-            completions=texts,
+            episodes=[row.episode for row in self.rows],
+            completions=[self.cut(text, self.include_stop) for text in texts],
         )

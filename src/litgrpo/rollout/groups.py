@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,23 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from litgrpo.rollout.episodes import Episode
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.types import Episode, PromptBatch, Rollout
 
 # Fields of a rollout with one entry per row, and the value of missing columns.
 FILLING = {
     "completion_ids": 0,
     "completion_mask": 0,
     "sampler_logprobs": 0,
-    "loss_mask": 0,
     "truncated": 0,
     "candidate_ids": -1,
     "turns": -1,
     "token_versions": 0,
-    "turn_rewards": math.nan,
     "segments": 0,
 }
-LISTS = ("completions", "turn_states", "episodes")  # of N entries, or none
+LISTS = ("completions", "episodes")  # of N entries, or none
 
 
 def with_groups(rollout: Rollout, replaced: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
@@ -129,14 +125,9 @@ def unpack_rollout(values: dict[str, Any], device: torch.device | str) -> Rollou
 
 
 def move_rollout(rollout: Rollout, device: torch.device | str) -> Rollout:
-    """Return a rollout with its tensors on a device.
-
-    Rewards of turns stay on the host, as they do when episodes are played.
-    """
+    """Return a rollout with its tensors on a device."""
     moved: dict[str, Any] = {
-        name: value.to(device)
-        for name in FILLING
-        if name != "turn_rewards" and (value := getattr(rollout, name)) is not None
+        name: value.to(device) for name in FILLING if (value := getattr(rollout, name)) is not None
     }
     return replace(rollout, prompts=rollout.prompts.to(device), **moved)
 
@@ -186,10 +177,9 @@ def select_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         name: value[rows] for name in FILLING if (value := getattr(rollout, name)) is not None
     }
     used = max(1, int(tensors["completion_mask"].sum(1).max()))
-    turns = max(1, int(tensors["turns"].max()) + 1) if "turns" in tensors else 0
     for name, value in tensors.items():
         if value.dim() > 1:
-            tensors[name] = value[:, : turns if name == "turn_rewards" else used]
+            tensors[name] = value[:, :used]
     return replace(rollout, prompts=rollout.prompts.select(groups), **lists, **tensors)
 
 

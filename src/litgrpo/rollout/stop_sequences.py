@@ -117,7 +117,6 @@ class StopStrings:
             rollout,
             completion_ids=rollout.completion_ids[:, :used].masked_fill(~kept, pad_id),
             completion_mask=kept,
-            loss_mask=kept,
             sampler_logprobs=rollout.sampler_logprobs[:, :used].masked_fill(~kept, 0.0),
             truncated=rollout.truncated & ~found,
             candidate_ids=candidates,

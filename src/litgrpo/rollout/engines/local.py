@@ -381,7 +381,7 @@ class TurnDecoder:
         buffer.ids, buffer.mask, buffer.ended = rows.ids, rows.mask, ~rows.truncated
         rollout = buffer.rollout(request.prompts, request.group_size)
         turns = rows.turns[:, : rollout.completion_ids.shape[1]]
-        return replace(rollout, loss_mask=turns >= 0, turns=turns)
+        return replace(rollout, turns=turns)
 
     def _decode_steps(self) -> Iterator[DecodeStep]:
         """Sample and feed tokens until every episode is over."""

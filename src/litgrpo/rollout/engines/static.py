@@ -305,7 +305,6 @@ def _concatenate(parts: list[Rollout], requests: RolloutRequest) -> Rollout:
         prompts=replace(requests.prompts, **prompts),
         completion_ids=cat("completion_ids", requests.policy.pad_id),
         completion_mask=cat("completion_mask"),
-        loss_mask=cat("loss_mask"),
         sampler_logprobs=cat("sampler_logprobs"),
         truncated=torch.cat([part.truncated for part in parts]),
         candidate_ids=None if first.candidate_ids is None else cat("candidate_ids", -1),

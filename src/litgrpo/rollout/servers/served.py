@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, require
@@ -24,7 +23,7 @@ from litgrpo.rollout.servers.client import SampleRequest, SampleResult, ServerCl
 from litgrpo.rollout.servers.http_client import normalize_url
 from litgrpo.rollout.servers.pool import Servers
 from litgrpo.rollout.servers.weight_transfer import FolderTransfer, WeightTransfer
-from litgrpo.types import Rollout
+from litgrpo.types import Rollout, pad_rows
 
 # Seconds between checks for results while environments are also being waited for.
 POLL_S = 0.02
@@ -204,27 +203,20 @@ class ServedRows:
 
     def rollout(self) -> Rollout:
         """Return the finished rollout, on the device of the prompts."""
-        request, width = self.request, max(len(row.ids) for row in self.rows)
+        request, rows = self.request, self.rows
         device = request.prompts.prompt_ids.device
-
-        def pad_right(lists: Sequence[list], fill: float, dtype: torch.dtype) -> Tensor:
-            padded = [values + [fill] * (width - len(values)) for values in lists]
-            return torch.tensor(padded, dtype=dtype, device=device)
-
-        turns = pad_right([row.turns for row in self.rows], -1, torch.int16)
-        versions = pad_right([row.versions for row in self.rows], -1, torch.int32)
-        lengths = torch.tensor([len(row.ids) for row in self.rows], device=device)
-        mask = torch.arange(width, device=device) < lengths[:, None]
+        pad_id = request.policy.pad_id
+        ids = pad_rows([row.ids for row in rows], pad_id, torch.long, device)
+        lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+        turns = pad_rows([row.turns for row in rows], -1, torch.int16, device)
+        versions = pad_rows([row.versions for row in rows], -1, torch.int32, device)
         return Rollout(
             prompts=request.prompts,
             group_size=request.group_size,
-            completion_ids=pad_right(
-                [row.ids for row in self.rows], request.policy.pad_id, torch.long
-            ),
-            completion_mask=mask,
-            sampler_logprobs=pad_right([row.logprobs for row in self.rows], 0.0, torch.float32),
-            truncated=torch.tensor([row.truncated for row in self.rows], device=device),
-            loss_mask=turns >= 0,
+            completion_ids=ids,
+            completion_mask=torch.arange(ids.shape[1], device=device) < lengths[:, None],
+            sampler_logprobs=pad_rows([row.logprobs for row in rows], 0.0, torch.float32, device),
+            truncated=torch.tensor([row.truncated for row in rows], device=device),
             token_versions=versions if bool((versions >= 0).any()) else None,
             turns=None if request.listener is None else turns,
         )

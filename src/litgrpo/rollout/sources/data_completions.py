@@ -18,7 +18,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.sampling import PURPOSES
 from litgrpo.rollout.sources.base import DATA, RolloutSource
 from litgrpo.run_options import RunOptions
-from litgrpo.types import PromptBatch, Rollout, Stats
+from litgrpo.types import PromptBatch, Rollout, Stats, pad_rows
 
 
 @check_field_types
@@ -154,19 +154,15 @@ class DataCompletions(RolloutSource):
         with rollouter.clock.phase("time/logprobs_s"):
             completions, end_id = prompts.columns[self.column], self.parts.find_end_id()
             rows = encode_completions(prompts.prompts, completions, policy, end_id)
-            cut = [ids[:limit] for ids in rows]
-            shape, device = (len(cut), max(map(len, cut))), prompts.prompt_ids.device
-            ids = torch.full(shape, policy.pad_id)
-            for row, tokens in enumerate(cut):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-            lengths = torch.tensor([len(tokens) for tokens in cut])
-            mask = (torch.arange(shape[1]) < lengths[:, None]).to(device)
+            cut, device = [ids[:limit] for ids in rows], prompts.prompt_ids.device
+            ids = pad_rows(cut, policy.pad_id, torch.long, device)
+            lengths = torch.tensor([len(tokens) for tokens in cut], device=device)
             rollout = Rollout(
                 prompts=prompts,
                 group_size=1,
-                completion_ids=ids.to(device),
-                completion_mask=mask,
-                sampler_logprobs=torch.zeros(shape, device=device),
+                completion_ids=ids,
+                completion_mask=torch.arange(ids.shape[1], device=device) < lengths[:, None],
+                sampler_logprobs=torch.zeros(ids.shape, device=device),
                 truncated=torch.tensor([len(tokens) > limit for tokens in rows], device=device),
                 completions=policy.completion_texts(cut, [end_id]),
                 policy_version=iteration,

@@ -188,10 +188,11 @@ def find_impossible(rollout: Rollout, vocab_size: int) -> str:
     dtypes = {
         "completion_ids": torch.int64,
         "completion_mask": torch.bool,
-        "loss_mask": torch.bool,
         "truncated": torch.bool,
         "sampler_logprobs": torch.float32,
     }
+    if rollout.turns is not None:
+        dtypes["turns"] = torch.int16
     for name, dtype in dtypes.items():
         stored_dtype = getattr(rollout, name).dtype
         if stored_dtype != dtype:
