@@ -117,6 +117,18 @@ def pad_rows(
     return torch.tensor(padded, dtype=dtype, device=device)
 
 
+def stack_rows(parts: Sequence[Tensor], fill: float) -> Tensor:
+    """Return the rows of several tensors [m, ...], each padded at its ends to the largest size."""
+    sizes = [max(sizes) for sizes in zip(*[part.shape[1:] for part in parts], strict=True)]
+    rows = parts[0].new_full((sum(map(len, parts)), *sizes), fill)
+    begin = 0
+    for part in parts:
+        end = begin + len(part)
+        rows[(slice(begin, end), *map(slice, part.shape[1:]))] = part
+        begin = end
+    return rows
+
+
 def to_device(indices: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy int64 tensors from the host to a device in one transfer, without a wait for it."""
     if device.type == "cpu":
@@ -351,20 +363,26 @@ class PromptBatch:
         """Number of prompts, B."""
         return self.prompt_ids.shape[0]
 
+    def take(self, rows: Sequence[int]) -> PromptBatch:
+        """Select prompts with all of their columns."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.prompt_ids.device)
+        return PromptBatch(
+            prompt_ids=self.prompt_ids[index],
+            prompt_mask=self.prompt_mask[index],
+            prompts=[self.prompts[row] for row in rows],
+            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
+            index=self.index[index],
+            set_name=self.set_name,
+        )
+
     def select(self, rows: Sequence[int]) -> PromptBatch:
         """Select prompts, trimming columns that are all padding."""
-        chosen = list(rows)
-        mask = self.prompt_mask[chosen]
-        first = mask.shape[1] - int(mask.sum(1).max())
-        return PromptBatch(
-            prompt_ids=self.prompt_ids[chosen, first:],
-            prompt_mask=mask[:, first:],
-            prompts=[self.prompts[row] for row in chosen],
-            columns={
-                name: [values[row] for row in chosen] for name, values in self.columns.items()
-            },
-            index=self.index[chosen],
-            set_name=self.set_name,
+        prompts = self.take(rows)
+        first = prompts.prompt_mask.shape[1] - int(prompts.prompt_mask.sum(1).max())
+        return replace(
+            prompts,
+            prompt_ids=prompts.prompt_ids[:, first:],
+            prompt_mask=prompts.prompt_mask[:, first:],
         )
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:

@@ -17,7 +17,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
 from litgrpo.rollout.stop_sequences import StopStrings
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.types import PromptBatch, Rollout, stack_rows
 
 
 @check_field_types
@@ -288,12 +288,9 @@ def _split(requests: RolloutRequest) -> list[RolloutRequest]:
 
 def _concatenate(parts: list[Rollout], requests: RolloutRequest) -> Rollout:
     """Return one rollout of all groups, padded to the widest part."""
-    widest = max(part.completion_ids.shape[1] for part in parts)
 
     def cat(name: str, fill: int = 0) -> Tensor:
-        values = [getattr(part, name).movedim(1, -1) for part in parts]
-        wide = [pad(each, (0, widest - each.shape[-1]), value=fill) for each in values]
-        return torch.cat(wide).movedim(-1, 1)
+        return stack_rows([getattr(part, name) for part in parts], fill)
 
     first = parts[0]
     prompts: dict[str, Any] = {
