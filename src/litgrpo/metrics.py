@@ -303,18 +303,21 @@ def _sample_std(values: Tensor) -> Tensor:
 # --- advantages ---
 
 
-def completion_advantages(token_advantages: Tensor) -> Tensor:
-    """Return [N] the advantage of each completion from those of its tokens [N, C].
+def completion_advantages(token_advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return [N] the advantage of each completion, from those of its tokens [N, C].
 
-    Without a discount all generated tokens of a completion have the same one; all others have 0.
+    It is that of the last token that the policy sampled, which no discount lowers: the estimator's
+    advantage of the completion, or of its last turn; 0 without such a token.
     """
-    largest = token_advantages.abs().argmax(1, keepdim=True)
-    return token_advantages.gather(1, largest).squeeze(1)
+    columns = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    last = torch.where(loss_mask, columns, 0).amax(1, keepdim=True)
+    return token_advantages.gather(1, last).squeeze(1)
 
 
 def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
-    """Return [B, G] the advantage of each completion, on the host."""
-    return completion_advantages(batch.advantages).view_as(rewards.total).cpu()
+    """Return [B, G] the advantage of each completion, on the host; see `completion_advantages`."""
+    advantages = completion_advantages(batch.advantages, batch.loss_mask)
+    return advantages.view_as(rewards.total).cpu()
 
 
 def advantage_stats(advantages: Tensor, rewards: RewardTable, comm: Comm) -> Stats:

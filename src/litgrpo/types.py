@@ -975,7 +975,8 @@ class Iteration:
         number: of the iteration, from 1.
         experience: that it trained on.
         batch: the training batch.
-        advantages: [B, G] of each completion, on the host.
+        advantages: [B, G] of each completion, on the host; of a turn-level estimator, those of the
+            last turns.
         steps: a report of each optimizer step.
         averages: {name: number} that is logged, over ranks and optimizer steps.
     """

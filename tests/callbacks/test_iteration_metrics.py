@@ -214,7 +214,11 @@ def test_a_resumed_run_remembers_that_it_had_rewards():
     before, after = NoLearningSignal(), NoLearningSignal(patience=1)
 
     def outputs_of(rewards, advantages):
-        return {"iteration": SimpleNamespace(rewards=rewards, advantages=advantages)}
+        return {
+            "iteration": SimpleNamespace(
+                rewards=rewards, batch=SimpleNamespace(advantages=advantages)
+            )
+        }
 
     scored = RewardTable({"r": ONE}, {"r": 1.0}, ONE, ONE == 1)
     trainer = SimpleNamespace(

@@ -806,6 +806,8 @@ def test_the_share_that_is_clipped_has_extremes_over_optimizer_steps():
     assert found["policy/clip_low_frac_max"] == 0.75
 
 
-def test_the_advantage_of_a_completion_is_that_of_its_policy_tokens():
-    tokens = torch.tensor([[0.0, -2.0, -2.0], [1.5, 0.0, 1.5], [0.0, 0.0, 0.0]])
-    assert completion_advantages(tokens).tolist() == [-2.0, 1.5, 0.0]
+def test_the_advantage_of_a_completion_is_that_of_its_last_policy_token():
+    tokens = torch.tensor([[0.0, -1.0, -2.0], [1.5, 0.0, 0.5], [0.7, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[0, 1, 1], [1, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    found = completion_advantages(tokens, mask)
+    assert torch.equal(found, torch.tensor([-2.0, 0.5, 0.7, 0.0]))

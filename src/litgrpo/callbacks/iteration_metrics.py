@@ -136,7 +136,7 @@ class NoLearningSignal(Callback):
         if not everywhere(not bool(rewards.valid.any()), all=True):
             self.has_rewards = True
         self.unscored = [] if self.has_rewards else list(rewards.components)
-        if not everywhere(not bool(iteration.advantages.any()), all=True):
+        if not everywhere(not bool(iteration.batch.advantages.any()), all=True):
             self.next, self.in_a_row = self.patience, 0
             return
         self.in_a_row += 1

@@ -220,7 +220,7 @@ class Learner:
         advantages = self.objective.token_advantages(
             rewards, mask, self.comm, turns, logprobs.score_norms
         )
-        by_completion = completion_advantages(advantages).view_as(rewards.total)
+        by_completion = completion_advantages(advantages, mask).view_as(rewards.total)
         if self.objective.advantage_clip is None:
             # An agent may end without a call: a row without tokens shows no advantage.
             shown = mask.any(1).view_as(rewards.total).all(1).to(by_completion.device)
