@@ -11,20 +11,15 @@ from litgrpo.checks.episode_checks import count_unreproducible_responses, find_d
 from litgrpo.checks.invariants import (
     Conditions,
     Invariant,
-    bridge_errors,
     measure_invariants,
-    raise_if_violated,
 )
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.template_probes import PROBES, verify_template
-from litgrpo.rollout.turn_format import TemplateFormat
 from tests.learning.parts import learner_of, rollouter_of
 from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
-from tests.support.chat_templates import QWEN, chat_format
 from tests.support.models import ARCHITECTURES, prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
 from tests.support.workers import starts
@@ -71,39 +66,6 @@ def test_everything_holds_with_turns(architecture, settings):
 def test_everything_holds_with_turns_for_published_algorithms(name):
     found = findings_of(objective=PUBLISHED[name])
     assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
-
-
-class LosesTheLineBreak(TemplateFormat):
-    """B10: the line break behind the end token is lost."""
-
-    def encode(self, observation, turn_has_end):
-        end, _, *rest = super().encode(observation, turn_has_end=False)
-        return rest if turn_has_end else [end, *rest]
-
-
-def test_tokens_between_turns_that_differ_from_the_template_are_found():
-    right = verify_template(chat_format(QWEN), tools=True)
-    wrong = LosesTheLineBreak(right.chat_format, right.verified)
-    policy = tiny_policy("llama")
-    for turn_format, number in ((right, 0), (wrong, len(PROBES))):
-        episodes = replace(episodes_of(Echo()), turn_format=turn_format)
-        errors = bridge_errors(rollouter_of(policy, episodes=episodes))
-        assert errors == {Invariant.TURN_FORMAT: number}
-    assert bridge_errors(rollouter_of(policy)) == {}
-    assert Invariant.TURN_FORMAT not in findings_of()  # plain text has no template
-
-
-def test_a_run_with_a_wrong_turn_format_raises():
-    policy = tiny_policy("llama")
-    right = verify_template(chat_format(QWEN), tools=True)
-    episodes = replace(
-        episodes_of(Echo()), turn_format=LosesTheLineBreak(right.chat_format, right.verified)
-    )
-    rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=40)
-    learner = replace(learner_of(policy), max_completion_length=40)
-    found = measure_invariants(rollouter, learner, PROMPTS, Conditions())
-    with pytest.raises(ValueError, match=r"8 the turn_format.* line break"):
-        raise_if_violated(found)
 
 
 def test_the_small_episodes_have_turns_and_hear():

@@ -166,7 +166,7 @@ def test_no_false_alarm_and_a_line_of_the_log(build, settings, caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
     assert fit(build(), **settings).iteration == 1
     (line,) = log_lines(caplog)
-    assert line.startswith("  holds  10 ")
+    assert line.startswith("  holds  9 ")
 
 
 def test_the_flag_switches_the_check_off(caplog):

@@ -5,14 +5,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.turn_format import InlineFormat, TemplateFormat, collapse_roles
+from litgrpo.rollout.chat_format import collapse_roles
+from litgrpo.rollout.turn_format import InlineFormat, TemplateFormat
 from tests.support.chat_templates import (
     GEMMA,
     IMAGES,
     LLAMA,
     NEXT_ROLE,
     QWEN,
-    chat_format,
     turn_format,
 )
 from tests.support.models import byte_tokenizer
@@ -126,7 +126,7 @@ def test_a_template_that_leaves_out_the_reply_is_rejected():
 def test_an_end_token_after_the_observation_does_not_count_as_the_end_of_the_reply():
     late = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'user' %}<|im_end|>"
     late += "{% endif %}{% endfor %}"
-    with raises_for("[user]hi<|im_end|>"):
+    with raises_for("ends a turn with '[user]Too low"):
         turn_format(late).encode("hi", turn_has_end=True)
 
 
@@ -165,13 +165,6 @@ def test_tool_output_cannot_end_a_turn_or_begin_a_message(hostile, role):
     marks = [[token for token in each if token in special] for each in (ids, harmless)]
     assert marks[0] == marks[1]
     assert hostile in tokenizer.decode(ids)
-
-
-def test_roles_rejected_at_start_up_raise_with_the_same_reason():
-    made = TemplateFormat(chat_format(QWEN), frozenset({("user",)}), {("tool",): "it is wrong"})
-    assert made.encode("hi", turn_has_end=True)
-    with raises_for("role tool", "it is wrong"):
-        made.encode([RESULT], turn_has_end=True)
 
 
 def test_three_or_more_equal_roles_collapse_to_two():

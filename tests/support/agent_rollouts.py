@@ -9,12 +9,12 @@ from litgrpo.agents.episodes import AgentEpisodes
 from litgrpo.data.rendering import Chat
 from litgrpo.environments.agent import Agent
 from litgrpo.models.loading.load import build_policy
+from litgrpo.rollout.chat_format import ChatFormat
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings, RolloutKey
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.rollout.template_probes import verify_template
-from litgrpo.rollout.turn_format import ChatFormat, InlineFormat
+from litgrpo.rollout.turn_format import InlineFormat, TemplateFormat
 from litgrpo.types import Rollout
 from tests.support.chat_templates import merging_tokenizer
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -89,5 +89,5 @@ def chat_policy(template):
 
 
 def template_format(policy):
-    """The verified turn format of a policy's template."""
-    return verify_template(ChatFormat(policy.tokenizer, Chat(), policy.eos_ids), tools=False)
+    """The turn format of a policy's template."""
+    return TemplateFormat(ChatFormat(policy.tokenizer, Chat(), policy.eos_ids))

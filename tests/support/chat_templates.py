@@ -4,8 +4,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.template_probes import list_probe_roles
-from litgrpo.rollout.turn_format import ChatFormat, TemplateFormat
+from litgrpo.rollout.chat_format import ChatFormat
+from litgrpo.rollout.turn_format import TemplateFormat
 
 ASKS = "{% if add_generation_prompt %}"
 # Tools in a system message, results in user messages; a later user message drops thoughts.
@@ -98,4 +98,4 @@ def chat_format(template: str, *ends: str, **settings) -> ChatFormat:
 def turn_format(template: str, *ends: str, **settings) -> TemplateFormat:
     """Return the turn format of a template, without verifying it."""
     made = chat_format(template, *ends, **settings)
-    return TemplateFormat(made, frozenset(list_probe_roles(made)))
+    return TemplateFormat(made)

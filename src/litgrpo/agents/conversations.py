@@ -14,13 +14,8 @@ from litgrpo.data.messages import Messages
 from litgrpo.data.rendering import TEMPLATE_ERRORS, build_prompt_format
 from litgrpo.environments.tool import Tool, ToolResult
 from litgrpo.environments.tool_calls import CallFormat, ToolCall
-from litgrpo.rollout.template_probes import verify_template
-from litgrpo.rollout.turn_format import (
-    InlineFormat,
-    TemplateFormat,
-    TurnFormat,
-    describe_template_error,
-)
+from litgrpo.rollout.chat_format import describe_template_error
+from litgrpo.rollout.turn_format import InlineFormat, TemplateFormat, TurnFormat
 
 if TYPE_CHECKING:  # slow to import; only used in annotations
     pass
@@ -165,10 +160,12 @@ class TemplateConversations(ConversationFormat):
                 self.with_tools.clear()
             chat_format = self.turn_format.chat_format
             shown = replace(chat_format, chat=replace(chat_format.chat, tools=tools))
+            turn_format = TemplateFormat(shown)
             try:
-                self.with_tools[key] = verify_template(shown, tools=True)
+                turn_format.check(tools=True)
             except ValueError as error:
                 raise ApiError(400, str(error), "template_error") from error
+            self.with_tools[key] = turn_format
         return self.with_tools[key]
 
     def encode_opening(

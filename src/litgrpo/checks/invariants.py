@@ -43,8 +43,6 @@ from litgrpo.learning.learner import Learner
 from litgrpo.learning.micro_batches import BatchLimits
 from litgrpo.models.adapters import perturb_adapters
 from litgrpo.rollout.rollouter import Rollouter
-from litgrpo.rollout.template_probes import count_mismatches
-from litgrpo.rollout.turn_format import TemplateFormat
 from litgrpo.tensors import widen
 from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TokenRows, TrainingBatch
 
@@ -127,15 +125,8 @@ class Invariant(Enum):
         "micro-batches are averaged, a mean of means, or loss weights are computed inside each of "
         "them",
     )
-    TURN_FORMAT = (
-        8,
-        "the turn_format is the chat template's",
-        "the tokens between two turns differ from the chat template's rendering of the "
-        "conversation: a line break behind an end token is lost, or history was encoded again",
-        True,
-    )
     REPRODUCIBLE = (
-        9,
+        8,
         "the environment is reproducible",
         "the environment keeps state outside of an episode (an attribute of its class, a list of "
         "its module), or reads a clock, a disk or a network",
@@ -143,7 +134,7 @@ class Invariant(Enum):
     )
 
     TARGETS = (
-        10,
+        9,
         "targets equal those of a plain forward",
         "the log-probabilities of targets are not the model's: rows are computed in another order "
         "than they are written, tokens are shifted by one, padding is attended to, or soft-cap, "
@@ -227,7 +218,6 @@ def measure_invariants(
         rollout, errors = sampling_errors(dry, few, limit)
         # Not `max`, which may return the other number if one is NaN.
         errors |= {name: error for name, error in adapted.items() if not error <= errors[name]}
-        errors |= bridge_errors(rollouter)
         results = reduce_over_ranks(learner.comm, errors, limit)
         if not all(result.holds for result in results):
             return results  # an incorrect rollout would fail all later checks as well
@@ -362,14 +352,6 @@ def learning_errors(
     ):  # that loss is defined by the split
         errors[Invariant.SPLIT] = split_error(learner, batch)
     return errors
-
-
-def bridge_errors(rollouter: Rollouter) -> dict[Invariant, float]:
-    """Count conversations whose tokens between turns differ from the chat template's."""
-    turn_format = None if rollouter.episodes is None else rollouter.episodes.turn_format
-    if not isinstance(turn_format, TemplateFormat):
-        return {}  # plain text between turns has no template to differ from
-    return {Invariant.TURN_FORMAT: count_mismatches(turn_format)}
 
 
 # --- measurements ---

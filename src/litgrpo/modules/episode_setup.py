@@ -21,8 +21,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.episodes import EpisodeRunner, Episodes, EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.template_probes import build_template_format
-from litgrpo.rollout.turn_format import InlineFormat, TurnFormat
+from litgrpo.rollout.turn_format import InlineFormat, TurnFormat, build_template_format
 from litgrpo.types import PromptBatch
 
 

@@ -7,24 +7,43 @@ could give other tokens than those that were sampled, and their log-probabilitie
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from litgrpo.arguments import first_line, require
+from litgrpo.arguments import require
 from litgrpo.data.messages import Messages
-from litgrpo.data.rendering import TEMPLATE_ERRORS, Chat, apply_chat_template, hide_tools
-from litgrpo.data.tokenization import (
-    Placeholders,
-    encode_as_plain_text,
-    encode_with_placeholders,
-    special_token_texts,
-)
+from litgrpo.data.rendering import TEMPLATE_ERRORS, ChatPromptFormat, PromptFormat
+from litgrpo.data.tokenization import encode_as_plain_text, special_token_texts
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.base import Message
+from litgrpo.rollout.chat_format import (
+    REPLY,
+    ChatFormat,
+    Roles,
+    collapse_roles,
+    describe_template_error,
+    make_call,
+)
+from litgrpo.rollout.template_checks import (
+    describe_history_change,
+    example_messages,
+    find_mismatch,
+)
 
 if TYPE_CHECKING:  # slow to import; only used in annotations
     from transformers import PreTrainedTokenizerBase
+
+# Encoded observations that are cached; the cache is emptied when it is full.
+MAX_CACHED = 4096
+ARGUMENT = "\ue000argument\ue001"  # placeholder for an argument of a call, as `REPLY`
+UNEXPECTED_ROLES = (
+    "an observation must be a user message, tool messages, or tool messages and then a user message"
+)
+IMAGE_TEMPLATE = (
+    "the chat template is made for images: it expects lists of content parts, not texts"
+)
 
 
 class TurnFormat(ABC):
@@ -81,150 +100,53 @@ class InlineFormat(TurnFormat):
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
 
-Roles = tuple[str, ...]  # roles of successive messages, see `collapse_roles`
-# Encoded observations that are cached; the cache is emptied when it is full.
-MAX_CACHED = 4096
-# Placeholders for a reply and for an argument of a call. Characters of the private use area occur
-# in no template and in no ordinary text.
-REPLY, ARGUMENT = "\ue000reply\ue001", "\ue000argument\ue001"
-UNEXPECTED_ROLES = (
-    "an observation must be a user message, tool messages, or tool messages and then a user message"
-)
-IMAGE_TEMPLATE = (
-    "the chat template is made for images: it expects lists of content parts, not texts"
-)
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """Renders and encodes messages with the policy's chat template.
-
-    Args:
-        tokenizer: tokenizer of the policy, with a chat template.
-        chat: settings of the chat format, including tools.
-        end_ids: tokens that end a turn of the policy.
-        tool_role: role that the template gets instead of `tool`. `user` is for templates without a
-            tool role; successive user messages are then joined, as these templates often require.
-        split_special_tokens: encode special tokens in observations as plain text.
-
-    Example::
-
-        chat_format = ChatFormat(tokenizer, Chat(), end_ids=(tokenizer.eos_token_id,))
-        chat_format.render([{"role": "user", "content": "6*7?"}])
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    chat: Chat
-    end_ids: tuple[int, ...]
-    tool_role: str = "tool"
-    split_special_tokens: bool = True
-
-    def to_messages(self, observation: str | Messages) -> Messages:
-        """Return an observation as the template's messages; a text becomes a user message.
-
-        Raises:
-            ValueError: the observation is neither a text nor a list of messages with texts.
-        """
-        if isinstance(observation, str):
-            observation = [{"role": "user", "content": observation}]
-        require(
-            all(_has_text(message) for message in observation),
-            f"The environment returned {observation!r:.60}; expected a text or a list of messages "
-            "such as {'role': 'tool', 'content': '42'}, whose content is a text.",
-        )
-        messages = [self._complete(message, n) for n, message in enumerate(observation)]
-        if self.tool_role != "user":
-            return messages
-        joined: Messages = []
-        for message in messages:
-            if joined and joined[-1]["role"] == message["role"] == "user":
-                content = f"{joined[-1]['content']}\n{message['content']}"
-                joined[-1] = {"role": "user", "content": content}
-            else:
-                joined.append(message)
-        return joined
-
-    def _complete(self, message: dict[str, Any], number: int) -> dict[str, Any]:
-        """Add the name and the call id that templates read from tool messages."""
-        if message["role"] != "tool":
-            return message
-        defaults = {"name": "tool", "tool_call_id": f"call{number:05}"}
-        return defaults | message | {"role": self.tool_role}
-
-    @cached_property
-    def _chat_and_texts(self) -> tuple[Chat, dict[str, str]]:
-        """The settings with placeholders for special tokens in the tools, and their texts."""
-        placeholders = Placeholders(self.tokenizer)
-        return hide_tools(self.chat, placeholders), placeholders.texts
-
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """Render messages as text, by default up to where the policy's next reply begins.
-
-        Special tokens that the tools write are placeholders in it: see `encode`.
-        """
-        chat, _ = self._chat_and_texts
-        return apply_chat_template(
-            messages, chat, self.tokenizer, add_generation_prompt=add_generation_prompt
-        )
-
-    def encode(self, text: str, placeholders: Placeholders | None = None) -> list[int]:
-        """Return the token ids of rendered text.
-
-        Args:
-            text: what `render` returned.
-            placeholders: of the messages; see `hide`.
-        """
-        texts = self._chat_and_texts[1] if placeholders is None else placeholders.texts
-        return encode_with_placeholders(text, texts, self.tokenizer)
-
-    def hide(self, messages: Messages) -> tuple[Messages, Placeholders]:
-        """Return messages for `render` and the placeholders of special tokens that they write."""
-        placeholders = Placeholders(self.tokenizer, self._chat_and_texts[1])
-        if self.split_special_tokens:
-            messages = placeholders.hide_messages(messages)
-        return messages, placeholders
-
-    @property
-    def needs_content_parts(self) -> bool:
-        """True if the template renders lists of content parts but no texts."""
-        parts = [{"type": "text", "text": REPLY}]
-        return not self._renders(REPLY) and self._renders(parts)
-
-    def _renders(self, content: Any) -> bool:
-        try:
-            return REPLY in self.render([{"role": "user", "content": content}])
-        except TEMPLATE_ERRORS:
-            return False
-
-    @property
-    def end_texts(self) -> list[str]:
-        """Texts of the end tokens that the tokenizer always encodes as one token."""
-        added = self.tokenizer.added_tokens_decoder
-        return [str(added[token_id]) for token_id in self.end_ids if token_id in added]
-
-
 @dataclass(frozen=True)
 class TemplateFormat(TurnFormat):
     """Takes the tokens between turns from the chat template.
 
     A conversation with a placeholder for the policy's reply is rendered; the tokens between turns
     are what follows the placeholder. This text begins with an end token, which the tokenizer never
-    merges with the text before it. The tokens therefore do not depend on the reply.
-    `template_probes.verify_template` checks this for a template before training.
+    merges with the text before it. The tokens therefore do not depend on the reply, which is
+    verified at the first observation of each sequence of roles, see `find_mismatch`.
 
     Args:
         chat_format: renders and encodes messages.
-        verified: roles of messages that may be rendered.
-        rejected: {roles: why messages with these roles cannot be rendered}.
     """
 
     chat_format: ChatFormat
-    verified: frozenset[Roles]
-    rejected: dict[Roles, str] = field(default_factory=dict)
+    # {roles of an observation: why it cannot be rendered, "" if it can}
+    _problems: dict[Roles, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _closings: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _encoded: dict[str, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def check(self, *, tools: bool) -> None:
+        """Check before training that observations can be rendered: texts, or results of tools.
+
+        Observations of other roles are checked when they occur first. Logs once if the template
+        renders earlier turns differently in a longer conversation.
+
+        Raises:
+            ValueError: the template cannot render them exactly.
+        """
+        observation: Messages = [{"role": "tool" if tools else "user", "content": "42"}]
+        messages = self.chat_format.to_messages(observation)
+        problem = self._find_problem(collapse_roles(messages))
+        require(
+            not problem,
+            f"The chat template cannot render observations: {problem}. Fix this, or set "
+            "`model.episode.turn_format: inline`, which inserts plain texts.",
+        )
+        between = self._render_from_end(messages)
+        change = describe_history_change(self.chat_format, observation, between)
+        if change:
+            rank_zero_info(
+                f"The chat template renders earlier turns differently in a longer conversation: "
+                f"{change}. Training keeps the generated tokens. Serve the model with a template "
+                "that keeps them as well, or set the template's options in `data.chat: {kwargs: "
+                "...}`."
+            )
 
     def encode(self, observation: str | Messages, turn_has_end: bool) -> list[int]:
         """See `TurnFormat.encode`; a text becomes a user message."""
@@ -232,19 +154,47 @@ class TemplateFormat(TurnFormat):
         # Rendering is slow, and the rows of a group often get equal observations.
         key = repr(messages)
         if key not in self._encoded:
+            roles = collapse_roles(messages)
+            problem = self._find_problem(roles)
+            listed = ", ".join(roles) or "none"
+            require(not problem, f"Could not render an observation of role {listed}: {problem}.")
             if len(self._encoded) >= MAX_CACHED:
                 self._encoded.clear()
             self._encoded[key] = self._encode_from_end(messages)
         ids = self._encoded[key]
         return ids[1:] if turn_has_end else ids[:]
 
+    def _find_problem(self, roles: Roles) -> str:
+        """Return why messages of these roles cannot be rendered; "" if they can."""
+        if roles not in self._problems:
+            self._problems[roles] = self._verify(roles)
+        return self._problems[roles]
+
+    def _verify(self, roles: Roles) -> str:
+        """Compare tokens of messages of these roles with the template's; see `_find_problem`."""
+        tool_role = self.chat_format.tool_role
+        in_order = sorted(roles, key=lambda role: role != tool_role)
+        if not roles or not {*roles} <= {tool_role, "user"} or [*roles] != in_order:
+            return UNEXPECTED_ROLES
+        example = example_messages(roles, tool_role)
+        try:
+            ids = self._encode_from_end(self.chat_format.to_messages(example))
+            conversation = find_mismatch(self.chat_format, example, ids)
+        except TEMPLATE_ERRORS as error:
+            problem = describe_template_error(error)
+        else:
+            if not conversation:
+                return ""
+            problem = (
+                "in a longer conversation the chat template or the tokenizer gives other tokens "
+                f"(conversation: {conversation})"
+            )
+        if "tool" in roles:
+            problem += "; for a template without a tool role set `model.episode.tool_role: user`"
+        return problem
+
     def _encode_from_end(self, messages: Messages) -> list[int]:
         """Return the tokens between two turns, including the end token of the first one."""
-        roles = collapse_roles(messages)
-        if roles not in self.verified:
-            why = self.rejected.get(roles, UNEXPECTED_ROLES)
-            named = ", ".join(roles) or "none"
-            raise ValueError(f"Could not render an observation of role {named}: {why}.")
         safe, placeholders = self.chat_format.hide(messages)
         text = self._render_from_end(safe)
         ids = self.chat_format.encode(text, placeholders)
@@ -274,30 +224,27 @@ class TemplateFormat(TurnFormat):
         raise ValueError("; ".join(dict.fromkeys(problems)))
 
     def _cut_reply(self, before: Messages, placeholder: str, text: str) -> str:
-        """Return what follows the policy's turn in a rendered conversation.
+        """Return what follows the policy's turn, which ends with a placeholder, in a conversation.
 
-        Args:
-            before: messages up to the policy's turn.
-            placeholder: the end of the policy's reply.
-            text: the rendered conversation.
+        `before` are the messages up to this turn, and `text` is the rendered conversation.
         """
         times, tail = text.count(placeholder), text.rpartition(placeholder)[2]
         writes = "leaves it out" if times == 0 else f"writes it {times} times"
         require(times == 1, f"the chat template does not write a reply once: it {writes}")
         ends = self.chat_format.end_texts
-        place, end = min(((tail.find(end), end) for end in ends if end in tail), default=(-1, ""))
+        start, end = min(((tail.find(end), end) for end in ends if end in tail), default=(-1, ""))
         # A template may close a reply before its end token, for example with `</r>`. The policy
         # generates this closing itself. An end token that belongs to the observation must not be
         # taken for the reply's, so the closing has to be the same without any observation.
-        closed = tail[:place] + end
-        closing = self._render_closing(before, placeholder) if place > 0 else closed
+        closed = tail[:start] + end
+        closing = self._render_closing(before, placeholder) if start > 0 else closed
         listed = ", ".join(map(repr, ends)) or "none is a special token"
         require(
-            place >= 0 and closing.startswith(closed),
+            start >= 0 and closing.startswith(closed),
             f"the chat template ends a turn with {tail[:20]!r}, which is not an end token of this "
             f"run ({listed}); add the template's end token to model.sampling.stop_token_ids",
         )
-        return tail[place:]
+        return tail[start:]
 
     def _render_closing(self, before: Messages, placeholder: str) -> str:
         """Return what follows the policy's turn at the end of a conversation."""
@@ -308,46 +255,11 @@ class TemplateFormat(TurnFormat):
         return self._closings[key]
 
 
-def _has_text(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and type(message.get("role")) is str
-        and type(message.get("content")) is str
-    )
-
-
-def collapse_roles(messages: Messages) -> Roles:
-    """Return the roles of messages, with three or more equal ones in a row reduced to two.
-
-    Templates may render the first and the later ones of several results differently, so two stand
-    for any larger number.
-
-    Example:
-        >>> collapse_roles([{"role": "tool"}, {"role": "tool"}, {"role": "tool"}, {"role": "user"}])
-        ('tool', 'tool', 'user')
-    """
-    roles: list[str] = []
-    for message in messages:
-        if roles[-2:] != [message["role"]] * 2:
-            roles.append(message["role"])
-    return tuple(roles)
-
-
-def describe_template_error(error: BaseException) -> str:
-    """Return one line on an error raised by a chat template, or by the checks on its output."""
-    cause = error.__cause__
-    if isinstance(error, ValueError) and cause is None:
-        return str(error)
-    return f"the chat template raises: {first_line(cause or error):.100}"
-
-
 def _placeholder_replies(messages: Messages) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield replies that may precede these messages: calls if tools answer, and a text.
+    """Yield replies that may precede these messages, and the placeholder that each ends with.
 
-    Some templates reject tool messages without a reply whose calls are separate from its text.
-
-    Yields:
-        The message, and the placeholder that it ends with.
+    They are calls if tools answer, because some templates reject tool messages without a reply
+    whose calls are separate from its text, and a text.
     """
     tool_messages = [message for message in messages if message["role"] == "tool"]
     if tool_messages:
@@ -357,12 +269,36 @@ def _placeholder_replies(messages: Messages) -> Iterator[tuple[dict[str, Any], s
     yield {"role": "assistant", "content": REPLY}, REPLY
 
 
-def make_call(tool_message: dict[str, Any], argument: str = "1") -> dict[str, Any]:
-    """Return the call that a tool message answers, in the structure that chat templates read.
+def build_template_format(
+    prompt_format: PromptFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    *,
+    tool_role: str = "tool",
+    tools: bool = False,
+    split_special_tokens: bool = True,
+) -> TemplateFormat:
+    """Build and check the turn format of a run whose prompts are in a chat format.
 
     Args:
-        tool_message: message of role `tool` with `name` and `tool_call_id`.
-        argument: value of the call's only argument.
+        prompt_format: format of the prompts, with the tools that the chat template shows.
+        tokenizer: tokenizer of the policy.
+        end_ids: tokens that end a turn of the policy.
+        tool_role: role that the template gets instead of `tool`.
+        tools: True if tools answer that the chat template does not show.
+        split_special_tokens: encode special tokens in observations as plain text.
+
+    Raises:
+        ValueError: prompts are plain texts, or see `TemplateFormat.check`.
     """
-    function = {"name": tool_message["name"], "arguments": {"x": argument}}
-    return {"type": "function", "id": tool_message["tool_call_id"], "function": function}
+    if not isinstance(prompt_format, ChatPromptFormat):
+        raise ValueError(
+            "model.episode.turn_format is template, but prompts are plain texts. Set `data.chat: "
+            "true`, or `model.episode.turn_format: inline`, which inserts plain texts."
+        )
+    chat = prompt_format.chat
+    turn_format = TemplateFormat(
+        ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split_special_tokens)
+    )
+    turn_format.check(tools=tools or bool(chat.tools))
+    return turn_format

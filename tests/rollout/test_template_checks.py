@@ -5,17 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from litgrpo.data.rendering import Chat, build_prompt_format
-from litgrpo.rollout.template_probes import (
-    MERGES,
-    PROBES,
-    build_template_format,
-    count_mismatches,
-    describe_history_change,
-    list_probe_roles,
-    run_probes,
-    verify_template,
-)
-from litgrpo.rollout.turn_format import ChatFormat, TemplateFormat, TurnFormat
+from litgrpo.rollout.chat_format import ChatFormat, collapse_roles
+from litgrpo.rollout.template_checks import example_messages, find_mismatch
+from litgrpo.rollout.turn_format import TemplateFormat, TurnFormat, build_template_format
 from tests.support.chat_templates import (
     COUNTS,
     FORGETS,
@@ -39,43 +31,38 @@ FORMATS = {
     "gemma": chat_format(GEMMA, "<end_of_turn>", tool_role="user"),
     "next role": chat_format(NEXT_ROLE, "<|user|>", "<|tool|>"),
 }
+ROLES = (
+    *(("user",), ("user", "user")),
+    *(("tool",), ("tool", "tool"), ("tool", "user"), ("tool", "tool", "user")),
+)
 
 
-def outcomes(made: TurnFormat, format_: ChatFormat) -> dict[str, str]:
-    return {name: each.outcome for name, each in run_probes(made, format_).items()}
+def examples(format_: ChatFormat) -> list:
+    """Messages of all roles that an observation may have."""
+    if format_.tool_role == "user":
+        results = [{"role": "tool", "content": "42"}, {"role": "tool", "content": "43"}]
+        return [example_messages(("user",), "user"), results]
+    return [example_messages(roles, "tool") for roles in ROLES]
+
+
+def count_mismatches(made: TurnFormat, format_: ChatFormat) -> int:
+    """Number of the examples that a turn format encodes otherwise than the template."""
+    found = 0
+    for messages in examples(format_):
+        ids = made.encode(messages, turn_has_end=False)
+        without_end = made.encode(messages, turn_has_end=True)
+        found += bool(find_mismatch(format_, messages, ids)) or without_end != ids[1:]
+    return found
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_tokens_between_turns_equal_the_template(name):
-    format_ = FORMATS[name]
-    found = run_probes(TemplateFormat(format_, frozenset(list_probe_roles(format_))), format_)
-    assert {each.outcome for each in found.values()} <= {"exact", "tail exact"}
-    assert len(found) == len(PROBES) >= 5
+    assert count_mismatches(TemplateFormat(FORMATS[name]), FORMATS[name]) == 0
 
 
-def test_changes_of_earlier_messages_are_described():
-    ways = {
-        name: {each.history_change for each in run_probes(build_format(format_), format_).values()}
-        for name, format_ in FORMATS.items()
-    }
-    assert "drops earlier thoughts" in ways["forgets"]
-    assert "drops earlier thoughts" not in ways["qwen"]
-    assert "trims texts" in ways["llama"]
-    assert MERGES in ways["qwen"]
-    assert ways["qwen"] <= {"", MERGES}
-
-
-def test_a_conversation_without_merged_boundaries_equals_the_template_in_every_token():
-    format_ = FORMATS["qwen"]
-    case = PROBES["user"]
-    made = build_format(format_)
-    observations = [made.encode(each, turn_has_end=False) for _, each in case.turns]
-    assert describe_history_change(format_, case, observations) in ("", MERGES)
-    assert outcomes(build_format(format_), format_)["tool"] == "exact"
-
-
-def build_format(format_: ChatFormat) -> TemplateFormat:
-    return TemplateFormat(format_, frozenset(list_probe_roles(format_)))
+def test_examples_have_the_roles_that_they_stand_for():
+    for roles in ROLES:
+        assert collapse_roles(example_messages(roles, "tool")) == roles
 
 
 # --- seeded bugs: each was found in another trainer ---
@@ -154,31 +141,30 @@ class RepeatsTheEndToken(SeededBug):
     ],
 )
 def test_seeded_bugs_are_found(bug, name):
-    format_ = FORMATS[name]
-    assert "mismatch" not in outcomes(build_format(format_), format_).values()
-    assert "mismatch" in outcomes(bug(build_format(format_)), format_).values()
+    correct = TemplateFormat(FORMATS[name])
+    assert count_mismatches(bug(correct), FORMATS[name]) > 0
 
 
-def test_mismatches_are_counted_and_rejected_conversations_are_not():
+def test_a_turn_format_that_loses_a_token_raises_before_training_and_when_it_encodes():
     class Forgetful(TemplateFormat):
-        def encode(self, observation, turn_has_end):
-            return super().encode(observation, turn_has_end)[:-1]
+        def _encode_from_end(self, messages):
+            end, _, *rest = super()._encode_from_end(messages)
+            return [end, *rest]
 
-    assert count_mismatches(verify_template(FORMATS["qwen"], tools=True)) == 0
-    rejecting = verify_template(chat_format(GEMMA, "<end_of_turn>"), tools=False)
-    assert count_mismatches(rejecting) == 0
-    correct = build_format(FORMATS["qwen"])
-    assert count_mismatches(Forgetful(correct.chat_format, correct.verified)) == len(PROBES)
+    with raises_for("one turn", "model.episode.turn_format: inline"):
+        Forgetful(FORMATS["qwen"]).check(tools=True)
+    with raises_for("role user", "one turn"):
+        Forgetful(FORMATS["qwen"]).encode("hi", turn_has_end=True)
 
 
 # --- the start of a run ---
 
 
 def test_a_template_without_a_tool_role_is_rejected_only_if_tools_answer():
-    format_ = chat_format(GEMMA, "<end_of_turn>")
+    made = TemplateFormat(chat_format(GEMMA, "<end_of_turn>"))
     with raises_for("roles must alternate", "model.episode.tool_role: user"):
-        verify_template(format_, tools=True)
-    made = verify_template(format_, tools=False)
+        made.check(tools=True)
+    made.check(tools=False)
     assert made.encode("hi", turn_has_end=True)
     with raises_for("role tool", "model.episode.tool_role"):
         made.encode([{"role": "tool", "content": "42"}], turn_has_end=True)
@@ -189,7 +175,7 @@ def test_a_template_without_a_tool_role_is_rejected_only_if_tools_answer():
     [
         (chat_format(IMAGES), "images"),
         (chat_format(QWEN, "<|eot_id|>"), "stop_token_ids"),
-        (chat_format(COUNTS), "'tool, second turn'"),
+        (chat_format(COUNTS), "a later turn"),
         (
             chat_format(QWEN.replace("\n{{ m.content }}\n</tool", "\n</tool")),
             "leaves out messages",
@@ -198,8 +184,17 @@ def test_a_template_without_a_tool_role_is_rejected_only_if_tools_answer():
 )
 def test_a_template_that_cannot_be_exact_raises_one_line(format_, named):
     with raises_for(named, "model.episode.turn_format: inline") as raised:
-        verify_template(format_, tools=True)
+        TemplateFormat(format_).check(tools=True)
     assert "\n" not in str(raised.value)
+
+
+def test_roles_that_are_exact_in_one_turn_only_are_rejected_at_their_first_use():
+    several = QWEN.replace(
+        "{{ '\n' }}<tool", "{{ '\n' if loop.index0 < 3 or messages|length < 6 else '!' }}<tool"
+    )
+    made = TemplateFormat(chat_format(several))
+    with raises_for("role tool, tool", "a later turn"):
+        made.encode([{"role": "tool", "content": str(n)} for n in range(3)], turn_has_end=True)
 
 
 def test_a_tokenizer_that_prepends_a_space_matches_the_whole_conversation():
@@ -212,16 +207,35 @@ def test_a_tokenizer_that_prepends_a_space_matches_the_whole_conversation():
     tokenizer = spacing_tokenizer(NEXT_ROLE)
     ends = tuple(tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"]))
     format_ = ChatFormat(tokenizer, Chat(), ends)
-    assert set(outcomes(build_format(format_), format_).values()) <= {"exact", "tail exact"}
-    assert "mismatch" in outcomes(EncodesTheRestAlone(build_format(format_)), format_).values()
+    assert count_mismatches(TemplateFormat(format_), format_) == 0
+    assert count_mismatches(EncodesTheRestAlone(TemplateFormat(format_)), format_) > 0
 
 
 def test_a_changed_history_is_logged_once(caplog):
     with caplog.at_level("INFO", logger="litgrpo"):
-        verify_template(FORMATS["forgets"], tools=False)
+        TemplateFormat(FORMATS["forgets"]).check(tools=False)
+        TemplateFormat(FORMATS["qwen"]).check(tools=False)
     (line,) = [record.message for record in caplog.records]
-    assert "it drops earlier thoughts (conversation 'user, thought')." in line
-    assert "merges" not in line  # those are the tokens that were sampled
+    assert "writes 'I say 17<|im_end|>" in line  # without the thought
+    assert "generated '<think>" in line
+
+
+def test_texts_that_a_template_trims_and_calls_that_it_takes_apart_are_logged(caplog):
+    apart = QWEN.replace(
+        "{% if m.role == 'tool' %}",
+        "{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}",
+        1,
+    )
+    for format_, said in (
+        (FORMATS["llama"], "generated ' I say 17"),
+        (chat_format(apart), "it takes calls only apart from the text"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="litgrpo"):
+            TemplateFormat(format_).check(tools=format_ is not FORMATS["llama"])
+        (line,) = [record.message for record in caplog.records]
+        assert said in line
 
 
 def test_the_template_format_requires_prompts_in_a_chat_format():
