@@ -11,10 +11,9 @@ from math import inf
 from litgrpo.arguments import at_least
 from litgrpo.environments.agent import Agent, AgentRequest, AgentResult, run_agent
 from litgrpo.environments.base import FailedEpisode
-from litgrpo.workers.failures import TIMEOUT, WorkerError
+from litgrpo.environments.workers import MAX_WORKERS, fail_episode, start_pool
+from litgrpo.workers.failures import WorkerError
 from litgrpo.workers.process import Worker, WorkerPool, receive
-
-MAX_WORKERS = 64
 
 
 class AgentPool:
@@ -25,12 +24,6 @@ class AgentPool:
         timeout_s: seconds that it may take until its first call, between a reply and its next call,
             and after its last one.
         num_workers: maximal number of processes; default: one per row, up to 64.
-
-    Example::
-
-        pool = AgentPool(agent, timeout_s=10)
-        pool.start([AgentRequest(row, 0, proxy.base_url, key) for row, key in rows])
-        results = pool.receive()  # {0: AgentResult(reward=1.0)}
     """
 
     def __init__(
@@ -53,52 +46,35 @@ class AgentPool:
             ValueError: the agent cannot be sent to a process, or loaded there.
         """
         if self.pool is None:
-            self.pool = self._start_pool()
+            self.pool = start_pool(
+                partial(run_agent, self.agent),
+                self.size,
+                "agent",
+                "open connections in the function.",
+            )
         self.pool.take_all_back()
         self.running = {}
         self.since, self.left, self.seconds = {}, {}, defaultdict(float)
         self.waiting = deque(enumerate(requests))
         self._launch()
 
-    def _start_pool(self) -> WorkerPool:
-        """Load the agent in a process."""
-        try:
-            pool = WorkerPool(partial(run_agent, self.agent), self.size)
-            pool.load()
-        except WorkerError as error:
-            raise ValueError(f"the agent's module {error}") from error
-        except Exception as error:  # pickling runs the agent's own code
-            raise ValueError(
-                f"the agent cannot be sent to worker processes ({type(error).__name__}: {error}). "
-                "Give it only what can be pickled, and open connections in the function."
-            ) from error
-        return pool
-
     def receive(self) -> Mapping[int, AgentResult | FailedEpisode]:
         """Return {row: result} of the agents that ended since the last call; does not wait."""
-        found: dict[int, AgentResult | FailedEpisode] = {}
+        results: dict[int, AgentResult | FailedEpisode] = {}
         assert self.pool is not None
+        row_of = {worker: row for row, worker in self.running.items()}
         for worker, answer, _ in receive(self.running.values(), wait=False):
-            row = next(row for row, its in self.running.items() if its is worker)
+            row = row_of[worker]
             del self.running[row]
             self.pool.give_back(worker)
             self._count_seconds(row, time.monotonic())
-            if not isinstance(answer, WorkerError):
-                found[row] = answer
-                continue
-            late = answer.cause == TIMEOUT
-            reason = f"timed out after {self.timeout_s:g} s" if late else answer.cause
-            found[row] = FailedEpisode(reason, str(answer))
+            failed = isinstance(answer, WorkerError)
+            results[row] = fail_episode(answer, self.timeout_s) if failed else answer
         self._launch()
-        return found
+        return results
 
     def pause_limit(self, row: int, since: float) -> None:
-        """Stop the time limit of an agent, while it waits for a reply.
-
-        Args:
-            row: its row.
-            since: `time.monotonic` at which its call arrived.
-        """
+        """Stop the time limit of an agent, whose call arrived at `time.monotonic() == since`."""
         worker = self.running.get(row)
         if worker is not None and worker.deadline < inf:
             self.left[row] = worker.deadline - since

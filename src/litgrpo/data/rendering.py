@@ -15,6 +15,7 @@ import jinja2.meta
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, require, without_repeats
 from litgrpo.data.messages import (
+    ASSISTANT,
     Messages,
     check_fields,
     ends_with_assistant,
@@ -30,6 +31,7 @@ from litgrpo.data.tokenization import (
     encode_as_plain_text,
     encode_with_placeholders,
     longest_token,
+    special_token_texts,
     texts_in,
     tokenize,
 )
@@ -42,6 +44,9 @@ if TYPE_CHECKING:  # slow to import; used in annotations only
 
 # Chat templates are third-party code: these are what they raise for messages that they reject.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
+# Placeholder for a reply. Characters of the private use area occur in no template and in no
+# ordinary text.
+REPLY = "\ue000reply\ue001"
 LongPrompts = Literal["drop", "error"]  # a prompt without its beginning is another task
 LongExamples = Literal["drop", "truncate", "error"]
 # Arguments of `apply_chat_template` that `template_kwargs` cannot set: what to do instead.
@@ -282,6 +287,10 @@ class PromptFormat:
         _warn_of_unseen_tools(_all_tools(tools), why)
         return self
 
+    def find_stop_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return the first special token after a reply in the chat template; None without one."""
+        return None
+
     def _remove_second_begin(
         self, rows: list[list[int]], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[int]]:
@@ -449,6 +458,21 @@ class ChatPromptFormat(PromptFormat):
         if isinstance(tools, Mapping):
             return replace(self, tools_of_tasks=tools)
         return replace(self, chat=every)
+
+    def find_stop_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": REPLY}]
+        try:
+            text = apply_chat_template(messages, self.chat, tokenizer, add_generation_prompt=False)
+        except TEMPLATE_ERRORS:  # prompts of other roles may be all that the template renders
+            return None
+        tail = text.rpartition(REPLY)[2] if REPLY in text else ""
+        # The longest of those that begin first: one special token may begin with another.
+        in_tail = [special for special in special_token_texts(tokenizer) if special in tail]
+        if not in_tail:
+            return None
+        special = min(in_tail, key=lambda text: (tail.find(text), -len(text)))
+        token_id: Any = tokenizer.convert_tokens_to_ids(special)
+        return None if token_id is None else int(token_id)
 
     def _encode_safe(
         self,

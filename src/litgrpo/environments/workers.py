@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -72,6 +72,38 @@ def episode_pool(
     )
 
 
+def start_pool(function: Callable[..., Any], size: int, name: str, advice: str) -> WorkerPool:
+    """Return worker processes that call a function, after loading it in one of them.
+
+    Args:
+        function: can be pickled.
+        size: maximal number of processes.
+        name: what the function runs, for errors.
+        advice: how to give it only what can be pickled.
+
+    Raises:
+        ValueError: it cannot be sent to a process, or loaded there.
+    """
+    try:
+        pool = WorkerPool(function, size)
+        pool.load()
+    except WorkerError as error:
+        raise ValueError(f"the {name}'s module {error}") from error
+    except Exception as error:  # pickling runs the user's own code
+        raise ValueError(
+            f"the {name} cannot be sent to worker processes ({type(error).__name__}: {error}). "
+            f"Give it only what can be pickled, and {advice}"
+        ) from error
+    return pool
+
+
+def fail_episode(error: WorkerError, timeout_s: float) -> FailedEpisode:
+    """Return the episode that ended with an error of its process, which had a time limit."""
+    is_late = error.cause == TIMEOUT
+    reason = f"timed out after {timeout_s:g} s" if is_late else error.cause
+    return FailedEpisode(reason, str(error))
+
+
 class EpisodeWorkers(EpisodePool):
     """Plays episodes in worker processes, at most one at a time in each."""
 
@@ -113,9 +145,9 @@ class EpisodeWorkers(EpisodePool):
         pool.take_all_back()
         self._clear()
         self.episodes = [RunningEpisode(n, start) for n, start in enumerate(starts)]
-        # The first keep their process. It would be taken from them if the others came later.
-        most = self.max_parallel
-        self.waiting.extend([*self.episodes[most:], *self.episodes[:most]])
+        # The first keep their process. It would be taken from them if the rest came later.
+        first, rest = self.episodes[: self.max_parallel], self.episodes[self.max_parallel :]
+        self.waiting.extend([*rest, *first])
         self._assign()
         openings: dict[int, Any] = {}
         while len(openings) < len(starts):
@@ -164,22 +196,16 @@ class EpisodeWorkers(EpisodePool):
 
     def _start_pool(self) -> WorkerPool:
         """Return the processes; at first, load the environment in one."""
-        if self.pool is not None:
-            return self.pool
-        try:
-            pool = WorkerPool(partial(answer_request, self.player), self.max_parallel)
-            pool.load()
-        except WorkerError as error:
-            raise ValueError(f"the environment's module {error}") from error
-        except Exception as error:  # pickling runs the environment's own code
-            raise ValueError(
-                f"the environment cannot be sent to worker processes ({type(error).__name__}: "
-                f"{error}). Give it only what can be pickled, and open files, locks and connections"
-                " in reset; or set model.episode.num_workers: 0, which plays episodes in this "
-                "process, where a hang cannot be stopped."
-            ) from error
-        self.pool, self.max_parallel = pool, pool.size
-        return pool
+        if self.pool is None:
+            self.pool = start_pool(
+                partial(answer_request, self.player),
+                self.max_parallel,
+                "environment",
+                "open files, locks and connections in reset; or set model.episode.num_workers: 0, "
+                "which plays episodes in this process, where a hang cannot be stopped.",
+            )
+            self.max_parallel = self.pool.size
+        return self.pool
 
     def _assign(self) -> None:
         """Give processes to the episodes that wait for one."""
@@ -198,13 +224,11 @@ class EpisodeWorkers(EpisodePool):
     def _record(self, episode: RunningEpisode, answer: Any) -> None:
         """Keep the result of an episode, which leaves its process if it does not need it."""
         if isinstance(answer, WorkerError):
-            late = answer.cause == TIMEOUT
-            if late and episode.actions and self.reply is not None:
+            if answer.cause == TIMEOUT and episode.actions and self.reply is not None:
                 episode.actions.pop()
                 answer = self.reply
             else:
-                reason = f"timed out after {self.timeout_s:g} s" if late else answer.cause
-                answer = FailedEpisode(reason, str(answer))
+                answer = fail_episode(answer, self.timeout_s)
         self.ready[episode.number] = answer
         assert episode.worker is not None
         is_over = isinstance(answer, FailedEpisode) or getattr(answer, "done", False)

@@ -92,7 +92,7 @@ from litgrpo.modules.run_setup import (
     make_sharding,
     passes_over_data,
 )
-from litgrpo.modules.turn_end import add_turn_end, completion_end
+from litgrpo.modules.stop_token import add_stop_token, find_stop_token
 from litgrpo.rewards.reward import Reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.scorer import Scorer, Scoring
@@ -338,7 +338,7 @@ class GRPO(LightningModule):
     def configure_model(self) -> None:
         """Load the policy and the reference of the KL term, and build the parts of an iteration."""
         policy = self._load_policy()
-        add_turn_end(self, policy)
+        add_stop_token(self, policy)
         self._load_reference(policy)
         device, precision = policy.model.device, "32-true"
         if is_attached(self):
@@ -462,7 +462,7 @@ class GRPO(LightningModule):
                 self.rollouter,
                 partial(self._next_prompts, backend(device).data_device),
                 self.learner.add_policy_logprobs,
-                partial(completion_end, self, policy),
+                partial(find_stop_token, self, policy),
             )
         )
 

@@ -44,7 +44,7 @@ from litgrpo.modules.run_setup import (
     log_that_run_is_complete,
     make_sharding,
 )
-from litgrpo.modules.turn_end import add_turn_end
+from litgrpo.modules.stop_token import add_stop_token
 from litgrpo.tensors import full_tensor, token_logprobs
 from litgrpo.types import StepReport
 
@@ -216,7 +216,7 @@ class SFT(LightningModule):
         """
         if self.policy is None:
             self.policy = build_initial_policy(self)
-            add_turn_end(self, self.policy)
+            add_stop_token(self, self.policy)
         sharding = make_sharding(self)
         if sharding is not None:
             sharding.shard(self.policy)

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import first_line, require
 from litgrpo.data.messages import Messages
-from litgrpo.data.rendering import TEMPLATE_ERRORS, Chat, apply_chat_template, hide_tools
+from litgrpo.data.rendering import REPLY, TEMPLATE_ERRORS, Chat, apply_chat_template, hide_tools
 from litgrpo.data.tokenization import Placeholders, encode_with_placeholders
 
 if TYPE_CHECKING:  # slow to import; only used in annotations
     from transformers import PreTrainedTokenizerBase
 
 Roles = tuple[str, ...]  # roles of successive messages, see `collapse_roles`
-# Placeholder for a reply. Characters of the private use area occur in no template and in no
-# ordinary text.
-REPLY = "\ue000reply\ue001"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import require
 from litgrpo.data.messages import Messages
-from litgrpo.data.rendering import TEMPLATE_ERRORS, ChatPromptFormat, PromptFormat
+from litgrpo.data.rendering import REPLY, TEMPLATE_ERRORS, ChatPromptFormat, PromptFormat
 from litgrpo.data.tokenization import encode_as_plain_text, special_token_texts
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.base import Message
 from litgrpo.rollout.chat_format import (
-    REPLY,
     ChatFormat,
     Roles,
     collapse_roles,

@@ -9,7 +9,6 @@ from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.data.rendering import Chat, build_prompt_format
 from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import load_policy
-from litgrpo.modules.turn_end import find_turn_end
 from litgrpo.rollout.sampling import Sampling
 from tests.support import chat_templates
 from tests.support.fitting import QUIET
@@ -121,8 +120,8 @@ def test_the_model_of_supervised_training_ends_with_the_turn_that_it_learned(tmp
         ("{{ raise_exception('no') }}", None),
     ],
 )
-def test_the_turn_end_of_templates(template, token):
+def test_the_stop_token_of_templates(template, token):
     tokenizer = chat_templates.merging_tokenizer(template)
     expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
-    assert find_turn_end(build_prompt_format(None, Chat()), tokenizer) == expected
-    assert find_turn_end(build_prompt_format(None, False), tokenizer) is None
+    assert build_prompt_format(None, Chat()).find_stop_token(tokenizer) == expected
+    assert build_prompt_format(None, False).find_stop_token(tokenizer) is None
