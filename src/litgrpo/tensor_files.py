@@ -1,30 +1,27 @@
-"""Checkpoint files: written completely or not at all, with a manifest of digests, verified on read.
+"""Files of tensors, such as checkpoints: written completely or not at all, verified on read.
 
-A manifest holds the SHA-256 of every part of the checkpoint, the shapes of the weights, the
-versions of the libraries and the identity of the data. It has its own digest.
+`torch.save` writes a zip archive with a CRC of every record. `torch.load` does not compare them;
+`zipfile` does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import textwrap
 import zipfile
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import singledispatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.utils.serialization import config
 
 from litgrpo.arguments import type_with_article
 from litgrpo.distributed.device import backend, to_host
-from litgrpo.run_folder import versions
 
-MANIFEST, OWN_DIGEST = "manifest", "sha256"
 # A run cannot resume without these parts, which are of these kinds.
 KINDS: dict[str, type] = {
     "state_dict": Mapping,
@@ -34,77 +31,11 @@ KINDS: dict[str, type] = {
     "callbacks": Mapping,
 }
 NEEDED_TO_RESUME = tuple(KINDS)
-# Entries of a loader's state that say where it is; the others identify the data and their order.
-POSITION = ("epoch", "batches", "drawn")
 PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint whose content differs from its manifest, or that lacks a part this run needs."""
-
-
-# --- digests ---
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of nested plain values and tensors; equal for equal content, however it is stored.
-
-    Args:
-        value: anything a checkpoint can hold, which is loaded with `weights_only=True`.
-
-    Raises:
-        TypeError: another type, such as a function, which no later run could load.
-
-    Example:
-        >>> digest({"a": [1, torch.zeros(2)]}) == digest({"a": [1, torch.zeros(2)]})
-        True
-    """
-    content = hashlib.sha256()
-    _feed(value, content)
-    return content.hexdigest()
-
-
-@singledispatch
-def _feed(value: Any, content: Any) -> None:
-    # A subclass, such as an enumeration, would load as an object. `torch.save` writes b"" as a call
-    # of bytes(), which weights_only=True rejects.
-    if type(value) not in PLAIN or value == b"":
-        raise TypeError(
-            f"a checkpoint cannot hold {type_with_article(value)} ({value!r:.60}): only plain "
-            "values and tensors can be loaded with weights_only=True"
-        )
-    content.update(f"{type(value).__name__} {value!r} ".encode())
-
-
-@_feed.register
-def _(value: Tensor, content: Any) -> None:
-    content.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
-    if value.is_meta:  # its values are in shard files, which have their own digests
-        return
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    content.update(flat.view(torch.uint8).numpy())
-
-
-@_feed.register(Mapping)
-def _(value: Mapping[Any, Any], content: Any) -> None:
-    content.update(f"dict {len(value)} ".encode())
-    for key, inner in value.items():
-        _feed(key, content)
-        _feed(inner, content)
-
-
-@_feed.register(list)
-@_feed.register(tuple)
-def _(value: Sequence[Any], content: Any) -> None:
-    content.update(f"list {len(value)} ".encode())
-    for inner in value:
-        _feed(inner, content)
-
-
-@_feed.register(set)
-@_feed.register(frozenset)
-def _(value: Set[Any], content: Any) -> None:
-    _feed(sorted(value, key=repr), content)
+    """A checkpoint that cannot be read, or that lacks a part this run needs."""
 
 
 # --- nested values ---
@@ -114,10 +45,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to every tensor of a nested value; containers are new.
 
     Later changes of the old containers do not reach the result.
-
-    Args:
-        value: as for `digest`.
-        function: gives the new tensor.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -134,9 +61,6 @@ def copy_to_host(value: Any) -> Any:
 
     Tensors on a device that compiles every shape are fetched together, in one wait. Tied weights
     are copied once, so that a file holds them once.
-
-    Args:
-        value: as for `digest`.
     """
     compiled: list[Tensor] = []
     copies: dict[Hashable, Tensor] = {}
@@ -160,41 +84,6 @@ def copy_to_host(value: Any) -> Any:
     return map_tensors(value, copy)
 
 
-# --- the manifest ---
-
-
-def build_manifest(checkpoint: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Digests of all parts, shapes of the weights, versions, identity of the data; its own digest.
-
-    Args:
-        checkpoint: everything else that the file will hold.
-        more: further entries of the manifest.
-
-    Example:
-        >>> manifest = build_manifest({"state_dict": {"w": torch.zeros(2, 3)}, "iteration": 7})
-        >>> sorted(manifest["parts"]), manifest["shapes"]
-        (['iteration', 'state_dict'], {'w': [2, 3]})
-    """
-    weights = checkpoint.get("state_dict", {})
-    manifest = {
-        "parts": {name: digest(part) for name, part in checkpoint.items() if name != MANIFEST},
-        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
-        "versions": versions(),
-        "config": digest(checkpoint.get("callbacks", {}).get("RunFolder", {}).get("config")),
-        "data": identify_data(checkpoint),
-        **more,
-    }
-    return {**manifest, OWN_DIGEST: digest(manifest)}
-
-
-def identify_data(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """State of each training loader without its position: the data and their order."""
-    return [
-        {name: value for name, value in state.items() if name not in POSITION}
-        for state in loader_states(checkpoint)
-    ]
-
-
 def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """State of each training loader that has one, from where Lightning stores them."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -205,7 +94,7 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint with its manifest; the file gets its name once it is on the disk.
+    """Write a checkpoint; the file gets its name once it is on the disk.
 
     A process that is killed meanwhile leaves a file whose name begins with a dot. Every older
     checkpoint stays as it was.
@@ -216,7 +105,6 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
-    checkpoint = {**checkpoint, MANIFEST: build_manifest(checkpoint)}
     try:
         write_synced(checkpoint, unfinished)
         put_in_place(unfinished, path)
@@ -257,7 +145,13 @@ def _rename_unwanted(folder: Path) -> Path:
 
 
 def write_synced(content: dict[str, Any], path: Path) -> None:
-    """Write a new file with `torch.save` and wait until the disk has the content."""
+    """Write a new file with `torch.save` and wait until the disk has the content.
+
+    Raises:
+        OSError: the disk is full, for example.
+        TypeError: the content has an object that `weights_only=True` would not load.
+    """
+    check_plain(content)
     path.unlink(missing_ok=True)  # it may be a link, through which nothing is written
     with path.open("xb") as file:
         _save(content, file)
@@ -265,9 +159,29 @@ def write_synced(content: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def check_plain(value: Any, name: str = "") -> None:
+    """Raise a TypeError, with its dotted name, for a value that `weights_only=True` rejects."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            check_plain(key, name)
+            check_plain(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            check_plain(inner, name)
+    elif not isinstance(value, Tensor) and (type(value) not in PLAIN or value == b""):
+        # A subclass, such as an enumeration, would load as an object. `torch.save` writes b"" as a
+        # call of bytes().
+        raise TypeError(
+            f"a checkpoint cannot hold {type_with_article(value)} ({name}: {value!r:.60}): only "
+            "plain values and tensors can be loaded with weights_only=True"
+        )
+
+
 def _save(content: dict[str, Any], file: BinaryIO) -> None:
     try:
-        torch.save(content, file)
+        # A user may have switched them off.
+        with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+            torch.save(content, file)
     except RuntimeError as error:
         # torch reports an unexpected position in the file; the cause is the disk's error.
         if isinstance(error.__context__, OSError):
@@ -288,31 +202,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_file(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read and verify a checkpoint; see `read_with_manifest`, whose manifest is left out."""
-    content = read_with_manifest(path, required)
-    return {name: part for name, part in content.items() if name != MANIFEST}
-
-
-def read_with_manifest(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a checkpoint and compare it with its manifest.
+    """Read and verify a checkpoint.
 
     Args:
         path: the file.
         required: parts that the file must have.
 
     Raises:
-        DamagedCheckpoint: it differs; the message names the part.
+        DamagedCheckpoint: it is damaged, lacks a part, or has weights that are NaN or infinite.
         FileNotFoundError: there is no such file.
     """
     with report_damage(path):
         check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        _check(
-            isinstance(checkpoint, dict) and MANIFEST in checkpoint,
-            f"{path} has no manifest: it was not written by litgrpo",
-        )
+        _check(isinstance(checkpoint, dict), f"{path} is not a checkpoint: it has no parts")
         check_sizes(checkpoint, path)
-        verify(checkpoint, path, required)
+        check_parts(checkpoint, path, required)
+        check_finite(checkpoint.get("state_dict", {}), path)
     return dict(checkpoint)
 
 
@@ -335,9 +241,11 @@ def report_damage(path: Path) -> Iterator[None]:
 
 
 def check_archive(path: Path) -> None:
-    """Reject a file that would need more memory than its size, before it is unpacked.
+    """Compare every record with its CRC, after a look at what unpacking them would take.
 
-    `torch.save` compresses nothing. Compressed or overlapping entries come from somebody else.
+    `torch.save` compresses nothing and uses a name once. Compressed or overlapping records come
+    from somebody else, and could need more memory than the file has bytes. `torch.load` fills a
+    tensor with whatever is in memory if its record is marked as a folder, as one flipped bit does.
 
     Raises:
         DamagedCheckpoint: with the reason.
@@ -345,17 +253,18 @@ def check_archive(path: Path) -> None:
     """
     # A device or a pipe in its place could be read for ever.
     _check(path.is_file() or not path.exists(), f"{path} cannot be read: it is not a file")
-    with path.open("rb") as file:
-        is_archive = zipfile.is_zipfile(file)
-        _check(
-            is_archive,
-            f"{path} cannot be read: it is cut off, damaged or not a checkpoint (no archive)",
-        )
-        entries = zipfile.ZipFile(file).infolist()
-        packed = [each.filename for each in entries if each.compress_type != zipfile.ZIP_STORED]
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        names = {record.filename for record in records}
+        packed = [r.filename for r in records if r.compress_type != zipfile.ZIP_STORED]
+        folders = [record.filename for record in records if record.external_attr]
+        total, size = sum(record.file_size for record in records), os.fstat(file.fileno()).st_size
         _check(not packed, f"{path}: {''.join(packed[:1])} is compressed, which no checkpoint is")
-        total, size = sum(each.file_size for each in entries), os.fstat(file.fileno()).st_size
-        _check(total <= size, f"{path}: its entries have {total} bytes, the file has {size}")
+        _check(total <= size, f"{path}: its records have {total} bytes, the file has {size}")
+        _check(len(names) == len(records), f"{path} has several records of one name")
+        _check(not folders, f"{path}: {''.join(folders[:1])} is damaged (it is no record)")
+        damaged = archive.testzip()
+        _check(damaged is None, f"{path}: {damaged} is damaged (its CRC differs)")
 
 
 def check_sizes(value: Any, path: Path) -> None:
@@ -376,34 +285,25 @@ def check_sizes(value: Any, path: Path) -> None:
     map_tensors(value, check)
 
 
-def verify(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, ...]) -> None:
-    """Compare every part with the manifest, and search the weights for NaN and infinity.
+def check_parts(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, ...]) -> None:
+    """Check that all required parts are there, and that the parts of a run are of their kinds.
 
     Raises:
-        DamagedCheckpoint: with the name of the first part that differs.
+        DamagedCheckpoint: with the names of the parts.
     """
-    manifest = checkpoint[MANIFEST]
-    parts: dict[str, str] = manifest.get("parts", {})
-    # One flipped bit can rename a part and its entry alike, as pickle stores equal strings once;
-    # only the manifest's own digest finds that.
-    own = digest({name: value for name, value in manifest.items() if name != OWN_DIGEST})
-    _check(manifest.get(OWN_DIGEST) == own, f"{path}: the manifest is damaged")
+    missing = [name for name in required if name not in checkpoint]
     _check(
-        set(required) <= parts.keys(),
-        f"{path} holds only weights (checkpoint.save_weights_only), so a run cannot resume from "
-        "it. Evaluate or export it; to train it further pass the exported folder as "
-        "model.pretrained.",
+        not missing,
+        f"{path} has no {', '.join(missing)}, so a run cannot resume from it. If it holds only "
+        "weights (checkpoint.save_weights_only), evaluate or export it; to train it further pass "
+        "the exported folder as model.pretrained.",
     )
-    for name in parts:
-        _check(name in checkpoint, f"{path}: {name} is missing")
-    for name, part in checkpoint.items():
-        is_sound = name == MANIFEST or digest(part) == parts.get(name)
-        _check(is_sound, f"{path}: {name} is damaged (its sha256 differs from the manifest's)")
+    for name, kind in KINDS.items():
+        part = checkpoint.get(name)
         _check(
-            isinstance(part, KINDS.get(name, object)),
+            name not in checkpoint or isinstance(part, kind),
             f"{path}: {name} is {type_with_article(part)}",
         )
-    check_finite(checkpoint.get("state_dict", {}), path)
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:

@@ -16,6 +16,7 @@ from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import RngState
 from litgrpo.data.modules import PromptData
 from litgrpo.models.loading.load import LoRA, Precision, build_policy
+from tests.support.checkpoints import digest_parts
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.training import module, train
 
@@ -74,7 +75,7 @@ def save_and_digest(folder, at, every_n_iterations):
     with suppress(SystemExit):
         train(learner(), PromptData(TEXTS, batch_size=3), **settings)
     path = folder / "checkpoints/iteration=000002.ckpt"
-    return torch.load(path, weights_only=True)["manifest"]["parts"]
+    return digest_parts(path)
 
 
 @pytest.mark.parametrize("at", ["rollout", "backward"])

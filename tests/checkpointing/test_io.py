@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
-from litgrpo.tensor_files import MANIFEST, DamagedCheckpoint, digest, read_file
+from litgrpo.tensor_files import DamagedCheckpoint, read_file
 from tests.support.checkpoints import state
 from tests.support.raises import raises_for
 
@@ -106,17 +106,14 @@ def pipe(path):
 
 
 def rewrite(path, change):
-    """Change the content of a file, and its manifest so that the digests are right."""
+    """Change the content of a file whose checksums are right."""
     content = torch.load(path, weights_only=True)
-    manifest = content.pop(MANIFEST)
-    change(content, manifest)
-    manifest["parts"] = {name: digest(part) for name, part in content.items()}
-    manifest.pop("sha256")
-    torch.save({**content, MANIFEST: {**manifest, "sha256": digest(manifest)}}, path)
+    change(content)
+    torch.save(content, path)
 
 
 def change_part(**parts):
-    return lambda path: rewrite(path, lambda content, _: content.update(parts))
+    return lambda path: rewrite(path, lambda content: content.update(parts))
 
 
 def keep_only_rest(path):
@@ -144,7 +141,7 @@ def rest_as_file(path):
 def file_as_rest(path):
     other = path.with_name("iteration=000001.ckpt")
     shutil.copy(other / "rest.pt", path / "rest.pt")
-    rewrite(path / "rest.pt", lambda _, manifest: manifest.pop("files"))
+    rewrite(path / "rest.pt", lambda content: content.pop("files"))
 
 
 DAMAGE_OF_FILES = {
@@ -163,7 +160,7 @@ DAMAGE_OF_FILES = {
     "a folder with another file": lambda path: (empty_folder(path), (path / "a").touch()),
     "a folder with a folder as rest.pt": folder_in_folder,
     "another container": other_container,
-    "no optimizer": lambda path: rewrite(path, lambda parts, _: parts.pop("optimizer_states")),
+    "no optimizer": lambda path: rewrite(path, lambda parts: parts.pop("optimizer_states")),
     "weights that are no dict": change_part(state_dict=[1]),
     "a part of another kind": change_part(loops=3),
 }  # fmt: skip
@@ -180,9 +177,9 @@ DAMAGE_OF_FOLDERS = {
     "a pipe as the index": lambda path: pipe(path / ".metadata"),
     "a rest.pt that is a link to itself": lambda path: link_to("rest.pt")(path / "rest.pt"),
     "an index that is a link to nothing": lambda path: link_to("gone")(path / ".metadata"),
-    "a manifest without files": file_as_rest,
+    "no list of files": file_as_rest,
     "files that are no dict": lambda path: rewrite(
-        path / "rest.pt", lambda _, manifest: manifest.update(files=["a"])
+        path / "rest.pt", lambda content: content.update(files=["a"])
     ),
     "a file": replace_by(b"hello"),
     "rest.pt in its place": rest_as_file,

@@ -15,7 +15,7 @@ from litgrpo.checkpointing.shards import (
     iterate_tensors,
     read_checkpoint,
 )
-from litgrpo.tensor_files import DamagedCheckpoint, build_manifest, remove_checkpoint
+from litgrpo.tensor_files import DamagedCheckpoint, remove_checkpoint
 from tests.distributed.fsdp import training
 from tests.support.gloo import run_by
 from tests.support.raises import raises_for
@@ -189,8 +189,8 @@ def test_an_index_that_names_code_is_rejected(change, folder, tmp_path, monkeypa
     change(index)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
     rest = torch.load(checkpoint / "rest.pt", weights_only=True)
-    files = rest.pop("manifest")["files"] | {".metadata": hash_file(checkpoint / ".metadata")}
-    torch.save(rest | {"manifest": build_manifest(rest, files=files)}, checkpoint / "rest.pt")
+    rest["files"][".metadata"] = hash_file(checkpoint / ".metadata")
+    torch.save(rest, checkpoint / "rest.pt")
     monkeypatch.setattr("os.system", called.append)
     with raises_for("iteration=000002.ckpt", ".metadata", error=DamagedCheckpoint):
         read_checkpoint(checkpoint)

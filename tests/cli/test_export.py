@@ -102,7 +102,7 @@ def test_a_strangers_run_folder_runs_no_code(cli, monkeypatch):
     text = yaml.safe_dump(config)
     checkpoint["callbacks"]["RunFolder"]["config"] = text
     checkpoint["hyper_parameters"] |= HOSTILE["init_args"] | {"precision": None}
-    write_file({k: v for k, v in checkpoint.items() if k != "manifest"}, last)
+    write_file(checkpoint, last)
     (run / "config.yaml").write_text(f"{HEADER}{COMMAND}litgrpo fit -c quickstart\n{text}")
     called = []
     monkeypatch.setattr("os.system", called.append)
@@ -119,7 +119,7 @@ def test_a_strangers_run_folder_runs_no_code(cli, monkeypatch):
         "seed": {"class_path": "os.system", "init_args": {"command": "touch made"}},
     }.items():
         changed = checkpoint | {"hyper_parameters": checkpoint["hyper_parameters"] | {name: attack}}
-        write_file({k: v for k, v in changed.items() if k != "manifest"}, Path("bad.ckpt"))
+        write_file(changed, Path("bad.ckpt"))
         code, _, err = cli("export", "bad.ckpt", "out2")
         assert (code, err.count("\n")) == (2, 1)
         assert name in err

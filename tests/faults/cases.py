@@ -179,7 +179,7 @@ def flip_bit(checkpoint: Path) -> None:
 def f5(bench: Bench) -> Found:
     """a cut file, a flipped bit: named before the first step; auto-resume takes the one before"""
     found = {}
-    for name, (change, part) in {"cut": (cut, ""), "bit": (flip_bit, "state_dict")}.items():
+    for name, (change, part) in {"cut": (cut, ""), "bit": (flip_bit, "CRC")}.items():
         run = bench.copy_run(f"f5-{name}", bench.plain)
         change(run.checkpoints / f"iteration={ITERATIONS:06d}.ckpt")
         code = run.go("--ckpt_path", "last")

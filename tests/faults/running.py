@@ -15,6 +15,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.faults.launching import Preparation, in_a_fork, in_a_new_process
+from tests.support.checkpoints import digest
 
 ITERATIONS, EVERY = 6, 2
 # What depends on the clock.
@@ -154,18 +155,18 @@ def weights_of(run: Run) -> str:
 
 
 def state_of(run: Run) -> dict[str, str]:
-    """Digests of what the last checkpoint holds of the training, from its manifest.
+    """Digests of what the last checkpoint holds of the training.
 
     SFT counts optimizer steps.
     """
     last = run.checkpoints / "last.ckpt"
     checkpoint = torch.load(last / "rest.pt" if last.is_dir() else last, weights_only=True)
-    manifest = checkpoint["manifest"]
-    shards = {name: sha for name, sha in manifest.get("files", {}).items() if name[0] != "."}
-    parts = manifest["parts"] | shards
-    kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state", *shards)
+    names = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state")
+    # Of sharded tensors it has only the shapes; their values are in other files.
+    parts = {name: digest(checkpoint[name]) for name in names if name in checkpoint}
+    shards = {name: sha for name, sha in checkpoint.get("files", {}).items() if name[0] != "."}
     scores = checkpoint["callbacks"]["IterationCheckpoint"]["scores"]
-    return {name: parts[name] for name in kept if name in parts} | {"scores": str(scores)}
+    return parts | shards | {"scores": str(scores)}
 
 
 def metrics_of(run: Run) -> list[dict[str, str]]:

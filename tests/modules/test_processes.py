@@ -31,9 +31,9 @@ from litgrpo.rollout.sources.base import OnPolicy
 from litgrpo.rollout.sources.data_completions import DataCompletions
 from litgrpo.rollout.sources.stored import StoredRollouts
 from litgrpo.runs.summary import Summary
-from litgrpo.tensor_files import digest
 from tests.evaluation.test_golden import GOLDEN, close_to, report_of
 from tests.support.algorithms import PUBLISHED
+from tests.support.checkpoints import digest
 from tests.support.echo import Echo
 from tests.support.gloo import run_by
 from tests.support.models import tiny_policy

@@ -45,7 +45,7 @@ class SaveStats:
 
 
 class VerifiedCheckpointIO(AsyncCheckpointIO):
-    """Writes checkpoints in the background with a manifest, and verifies them when they are read.
+    """Writes checkpoints in the background, and verifies them when they are read.
 
     `cli.py` passes it to the trainer; in Python `IterationCheckpoint` installs it unless the
     trainer was built with one. (It derives from Lightning's asynchronous plugin because the XLA
@@ -216,10 +216,9 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
 
 
 def use_verified_io(module: Any) -> None:
-    """Let the trainer of a module write files with a manifest, unless it was built with a plugin.
+    """Let the trainer of a module write and verify files, unless it was built with a plugin.
 
-    A plain `Trainer`, such as with `ModelCheckpoint`, then writes what `load_from_checkpoint`
-    verifies.
+    So a plain `Trainer` with `ModelCheckpoint` resumes without running code from a file.
     """
     strategy = module.trainer.strategy
     if type(strategy.checkpoint_io) is TorchCheckpointIO and not isinstance(

@@ -1,8 +1,8 @@
 """Checkpoints of sharded weights: a folder to which every rank writes its shards.
 
 `rest.pt` holds everything except the sharded tensors, of which it has shape and dtype, and the
-manifest: digests of its parts, and of every other file of the folder. The other files are written
-and read by torch.distributed.checkpoint, so that a run can resume on any number of ranks.
+SHA-256 of every other file of the folder. The others are written and read by
+torch.distributed.checkpoint, so that a run can resume on any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from torch.distributed.tensor import DTensor
 
 from litgrpo.run_folder import REST
 from litgrpo.tensor_files import (
-    MANIFEST,
     DamagedCheckpoint,
-    build_manifest,
     check_finite,
     map_tensors,
     put_in_place,
-    read_with_manifest,
+    read_file,
     report_damage,
     write_synced,
 )
 
-FILES = "files"  # entry of the manifest
+FILES = "files"  # part of rest.pt: {name: SHA-256}
 # What the pickled index of a folder may be made of, {module: names}.
 INDEX_CLASSES = {
     "torch": {"Size", "device"},
@@ -54,7 +52,6 @@ INDEX_CLASSES = {
     "pathlib": {"PosixPath", "Path", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "Path", "PurePosixPath"},
 }
-CHUNK = 2**24  # bytes that are hashed at once
 
 
 def allocate_whole(tensor: Tensor) -> Tensor:
@@ -76,8 +73,8 @@ def iterate_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         inner = value.items()
     elif isinstance(value, list | tuple):
         inner = enumerate(value)
-    for key, each in inner:
-        yield from iterate_tensors(each, f"{path}.{key}" if path else str(key))
+    for key, item in inner:
+        yield from iterate_tensors(item, f"{path}.{key}" if path else str(key))
 
 
 # --- writing ---
@@ -99,13 +96,13 @@ def write_folder(
     Raises:
         OSError: on all ranks, if the write of one failed.
     """
-    unfinished, is_first = path.with_name(f".{path.name}.tmp"), dist.get_rank() == 0
+    unfinished, is_rank_zero = path.with_name(f".{path.name}.tmp"), dist.get_rank() == 0
     sharded = {
-        name: each for name, each in iterate_tensors(checkpoint) if isinstance(each, DTensor)
+        name: tensor for name, tensor in iterate_tensors(checkpoint) if isinstance(tensor, DTensor)
     }
 
     def prepare() -> None:
-        if is_first:
+        if is_rank_zero:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
 
@@ -114,25 +111,24 @@ def write_folder(
         dcp.save(sharded, storage_writer=dcp.FileSystemWriter(unfinished))
     except CheckpointException as error:  # the same on all ranks
         raise _cause(error) from error
-    mine = sorted(unfinished.glob(f"__{dist.get_rank()}_*"))
-    digests = _run_on_all_ranks(lambda: {each.name: hash_file(each) for each in mine})
+    shard_files = sorted(unfinished.glob(f"__{dist.get_rank()}_*"))
+    digests = _run_on_all_ranks(lambda: {file.name: hash_file(file) for file in shard_files})
 
     def complete() -> None:
-        if not is_first:
+        if not is_rank_zero:
             return
-        metadata = unfinished / ".metadata"
-        files = {metadata.name: hash_file(metadata)}
-        for each in digests:
-            files |= each
+        index = unfinished / ".metadata"
+        files = {index.name: hash_file(index)}
+        for of_rank in digests:
+            files |= of_rank
         rest = map_tensors(checkpoint, _without_shards)
-        manifest = build_manifest(rest, **{FILES: files})
-        write_synced({**rest, MANIFEST: manifest}, unfinished / REST)
+        write_synced({**rest, FILES: files}, unfinished / REST)
         put_in_place(unfinished, path)
         if when_done is not None:
             when_done(path)
 
     _run_on_all_ranks(complete)
-    return sum(each.stat().st_size for each in path.iterdir()) if is_first else None
+    return sum(file.stat().st_size for file in path.iterdir()) if is_rank_zero else None
 
 
 def _without_shards(tensor: Tensor) -> Tensor:
@@ -144,10 +140,10 @@ def _without_shards(tensor: Tensor) -> Tensor:
 
 def _cause(error: CheckpointException) -> OSError:
     """Return the disk's error on the first rank that failed."""
-    failures = [each[0] for each in error.failures.values()]
-    for each in failures:
-        if isinstance(each, OSError):
-            return each
+    failures = [failure[0] for failure in error.failures.values()]
+    for failure in failures:
+        if isinstance(failure, OSError):
+            return failure
     return OSError(str(failures[0]).partition("\n")[0])
 
 
@@ -172,7 +168,7 @@ def _run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
     errors = [error for _, error in results if error is not None]
     if errors:
         raise errors[0]
-    return [each for each, _ in results]
+    return [value for value, _ in results]
 
 
 # --- reading ---
@@ -204,10 +200,9 @@ class SafeReader(dcp.FileSystemReader):
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
             index = IndexUnpickler(file).load()
-        is_plain = all(
-            isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values()
-        ) and not any(info.transform_descriptors for info in index.storage_data.values())
-        if not is_plain:
+        entries, infos = index.state_dict_metadata.values(), index.storage_data.values()
+        has_only_tensors = all(isinstance(entry, TensorStorageMetadata) for entry in entries)
+        if not has_only_tensors or any(info.transform_descriptors for info in infos):
             raise pickle.UnpicklingError(".metadata has entries that are no tensors")
         index.storage_meta = index.storage_meta or StorageMeta()
         index.storage_meta.load_id = self.load_id
@@ -220,10 +215,10 @@ def read_checkpoint(
     check_fits: Callable[[dict[str, Any]], None] | None = None,
     shards_for: Callable[[Tensor], Tensor] = allocate_whole,
 ) -> dict[str, Any]:
-    """Read and verify a checkpoint, file or folder, without its manifest.
+    """Read and verify a checkpoint, a file or a folder, which every rank reads.
 
     Args:
-        path: the file, or the folder, which every rank reads.
+        path: the file or folder.
         required: parts that must be there.
         check_fits: raises a ValueError for the checkpoint of another run. It is called before
             shards are read, of which it sees shape and dtype.
@@ -231,6 +226,7 @@ def read_checkpoint(
 
     Raises:
         DamagedCheckpoint: on all ranks, with the name of the part or the file.
+        FileNotFoundError: there is no such file.
     """
     checkpoint = verify_checkpoint(path, required)
     if check_fits is not None:
@@ -239,14 +235,9 @@ def read_checkpoint(
 
 
 def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Compare a checkpoint, file or folder, with its manifest.
+    """Read a checkpoint, file or folder, and compare its content with its digests.
 
-    Args:
-        path: the file or folder.
-        required: parts that must be there.
-
-    Returns:
-        The checkpoint; of sharded tensors only shape and dtype.
+    Of sharded tensors it has only shape and dtype.
 
     Raises:
         DamagedCheckpoint: on all ranks, with the name of the part or the file.
@@ -256,8 +247,8 @@ def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, A
         is_folder = path.is_dir()
         if is_folder and not (path / REST).exists():
             raise DamagedCheckpoint(f"{path}: {REST} is missing")
-        checkpoint = read_with_manifest(path / REST if is_folder else path, required)
-        digests = checkpoint.pop(MANIFEST).get(FILES)
+        checkpoint = read_file(path / REST if is_folder else path, required)
+        digests = checkpoint.pop(FILES, None)
         if is_folder != (digests is not None):
             belongs = "of a file" if is_folder else f"the {REST} of a folder"
             raise DamagedCheckpoint(f"{path}: its content is {belongs}")
@@ -267,23 +258,22 @@ def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, A
 
 
 def _verify_files(folder: Path, digests: dict[str, str]) -> None:
-    """Compare files with the manifest; the ranks share the work."""
+    """Compare files with their digests; the ranks share the work."""
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name in sorted(digests)[rank::processes]:
         file = folder / name
         if not file.is_file():
             raise DamagedCheckpoint(f"{folder}: {name} is missing")
         if hash_file(file) != digests[name]:
-            raise DamagedCheckpoint(
-                f"{folder}: {name} is damaged (its sha256 differs from the manifest's)"
-            )
+            raise DamagedCheckpoint(f"{folder}: {name} is damaged (its sha256 differs)")
 
 
 def _read_shards(
     checkpoint: dict[str, Any], folder: Path, shards_for: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Replace the tensors of which only the shape is known by this rank's shards."""
-    shards = {name: shards_for(each) for name, each in iterate_tensors(checkpoint) if each.is_meta}
+    tensors = iterate_tensors(checkpoint)
+    shards = {name: shards_for(tensor) for name, tensor in tensors if tensor.is_meta}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
@@ -294,25 +284,17 @@ def _read_shards(
         raise DamagedCheckpoint(
             f"{folder} cannot be read: it is not a complete checkpoint ({reason:.90})"
         ) from error
-    names = iter(iterate_tensors(checkpoint))
-
-    def fill(_: Tensor) -> Tensor:
-        name, tensor = next(names)
-        return shards.get(name, tensor)
-
-    found = map_tensors(checkpoint, fill)
+    names = (name for name, _ in iterate_tensors(checkpoint))
+    checkpoint = map_tensors(checkpoint, lambda tensor: shards.get(next(names), tensor))
     weights = {
-        name: each.to_local() if isinstance(each, DTensor) else each
-        for name, each in found.get("state_dict", {}).items()
+        name: weight.to_local() if isinstance(weight, DTensor) else weight
+        for name, weight in checkpoint.get("state_dict", {}).items()
     }
     _run_on_all_ranks(lambda: check_finite(weights, folder))
-    return dict(found)
+    return checkpoint
 
 
 def hash_file(file: Path) -> str:
-    """SHA-256 of a file, read in chunks."""
-    content = hashlib.sha256()
+    """SHA-256 of a file."""
     with file.open("rb") as stream:
-        while part := stream.read(CHUNK):
-            content.update(part)
-    return content.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -20,9 +20,9 @@ from litgrpo.rollout.groups import join_rollouts, pack_rollout, select_groups
 from litgrpo.rollout.servers.vllm import ServerEngine
 from litgrpo.rollout.sources.ahead import Ahead, InFlight
 from litgrpo.rollout.sources.base import SourceParts
-from litgrpo.tensor_files import digest
 from litgrpo.types import Rollout
 from tests.learning.parts import rollouter_of
+from tests.support.checkpoints import digest
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo
 from tests.support.training import GROUP, LENGTH, batches, letters, module, train

@@ -25,7 +25,8 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.sources.ahead import Ahead
 from litgrpo.rollout.sources.stored import StoredRollouts, rollout_file
 from litgrpo.run_folder import lock_run_folder
-from litgrpo.tensor_files import digest, read_file, write_file
+from litgrpo.tensor_files import read_file, write_file
+from tests.support.checkpoints import digest
 from tests.support.echo import Echo
 from tests.support.models import tiny_policy
 from tests.support.raises import raises_for

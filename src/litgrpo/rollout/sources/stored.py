@@ -1,7 +1,7 @@
 """Training rollouts as files: one run writes them, another trains on them.
 
-A file holds the rollout of one iteration and rank as plain values and tensors, with a manifest of
-digests as in checkpoints. It is read with `weights_only=True`.
+A file holds the rollout of one iteration and rank as plain values and tensors. It is verified and
+read like a checkpoint, with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class StoredRollouts(RolloutSource):
 def find_impossible(rollout: Rollout, vocab_size: int) -> str:
     """Return why no policy can have sampled a rollout; "" if one can.
 
-    Digests find damage, not a file that somebody changed. Ids beyond the vocabulary would end the
+    Checksums find damage, not a file that somebody changed. Ids beyond the vocabulary would end the
     run in an error of the device, and log-probabilities above 0 would be trained on.
 
     Args:
