@@ -52,21 +52,12 @@ class Boundary:
     and the module's own counters are then unchanged. Two things are not: a batch has been counted
     and fetched, and random numbers have been drawn. Both are small and copied after every
     iteration; everything else is read when a file is written.
-
-    Args:
-        iteration: number of finished iterations.
-        epoch: Lightning's epoch; nothing reads it from the file.
-        fit_loop: progress of Lightning's loops and the position in the data.
-        random: state of this rank's random number generators.
-
-    Example:
-        `Boundary(iteration=7, epoch=0, fit_loop={"state_dict": ...}, random={"torch": ...})`
     """
 
-    iteration: int
-    epoch: int
-    fit_loop: dict[str, Any]
-    random: dict[str, Any]
+    iteration: int  # number of finished iterations
+    epoch: int  # Lightning's; nothing reads it from the file
+    fit_loop: dict[str, Any]  # progress of Lightning's loops and the position in the data
+    random: dict[str, Any]  # state of this rank's random number generators
 
     @classmethod
     def capture(cls, trainer: Any) -> Boundary:
@@ -135,12 +126,6 @@ class IterationCheckpoint(Checkpoint):
     # --- start and end ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Install `VerifiedCheckpointIO` unless the trainer was built with one.
-
-        Raises:
-            ValueError: the trainer's strategy shards weights in an unknown way, the options
-                exclude each other, or a link leads out of the run folder.
-        """
         check_strategy(trainer.strategy)
         if writes_files(trainer):
             check_links(run_folder(trainer))
@@ -162,28 +147,20 @@ class IterationCheckpoint(Checkpoint):
             self.io.check_fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove incomplete files of a killed run, and check that there is space for a checkpoint.
-
-        Raises:
-            ValueError: not even the trained weights fit on the disk.
-        """
         self.boundary, self.evaluated_source = None, -1
         if writes_files(trainer):
             folder = checkpoint_folder(run_folder(trainer))
-            for path in folder.glob(".*.tmp"):
+            for path in folder.glob(".*.tmp"):  # incomplete files of a killed run
                 remove_checkpoint(path)
             check_space(folder, [p for p in pl_module.parameters() if p.requires_grad])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Restore the previous signal handlers."""
         self.stop.restore()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Replace Lightning's signal handlers."""
-        self.stop.install(trainer)
+        self.stop.install(trainer)  # in the place of Lightning's
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Resume from the file that was read, first with the validation that it lacks."""
         self.stop.install(trainer)
         source = self.io.loaded_from
         if source is not None:
@@ -194,26 +171,23 @@ class IterationCheckpoint(Checkpoint):
             if pl_module.iteration in self.scores and not self.validation_due:
                 self.evaluated_source = pl_module.iteration
         self.boundary = Boundary.capture(trainer)
-        if self.validation_due:
+        if self.validation_due:  # the file was written before its validation
             validate_now(trainer)
 
     # --- saving ---
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Allow the iteration to be dropped until its first optimizer step."""
         self.stop.check(trainer)
         self.stop.droppable = True
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        """Finish the iteration from its first optimizer step on."""
-        if self.stop.droppable:
+        if self.stop.droppable:  # from its first optimizer step on, an iteration is finished
             self.stop.check(trainer)
             self.stop.droppable = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is due, at the last iteration, and if a signal asked the run to stop."""
         self.stop.droppable = False
         assert self.boundary is not None
         n, every = pl_module.iteration, self.every_n_iterations
@@ -223,25 +197,23 @@ class IterationCheckpoint(Checkpoint):
         self._log_saves(pl_module)
         self.validation_due = validation_is_due(trainer)
         self.boundary = Boundary.capture(trainer)
+        # Before the validation: one that takes an hour and is killed costs no training.
         if (every > 0 and n % every == 0) or n == pl_module.max_iterations:
             self.save(trainer, n)
         self.stop.check(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Allow the validation to be dropped; the resumed run repeats it."""
         if trainer.state.fn != "fit":
             self.stop.install(trainer)
         self.stop.check(trainer)
-        self.stop.droppable = True
+        self.stop.droppable = True  # the resumed run repeats it
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Finish the validation: its metrics are about to be logged and counted."""
-        self.stop.droppable = False
+        self.stop.droppable = False  # its metrics are about to be logged and counted
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Save if the score is among the best, or if the file of this iteration lacks it."""
         if self.boundary is None or trainer.state.fn != "fit":
             return
         self.validation_due = False
@@ -251,16 +223,16 @@ class IterationCheckpoint(Checkpoint):
             self.scores[n] = score_report(report, self.monitor, self.mode)
         # Reward functions may have drawn random numbers. The loops stay those of the batch's end.
         self.boundary = replace(self.boundary, random=get_all_random_state())
+        # The file of this iteration lacks its score; one of the best has none yet.
         is_due = n in (self.last_saved, *best_iterations(self.scores, self.keep_best))
         if is_due and n != self.evaluated_source:
             self.save(trainer, n)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Save the final state if a limit other than `max_iterations` ended the training."""
+        # It is missing if a limit other than `max_iterations` ended the training.
         self._save_if_missing(trainer, pl_module.iteration)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Save the last boundary if a signal asked the run to stop, and finish a pending write."""
         if isinstance(exception, Stopped) and self.boundary is not None:
             n = self.boundary.iteration
             set_all_random_state(self.boundary.random)  # a dropped iteration may have drawn
@@ -275,7 +247,7 @@ class IterationCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Undo the progress that a dropped iteration or a validation added to Lightning's loops."""
+        # Undo the progress that a dropped iteration or a validation added to Lightning's loops.
         if self.boundary is not None and self.boundary.iteration == pl_module.iteration:
             checkpoint["loops"]["fit_loop"] = self.boundary.fit_loop
             checkpoint["epoch"] = self.boundary.epoch
@@ -336,27 +308,18 @@ class IterationCheckpoint(Checkpoint):
             pl_module.log_dict(named, rank_zero_only=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scores so far, and whether the newest iteration has yet to be evaluated."""
         scores = {str(n): list(score) for n, score in self.scores.items()}
         return {"scores": scores, "validation_due": self.validation_due}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scores."""
         self.scores = {int(n): list(score) for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
 
 
 def prune_checkpoints(folder: Path, best: list[int], keep_last: int, newest: Path) -> bool:
-    """Remove checkpoints that are neither new nor good, and link the best.
+    """Link the best checkpoint, if any, and remove those that are neither new nor good.
 
-    Args:
-        folder: of the checkpoints.
-        best: iterations of the best ones.
-        keep_last: number of newest ones to keep.
-        newest: the one that was just written, which stays in any case.
-
-    Returns:
-        True if a best checkpoint is linked.
+    `newest`, which was just written, stays in any case. Returns whether a best one is linked.
     """
     saved = sort_checkpoints(folder)
     best = [n for n in best if n in saved]
@@ -375,9 +338,9 @@ def best_iterations(scores: dict[int, list[float]], number: int) -> list[int]:
         >>> best_iterations({10: [0.5, 0.1], 20: [0.5, 0.3], 30: [0.4, 0.9]}, number=2)
         [20, 10]
     """
-    known = [n for n, score in scores.items() if not any(map(math.isnan, score))]
+    numbers = [n for n, score in scores.items() if not any(map(math.isnan, score))]
     # Of equal scores the later iteration is better: it has been trained for longer.
-    return sorted(known, key=lambda n: (scores[n], n), reverse=True)[:number]
+    return sorted(numbers, key=lambda n: (scores[n], n), reverse=True)[:number]
 
 
 def score_report(report: dict[str, float], monitor: str | None, mode: str | None) -> list[float]:
@@ -415,9 +378,7 @@ def score_report(report: dict[str, float], monitor: str | None, mode: str | None
 def mark_as_resumed(run: Path, source: Path) -> None:
     """Make the checkpoint that a run resumed from the newest, even if others were saved later.
 
-    Args:
-        run: the run folder.
-        source: the file, with links resolved; possibly of another run.
+    The file `source`, with links resolved, may be of another run.
     """
     folder = checkpoint_folder(run)
     if source.parent == folder.resolve() and source.name != LAST:
@@ -425,14 +386,9 @@ def mark_as_resumed(run: Path, source: Path) -> None:
 
 
 def check_space(folder: Path, weights: Iterable[Tensor]) -> None:
-    """Check that trained weights fit on the disk.
+    """Check that trained weights fit on the disk; earlier checkpoints will be replaced.
 
-    Args:
-        folder: of the checkpoints; earlier ones in it will be replaced.
-        weights: that are trained. Optimizer state may need twice as much in addition.
-
-    Raises:
-        ValueError: with both sizes.
+    Optimizer state may need twice as much in addition.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     earlier = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -446,15 +402,11 @@ def check_space(folder: Path, weights: Iterable[Tensor]) -> None:
 
 
 def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """Reject the checkpoint of another model or of other data, before anything is loaded.
-
-    Raises:
-        ValueError: with the difference.
-    """
-    found = checkpoint["state_dict"]
+    """Reject the checkpoint of another model or of other data, before anything is loaded."""
+    saved = checkpoint["state_dict"]
     trained = {name for name, weight in pl_module.named_parameters() if weight.requires_grad}
-    ours = {n: w for n, w in pl_module.state_dict().items() if n in found or n in trained}
-    check_weights(found, ours)
+    ours = {n: w for n, w in pl_module.state_dict().items() if n in saved or n in trained}
+    check_weights(saved, ours)
     data = trainer.datamodule
     if data is None:
         return

@@ -27,21 +27,11 @@ from litgrpo.tensor_files import (
 
 @dataclass(frozen=True)
 class SaveStats:
-    """Size and time of one save, logged as `checkpoint/<name>`.
-
-    Args:
-        size_mib: size of the file.
-        wait_s: time that training waited: for an earlier save and the copy to the host's memory.
-        write_s: time from the copy to the complete file, in the background.
-
-    Example:
-        >>> SaveStats(size_mib=76.3, wait_s=0.02, write_s=0.4).wait_s
-        0.02
-    """
+    """Size and time of one save, logged as `checkpoint/<name>`."""
 
     size_mib: float
-    wait_s: float
-    write_s: float
+    wait_s: float  # that training waited: for an earlier save and the copy to the host's memory
+    write_s: float  # from the copy to the complete file, in the background
 
 
 class VerifiedCheckpointIO(AsyncCheckpointIO):
@@ -98,13 +88,13 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
             # A launcher of processes hands the final weights to the process that started them.
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
             return
-        kept = {name: part for name, part in checkpoint.items() if name not in self.excluded}
+        parts = {name: part for name, part in checkpoint.items() if name not in self.excluded}
         if self.shards_for is not allocate_whole:
-            self._save_shards(kept, Path(path), storage_options)
+            self._save_shards(parts, Path(path), storage_options)
             return
         started = time.perf_counter()
         self.wait()
-        copied = copy_to_host(kept)
+        copied = copy_to_host(parts)
         wait_s = time.perf_counter() - started
 
         def write() -> None:
@@ -158,7 +148,6 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
             self._writer = None
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or a folder of shards."""
         remove_checkpoint(Path(path))
 
     def load_checkpoint(
@@ -167,12 +156,8 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
         """Read and verify a checkpoint, or with `fall_back` the newest older one that is sound.
 
         A checkpoint of another run is sound: it ends the search, since the others may be older
-        than the mistake.
-
-        Args:
-            path: the file.
-            map_location: unused: everything is read into the host's memory first.
-            weights_only: unused: always True.
+        than the mistake. Everything is read into the host's memory first, always with
+        weights_only=True.
 
         Raises:
             DamagedCheckpoint: the file, or every candidate, cannot be read, or is of another run.

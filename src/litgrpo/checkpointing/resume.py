@@ -72,7 +72,6 @@ class RngState(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Gather the states of all ranks; every rank calls this."""
         states: list[Any] = [get_all_random_state()]
         if trainer.world_size > 1:
             states *= trainer.world_size
@@ -82,11 +81,11 @@ class RngState(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Defer restoring until training starts: loading may draw random numbers."""
-        self.states = checkpoint.get(RANDOM_STATE, [])  # a checkpoint of only weights has none
+        # Restored once training starts: loading may draw random numbers. (A checkpoint of only
+        # weights has none.)
+        self.states = checkpoint.get(RANDOM_STATE, [])
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Restore the state of this rank."""
         if trainer.global_rank < len(self.states):
             set_all_random_state(self.states[trainer.global_rank])
         self.states = []
@@ -115,20 +114,18 @@ class OptimizerOptions(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Store the classes of the optimizers."""
         checkpoint[OPTIMIZER_CLASSES] = optimizer_classes(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep Lightning from restoring schedules; see `on_train_start`."""
         if trainer.state.fn == "fit":
             self.checkpoint = checkpoint
-            checkpoint["lr_schedulers"] = []
+            checkpoint["lr_schedulers"] = []  # Lightning restores none; see `on_train_start`
             self._drop_foreign_state(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Copy the recipe's options before a checkpoint changes them."""
+        # Before a checkpoint changes them.
         self.options = [group_options(optimizer) for optimizer in trainer.optimizers]
         self._drop_foreign_state(trainer)
 
@@ -140,19 +137,18 @@ class OptimizerOptions(Callback):
         """
         if not self.checkpoint or not self.options:
             return
-        own = optimizer_classes(trainer)
-        stored = self.checkpoint.get(OPTIMIZER_CLASSES, own)  # a plain Trainer stores none
-        if own != stored:
+        classes = optimizer_classes(trainer)
+        stored = self.checkpoint.get(OPTIMIZER_CLASSES, classes)  # a plain Trainer stores none
+        if classes != stored:
             rank_zero_info(
                 f"The checkpoint's optimizer is {', '.join(map(_class_name, stored))}, the "
-                f"recipe's {', '.join(map(_class_name, own))}: its state starts from zero."
+                f"recipe's {', '.join(map(_class_name, classes))}: its state starts from zero."
             )
             self.checkpoint["optimizer_states"] = []
         for state, groups in zip(self.checkpoint["optimizer_states"], self.options, strict=False):
             check_groups(state["param_groups"], groups)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Restore the recipe's options, and advance its schedules to the run's position."""
         if not self.checkpoint:
             return
         stored, options = self.checkpoint["optimizer_states"], self.options
@@ -172,7 +168,7 @@ class OptimizerOptions(Callback):
 def optimizer_classes(trainer: Any) -> list[str]:
     """Import paths of the optimizers' classes."""
     classes = [type(optimizer) for optimizer in trainer.optimizers]
-    return [f"{each.__module__}.{each.__qualname__}" for each in classes]
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in classes]
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
@@ -195,11 +191,7 @@ def move_step_counts(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def advance(scheduler: Any, steps: int) -> None:
-    """Step a new schedule to a run's position.
-
-    Raises:
-        ValueError: the schedule is shorter than that.
-    """
+    """Step a new schedule to a run's position; a ValueError if it is shorter than that."""
     with warnings.catch_warnings():
         # torch expects an optimizer step before the first step of a schedule.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
@@ -214,11 +206,7 @@ def advance(scheduler: Any, steps: int) -> None:
 
 
 def check_groups(stored: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Reject an optimizer with another number of parameter groups.
-
-    Raises:
-        ValueError: with both numbers.
-    """
+    """Reject an optimizer with another number of parameter groups."""
     require(
         len(stored) == len(groups),
         f"optimizer: the checkpoint has {len(stored)} parameter groups, the recipe "
@@ -251,9 +239,6 @@ class LoggerState(Callback):
     A resumed run removes what was logged after its checkpoint, so that no iteration is logged
     twice. Lightning logs an iteration after the checkpoint is written; the checkpoint therefore
     holds the metrics of that iteration, so that none is missing.
-
-    Args:
-        folder: the run folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -264,8 +249,7 @@ class LoggerState(Callback):
         self.has_started = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Mark the iteration as pending: Lightning logs it after all callbacks."""
-        self.is_pending = True
+        self.is_pending = True  # Lightning logs it after all callbacks
 
     def _mark_logged(self, *_: Any, **__: Any) -> None:
         self.is_pending = False
@@ -275,7 +259,6 @@ class LoggerState(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Store the sizes of the files and the pending metrics."""
         rows, sizes, pending = 0, {}, {}
         if self.is_pending:
             pending = {name: float(x) for name, x in find_pending_metrics(trainer).items()}
@@ -292,11 +275,11 @@ class LoggerState(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Defer the change of files until training starts: the checkpoint may yet be rejected."""
-        self.stored = checkpoint.get(LOGGERS)  # a checkpoint of only weights has none
+        # Files change once training starts: the checkpoint may yet be rejected. (One of only
+        # weights has none.)
+        self.stored = checkpoint.get(LOGGERS)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Shorten the log files to the checkpoint's position, and log its pending metrics."""
         self.has_started = True
         stored, self.stored = self.stored, None
         if stored is None or not writes_files(trainer):
@@ -314,7 +297,7 @@ class LoggerState(Callback):
                 logger.save()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Remove the event file of a run that failed at start, which TensorBoard would list."""
+        # The event file of a run that failed at start would be listed by TensorBoard.
         if self.has_started or not writes_files(trainer):
             return
         for board in loggers_of(trainer, TensorBoardLogger):
