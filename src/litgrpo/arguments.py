@@ -6,14 +6,11 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
 MAX_ERROR_CHARS = 300
-_import_check: ContextVar[Callable[[str], object] | None] = ContextVar("import_check", default=None)
 
 
 def require(condition: bool, message: str) -> None:
@@ -105,31 +102,6 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-@contextmanager
-def check_imports(check: Callable[[str], object]) -> Iterator[None]:
-    """Call `check` with each import path or program before it is used; it raises to reject one.
-
-    For code that constructs objects from a file of somebody else: a text in the file, such as the
-    function of a reward, must not decide which module is imported or which program is started.
-    """
-    token = _import_check.set(check)
-    try:
-        yield
-    finally:
-        _import_check.reset(token)
-
-
-def require_trusted(*texts: str) -> None:
-    """Check texts that decide which code runs: import paths, programs and their arguments.
-
-    Raises:
-        ValueError: `check_imports` rejects one.
-    """
-    if (check := _import_check.get()) is not None:
-        for text in texts:
-            check(text)
-
-
 def find_page(page: str) -> str:
     """Return where a page of the documentation is: in the current folder, or in the package.
 
@@ -161,8 +133,7 @@ def import_by_path(path: str) -> Any:
     """Import the object of a path such as `package.module.name`.
 
     Raises:
-        ValueError: the path is malformed, its module cannot be imported, or has no such name; or
-            `check_imports` rejects it.
+        ValueError: the path is malformed, its module cannot be imported, or has no such name.
     """
     module_path, _, name = path.rpartition(".")
     words = path.split(".")
@@ -170,7 +141,6 @@ def import_by_path(path: str) -> Any:
         len(words) > 1 and all(word.isidentifier() for word in words),
         f"{path!r} is not an import path such as 'package.module.name'",
     )
-    require_trusted(path)
     try:
         module = import_module(module_path)
     except (Exception, SystemExit) as error:  # a user's module may raise or exit when it is read

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, import_object, require, require_trusted
+from litgrpo.arguments import at_least, import_object, require
 from litgrpo.environments.base import FailedEpisode
 from litgrpo.environments.episode import seed_rngs
 from litgrpo.environments.tool import resolve
@@ -112,7 +112,6 @@ class Agent:
             (self.function is None) != (not self.command),
             "Agent needs either function (my_agent.solve) or command ([python, my_agent.py]).",
         )
-        require_trusted(*self.command)
         at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
         self.calls = format_of(self.call_format)
         # Imported here, so that unpickling imports the agent's libraries once for all workers.

@@ -2,8 +2,7 @@
 
 import pytest
 
-from litgrpo.arguments import check_imports
-from litgrpo.environments import Agent, EpisodeError, Tools
+from litgrpo.environments import EpisodeError, Tools
 from litgrpo.environments.adapters.mcp_tools import McpServer, McpTools
 from litgrpo.environments.base import EpisodeStart, FailedEpisode
 from litgrpo.environments.episode import EpisodePlayer
@@ -70,19 +69,6 @@ def test_keys_of_a_server_are_masked():
     masked = mask_settings({"mcp_servers": {"a": entry, "b": other}})
     assert masked["mcp_servers"]["a"]["headers"] == {"Authorization": "<masked>"}
     assert masked["mcp_servers"]["b"]["env"] == {"API_KEY": "<masked>"}
-
-
-def test_a_file_of_somebody_else_starts_no_program():
-    def reject(text):
-        raise ValueError(f"not trusted: {text}")
-
-    with check_imports(reject):
-        with pytest.raises(ValueError, match="not trusted: rm"):
-            McpTools({"files": {"command": "rm", "args": ["-r", "x"]}})
-        with pytest.raises(ValueError, match="not trusted: http://h"):
-            McpTools({"files": {"url": "http://h"}})
-        with pytest.raises(ValueError, match="not trusted: rm"):
-            Agent(command=["rm"])
 
 
 def break_off() -> str:

@@ -24,7 +24,6 @@ from litgrpo.arguments import (
     did_you_mean,
     import_package,
     require,
-    require_trusted,
     summarize_error,
 )
 from litgrpo.environments.adapters.external import no_connection, schema_of
@@ -98,7 +97,6 @@ class McpServer:
             "url of an MCP server must not contain a user name or a password, which would be "
             "written to files and logs; use headers.",
         )
-        require_trusted(*filter(None, (self.command, *self.args, self.cwd, self.url)))
 
     def fill(self, columns: Mapping[str, Any]) -> McpServer:
         """Replace `{column}` by the values of a row."""

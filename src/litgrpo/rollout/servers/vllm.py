@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import at_least, require, require_trusted
+from litgrpo.arguments import at_least, require
 from litgrpo.distributed.collectives import is_distributed
 from litgrpo.http import MalformedReply
 from litgrpo.models.adapters import is_quantized
@@ -127,8 +127,6 @@ class ColocatedEngine(ServedEngine):
             "between 0 and 1, or null.",
         )
         at_least("model.engine.max_model_len", self.max_model_len, 1)
-        # vLLM imports what some of them name, such as `logits_processors`.
-        require_trusted(*map(str, self.engine_args.values()))
 
     @cached_property
     def sender(self) -> FolderSender:
