@@ -15,8 +15,7 @@ MAX_MIB = 512  # no file of a run that is read as a whole is as large
 def read_text(path: Path) -> str:
     """Return the text of a file, or "" if there is none, or a pipe or device in its place.
 
-    Raises:
-        ValueError: it is larger than 512 MiB, such as a file with holes.
+    One larger than 512 MiB, such as a file with holes, is a ValueError.
     """
     if not path.is_file():
         return ""
@@ -33,14 +32,8 @@ def read_text(path: Path) -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a file; it gets its name once it is complete.
 
-    A full disk leaves an earlier file of this name as it was, and nothing beside it.
-
-    Args:
-        path: its folder is created if it is missing.
-        text: content. Escaped bytes of a file name are written as these bytes.
-
-    Raises:
-        OSError: the disk is full, for example.
+    Its folder is created if it is missing. A full disk leaves an earlier file of this name as it
+    was, and nothing beside it. Escaped bytes of a file name are written as these bytes.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
@@ -56,15 +49,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_if_possible(path: Path, text: str, name: str) -> bool:
-    """Write a file that the training does not need; a failure is warned about once per name.
+    """Write a file that the training does not need; return True if it was written.
 
-    Args:
-        path: the file.
-        text: its content.
-        name: kind of the file, for the warning.
-
-    Returns:
-        True if the file was written.
+    A failure is warned about once per name, which is the kind of the file.
     """
     with warn_once_on_failure(f"writing {name} to {path.parent}"):
         write_text(path, text)

@@ -14,80 +14,58 @@ from litgrpo.arguments import did_you_mean, import_by_path, require
 OBJECT_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
-def instantiate_environment(given: Any) -> Any:
+def instantiate_environment(environment: Any) -> Any:
     """Return the environment that a recipe or a Python caller gives.
 
-    Any object may be an environment. So the command line's parser does not check the class, and
-    leaves one that it could not construct as it was written, without an error. It is constructed
-    here, where the error of the class is raised.
-
-    Args:
-        given: an object; or the import path of a class that takes no arguments; or
-            {class_path, init_args}.
-
-    Raises:
-        ValueError: there is no such class, or it rejects its arguments.
-
-    Example:
-        >>> instantiate_environment("litgrpo.environments.examples.NumberGame").max_guesses
-        4
+    It may be an object, the import path of a class that takes no arguments, or
+    {class_path, init_args}. Any object may be an environment. So the command line's parser does not
+    check the class, and leaves one that it could not construct as it was written, without an error.
+    It is constructed here, where the error of the class is raised.
     """
-    if isinstance(given, str):
-        given = {"class_path": given}
-    if isinstance(given, Namespace | list | Mapping):
+    if isinstance(environment, str):
+        environment = {"class_path": environment}
+    if isinstance(environment, Namespace | list | Mapping):
         require(
-            "class_path" in given,
-            f"environment is {given!r:.80}, without class_path. A config override that changes its "
-            "arguments names the class again: environment: {class_path: ..., init_args: ...}.",
+            "class_path" in environment,
+            f"environment is {environment!r:.80}, without class_path. A config override that "
+            "changes its arguments names the class again: environment: {class_path: ..., "
+            "init_args: ...}.",
         )
-    return instantiate_class(given, "environment")
+    return instantiate_class(environment, "environment")
 
 
-def instantiate_sources(given: Any) -> Any:
+def instantiate_sources(sets: Any) -> Any:
     """Return named sets, {name: source}, whose sources may be {class_path, init_args}.
 
     Anything else is returned unchanged.
-
-    Raises:
-        ValueError: there is no such class, or it rejects its arguments.
-
-    Example:
-        >>> node = {"class_path": "litgrpo.data.EpisodePrompts", "init_args": {"size": 3}}
-        >>> instantiate_sources({"easy": node})["easy"].size
-        3
     """
-    if not isinstance(given, Mapping):
-        return given
-    return {name: instantiate_class(source, f"set {name!r}:") for name, source in given.items()}
+    if not isinstance(sets, Mapping):
+        return sets
+    return {name: instantiate_class(source, f"set {name!r}:") for name, source in sets.items()}
 
 
-def instantiate_class(given: Any, role: str) -> Any:
+def instantiate_class(node: Any, role: str) -> Any:
     """Construct the object of {class_path, init_args}; return anything else unchanged.
 
-    Args:
-        given: node of a recipe.
-        role: what the object is, for messages.
-
-    Raises:
-        ValueError: there is no such class, or it rejects its arguments.
+    `role` says in messages what the object is.
     """
-    settings = given.as_dict() if isinstance(given, Namespace) else given
+    settings = node.as_dict() if isinstance(node, Namespace) else node
     if not (isinstance(settings, Mapping) and "class_path" in settings):
-        return given
+        return node
     path = str(settings["class_path"])
-    arguments = {name: each for name, each in settings.items() if name not in OBJECT_KEYS}
+    arguments = {name: value for name, value in settings.items() if name not in OBJECT_KEYS}
     arguments |= settings.get("init_args") or {}
     try:
         kind = import_by_path(f"{PUBLIC[path]}.{path}" if path in PUBLIC else path)
     except ValueError as error:
         raise ValueError(f"{role}: {error}") from error
     require(inspect.isclass(kind), f"{role} {path} is not a class, but {kind!r:.80}")
-    known = list(inspect.signature(kind).parameters)
-    unknown = [key for key in arguments if key not in known]
+    parameters = list(inspect.signature(kind).parameters)
+    unknown = [key for key in arguments if key not in parameters]
     if unknown:
         raise ValueError(
-            f"{role} {path} has no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}; "
-            f"it takes {', '.join(known) or 'none'}."
+            f"{role} {path} has no argument {unknown[0]!r}{did_you_mean(unknown[0], parameters)}; "
+            f"it takes {', '.join(parameters) or 'none'}."
         )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "init_args")

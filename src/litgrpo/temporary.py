@@ -22,14 +22,6 @@ class TemporaryFolder:
     A process that is killed cannot remove anything. Its folders are removed by the next process
     that makes one. The kernel releases the lock on a folder when its process ends, however it
     ended.
-
-    Args:
-        purpose: word in the folder's name.
-
-    Example:
-        >>> with TemporaryFolder("example") as folder:
-        ...     folder.name.startswith("litgrpo-temporary-example-")
-        True
     """
 
     def __init__(self, purpose: str) -> None:
@@ -38,11 +30,9 @@ class TemporaryFolder:
         self.remove = weakref.finalize(self, _remove, self.path, lock)
 
     def __enter__(self) -> Path:
-        """Return the folder's path."""
         return self.path
 
     def __exit__(self, *error: object) -> None:
-        """Remove the folder."""
         self.remove()
 
 
@@ -74,10 +64,9 @@ def _make(purpose: str) -> tuple[Path, int | None]:
 
 
 def _lock(path: Path) -> int:
-    """Lock a folder and return the open folder, which holds the lock.
+    """Lock a folder and return it opened, which holds the lock; an OSError if another process does.
 
-    Raises:
-        OSError: another process has locked it, or there are no locks.
+    Systems without such locks raise an OSError, too.
     """
     if sys.platform == "win32":
         raise OSError("a folder cannot be opened")

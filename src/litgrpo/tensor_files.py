@@ -10,13 +10,14 @@ import os
 import shutil
 import textwrap
 import zipfile
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config
 
 from litgrpo.arguments import type_with_article
@@ -307,15 +308,25 @@ def check_parts(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, 
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise for weights that are NaN or infinite.
+    """Raise a DamagedCheckpoint for weights that are NaN or infinite."""
+    problem = find_not_finite(weights.items())
+    _check(not problem, f"{path}: {problem}")
 
-    Raises:
-        DamagedCheckpoint: with the name of the first.
+
+def find_not_finite(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Describe the first tensor that is not finite, of sharded ones this rank's part; "" if none.
+
+    One NaN becomes every output of a model.
     """
-    for name, weight in weights.items():
-        bad = 0 if weight.is_meta else int((~weight.isfinite()).sum())
-        size = weight.numel()
-        _check(bad == 0, f"{path}: {name} has {bad} of {size} values that are NaN or inf")
+    for name, weight in weights:
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if local.is_floating_point() and local.itemsize == 1:  # torch has no isfinite of float8
+            local = local.float()
+        if not local.is_meta and not bool(local.isfinite().all()):
+            bad = int((~local.isfinite()).sum())
+            dtype = str(local.dtype).removeprefix("torch.")
+            return f"{name} has {bad} of {local.numel()} values that are NaN or infinite in {dtype}"
+    return ""
 
 
 def _check(is_sound: bool, otherwise: str) -> None:

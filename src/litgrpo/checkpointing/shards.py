@@ -286,11 +286,7 @@ def _read_shards(
         ) from error
     names = (name for name, _ in iterate_tensors(checkpoint))
     checkpoint = map_tensors(checkpoint, lambda tensor: shards.get(next(names), tensor))
-    weights = {
-        name: weight.to_local() if isinstance(weight, DTensor) else weight
-        for name, weight in checkpoint.get("state_dict", {}).items()
-    }
-    _run_on_all_ranks(lambda: check_finite(weights, folder))
+    _run_on_all_ranks(lambda: check_finite(checkpoint.get("state_dict", {}), folder))
     return checkpoint
 
 

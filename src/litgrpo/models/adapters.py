@@ -70,21 +70,13 @@ class LoRA:
     @property
     def peft_settings(self) -> dict[str, Any]:
         """These settings under the names of `peft.LoraConfig`."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        del own["adapter_path"]
-        return {PEFT_NAMES.get(name, name): value for name, value in own.items()}
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        del settings["adapter_path"]
+        return {PEFT_NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
-    """Add low-rank adapters to a model's linear layers; only they are trained.
-
-    Args:
-        model: its weights are frozen in place.
-        lora: adapter settings.
-
-    Raises:
-        ValueError: peft is not installed, or `lora.adapter_path` does not fit the model.
-    """
+    """Add low-rank adapters to a model's linear layers; its weights are frozen in place."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -117,7 +109,7 @@ def separate_replicated_layers(adapted: Any) -> None:
     Merging the adapter of one layer would change the others.
     """
     ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
-    tied = {id(each.weight) for each in ends if each is not None}
+    tied = {id(layer.weight) for layer in ends if layer is not None}
     seen: set[int] = set()
     for part in adapted.modules():
         for name, weight in part._parameters.items():
@@ -134,9 +126,6 @@ def check_not_tied(adapted: Any) -> None:
 
     Merging the adapter would change both modules, so that the exported model would not be the
     trained one, and neither would that of a vLLM server.
-
-    Raises:
-        ValueError: names the modules that share a weight.
     """
     modules_of: dict[int, list[str]] = {}
     for name, part in adapted.named_modules(remove_duplicate=False):
@@ -185,22 +174,22 @@ def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
             "LORA."
         )
     saved = LoraConfig.from_pretrained(folder)
-    given, default, found = lora.peft_settings, LoRA().peft_settings, saved.to_dict()
-    del given["lora_dropout"]  # a setting of the run, not of the adapter
-    options = {theirs: own for own, theirs in PEFT_NAMES.items()}
-    for name, value in given.items():
-        if value not in (default[name], found[name]):
+    config, settings, default = saved.to_dict(), lora.peft_settings, LoRA().peft_settings
+    del settings["lora_dropout"]  # a setting of the run, not of the adapter
+    options = {peft_name: option for option, peft_name in PEFT_NAMES.items()}
+    for name, value in settings.items():
+        if value not in (default[name], config[name]):
             option = options.get(name, name)
             raise ValueError(
                 f"model.lora.{option} is {value!r}, but the adapter in model.lora.adapter_path has "
-                f"{found[name]!r}. Leave out model.lora.{option} or model.lora.adapter_path."
+                f"{config[name]!r}. Leave out model.lora.{option} or model.lora.adapter_path."
             )
     rank_zero_info(
-        f"Continuing from the adapter in {folder}: rank {found['r']}, alpha {found['lora_alpha']}"
+        f"Continuing from the adapter in {folder}: rank {config['r']}, alpha {config['lora_alpha']}"
     )
-    unsaved = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
-    known = {each.name for each in fields(saved)} - unsaved
-    return {name: found[name] for name in known if name in found} | {"lora_dropout": lora.dropout}
+    of_file = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
+    names = {field.name for field in fields(saved)} - of_file
+    return {name: config[name] for name in names if name in config} | {"lora_dropout": lora.dropout}
 
 
 def read_adapter(adapted: Any, folder: str, name: str) -> None:
@@ -210,9 +199,6 @@ def read_adapter(adapted: Any, folder: str, name: str) -> None:
         adapted: a `PeftModel`.
         folder: of the adapter.
         name: of the adapter in the model; a new one is frozen.
-
-    Raises:
-        ValueError: weights are missing, unexpected, of another shape or not finite.
     """
     advice = "Set pretrained to the model that the adapter was trained on."
     try:
@@ -249,9 +235,9 @@ def perturb_adapters(model: Any) -> Iterator[None]:
 
     A new adapter adds 0, so code that leaves it out computes correct numbers at first.
     """
-    trained = [each.data for each in model.parameters() if each.requires_grad]
-    weights = [each.to_local() if isinstance(each, DTensor) else each for each in trained]
-    kept = [weight.clone() for weight in weights]
+    trained = [weight.data for weight in model.parameters() if weight.requires_grad]
+    weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
+    copies = [weight.clone() for weight in weights]
     for weight in weights:
         # Products of two numbers in [-0.2, 0.2), in place: an embedding may be large.
         first, second = (
@@ -263,7 +249,7 @@ def perturb_adapters(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for weight, before in zip(weights, kept, strict=True):
+        for weight, before in zip(weights, copies, strict=True):
             weight.copy_(before)
 
 
@@ -273,13 +259,8 @@ def merge_adapter(adapted: Any) -> Any:
 
 
 def save_adapter(adapted: Any, folder: str | Path) -> None:
-    """Write the trained adapter as a folder that PEFT, vLLM and `lora.adapter_path` read.
-
-    Args:
-        adapted: a `PeftModel`.
-        folder: where to write `adapter_config.json` and `adapter_model.safetensors`.
-    """
-    trained = {name for name, each in adapted.named_parameters() if each.requires_grad}
+    """Write the trained adapter as a folder that PEFT, vLLM and `lora.adapter_path` read."""
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
     # Some 4-bit layers have strings in their state dict. Of sharded weights only the trained ones
     # are gathered; PEFT does not write the others.
     state = {
@@ -301,11 +282,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def check_not_adapter(folder: Path) -> None:
-    """Raise if a folder given as `pretrained` contains an adapter instead of a model.
-
-    Raises:
-        ValueError: the folder has an adapter config and no model config.
-    """
+    """Raise if a folder given as `pretrained` contains an adapter instead of a model."""
     if is_adapter(folder):
         raise ValueError(
             f"pretrained: {str(folder)!r} is an adapter in PEFT's format, not a model. Set "
@@ -322,14 +299,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def quantization_arguments(kind: Quantization, autocast_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that load 4-bit weights.
+    """Return the arguments of `from_pretrained` that load 4-bit weights, by double quantization.
 
-    Args:
-        kind: 4-bit format; the quantization constants are quantized too (double quantization).
-        autocast_dtype: dtype of matrix products.
-
-    Raises:
-        ValueError: bitsandbytes is not installed or does not work on this machine.
+    `autocast_dtype` is that of matrix products.
     """
     try:
         import bitsandbytes  # noqa: F401 (transformers imports it later, with a worse error)
@@ -360,7 +332,7 @@ def keep_4bit_layout(model: PreTrainedModel) -> None:
 
 
 def _find_4bit_layers(model: Any) -> list[Any]:
-    return [each for each in model.modules() if type(each).__name__ == "Linear4bit"]
+    return [part for part in model.modules() if type(part).__name__ == "Linear4bit"]
 
 
 def is_quantized(model: Any) -> bool:

@@ -20,41 +20,23 @@ LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """Modules of a decoder layer that the fused decoder computes.
-
-    Args:
-        layer_norms: norms of a layer.
-        head_norms: norms of query and key heads.
-        gemma: norms after attention and MLP too, norm weights stored minus 1, scaled embeddings
-            and soft-capped scores.
-
-    Example:
-        `FusedLayout(head_norms=frozenset({"q_norm", "k_norm"}))` is Qwen 3's.
-    """
+    """Modules of a decoder layer that the fused decoder computes."""
 
     layer_norms: frozenset[str] = frozenset({"input_layernorm", "post_attention_layernorm"})
-    head_norms: frozenset[str] = frozenset()
+    head_norms: frozenset[str] = frozenset()  # of query and key heads
+    # Norms after attention and MLP too, norm weights stored minus 1, scaled embeddings and
+    # soft-capped scores.
     gemma: bool = False
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Capabilities of a model type.
+    """Capabilities of a model type."""
 
-    Args:
-        encoder_decoder: an encoder computes the prompt. Otherwise tokens interact in transformers'
-            attention functions only, so that rows may be packed and decoded in static shapes.
-        fused: layout of its layers; None: the fused decoder does not support it.
-
-    Example:
-        >>> ARCHITECTURES["llama"].fused == FusedLayout()
-        True
-        >>> ARCHITECTURES["t5"].encoder_decoder
-        True
-    """
-
+    # An encoder computes the prompt. Otherwise tokens interact in transformers' attention functions
+    # only, so that rows may be packed and decoded in static shapes.
     encoder_decoder: bool = False
-    fused: FusedLayout | None = None
+    fused: FusedLayout | None = None  # None: the fused decoder does not support it
 
 
 GEMMA2 = FusedLayout(
@@ -99,14 +81,14 @@ def modeling_module_name(model: PreTrainedModel) -> str:
 
 def find_fused_layout(model: PreTrainedModel) -> FusedLayout | None:
     """Return the layout of a model's layers; None if it is unknown or not transformers' class."""
-    known = ARCHITECTURES.get(model.config.model_type, Architecture()).fused
-    return known if type(model).__module__ == modeling_module_name(model) else None
+    layout = ARCHITECTURES.get(model.config.model_type, Architecture()).fused
+    return layout if type(model).__module__ == modeling_module_name(model) else None
 
 
 def is_listed(model: PreTrainedModel) -> bool:
     """Check that this is transformers' model of a listed type."""
-    own = type(model).__module__.startswith("transformers.")
-    return own and model.config.model_type in ARCHITECTURES
+    is_of_transformers = type(model).__module__.startswith("transformers.")
+    return is_of_transformers and model.config.model_type in ARCHITECTURES
 
 
 def has_known_layers(model: PreTrainedModel) -> bool:
@@ -119,16 +101,11 @@ def has_known_layers(model: PreTrainedModel) -> bool:
 
 
 def list_rope_types(parameters: dict[str, Any] | None) -> set[str]:
-    """Return the kinds of rotary embeddings; a config has one for all layers or one per layer type.
+    """Return the kinds of rotary embeddings in `rope_parameters` of a config.
 
-    Args:
-        parameters: `rope_parameters` of a model's config.
-
-    Example:
-        >>> list_rope_types({"rope_type": "llama3", "factor": 8.0})
-        {'llama3'}
+    There is one for all layers, or one per type of layer.
     """
     if not parameters:
         return set()
-    sets = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    return {each["rope_type"] for each in sets if each}
+    sets = [inner for inner in parameters.values() if isinstance(inner, dict)] or [parameters]
+    return {rope["rope_type"] for rope in sets if rope}

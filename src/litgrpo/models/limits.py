@@ -22,31 +22,19 @@ MAX_SPARE_ROWS = 8  # position embeddings begin with a few rows for padding: 2 i
 
 @dataclass(frozen=True)
 class ContextLength:
-    """Maximum number of tokens of a prompt and its completion.
-
-    Args:
-        positions: number of positions.
-        hard: the model has an embedding per position and fails beyond; else it was only not
-            trained on longer texts.
-        rope: type of rotary embedding that rotates earlier tokens differently in longer texts, so
-            that log-probabilities of sampling and training would differ; None for others.
-
-    Example:
-        `ContextLength(1024, hard=True)` for GPT-2, `ContextLength(32768, hard=False)` for Qwen 2,
-        `ContextLength(4096, hard=True, rope="longrope")` for Phi-3.
-    """
+    """Maximum number of tokens of a prompt and its completion."""
 
     positions: int
+    # The model has an embedding per position and fails beyond (GPT-2); else it was only not trained
+    # on longer texts (Qwen 2).
     hard: bool
+    # Type of a rotary embedding that rotates earlier tokens differently in longer texts, so that
+    # log-probabilities of sampling and training would differ (Phi-3).
     rope: str | None = None
 
 
 def find_context_length(model: PreTrainedModel) -> ContextLength | None:
-    """Return the context length of a decoder-only model; None if unlimited or not in its config.
-
-    Args:
-        model: of transformers.
-    """
+    """Return the context length of a decoder-only model; None if unlimited or not in its config."""
     if switch := find_rope_switch(model.config):
         return ContextLength(switch[1], hard=True, rope=switch[0])
     positions = read_max_positions(model.config)
@@ -64,36 +52,26 @@ def find_rope_switch(config: Any) -> tuple[str, int] | None:
     """Return type and limit of a rotary embedding that depends on the length of the text.
 
     Within the limit it depends on positions alone; beyond, on the longest row of a batch.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-        >>> find_rope_switch(LlamaConfig(max_position_embeddings=512, rope_parameters=rope))
-        ('dynamic', 512)
     """
     config = config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or {}
-    found = []
-    for parameters in [each for each in given.values() if isinstance(each, dict)] or [given]:
+    # For all layers, or {type of layer: those of its layers}.
+    rope = getattr(config, "rope_parameters", None) or {}
+    switches = []
+    for parameters in [inner for inner in rope.values() if isinstance(inner, dict)] or [rope]:
         kind = str(parameters.get("rope_type", "default"))
         if kind == "longrope":
             default = getattr(config, "original_max_position_embeddings", None)
             limit = parameters.get("original_max_position_embeddings") or default
-            found.append((kind, int(limit or config.max_position_embeddings)))
+            switches.append((kind, int(limit or config.max_position_embeddings)))
         elif "dynamic" in kind:  # as transformers asks
-            found.append((kind, int(config.max_position_embeddings)))
-    return min(found, key=lambda each: each[1], default=None)
+            switches.append((kind, int(config.max_position_embeddings)))
+    return min(switches, key=lambda switch: switch[1], default=None)
 
 
 def check_rope_length(policy: Policy, tokens: int) -> None:
-    """Raise if a rollout would reach the limit of `find_rope_switch`.
+    """Raise if a rollout of prompts and completions of so many tokens reaches a rope's limit.
 
-    Args:
-        policy: with the model.
-        tokens: of the longest prompt and a completion.
-
-    Raises:
-        ValueError: the rotary embedding would change during the rollout.
+    The rotary embedding would change during the rollout; see `find_rope_switch`.
     """
     context = find_context_length(policy.bare_model)
     if context is not None and context.rope is not None:
@@ -105,22 +83,19 @@ def read_max_positions(config: PretrainedConfig) -> int | None:
     """Return the number of positions in a config; None if it has none."""
     settings = config.to_dict()
     values = (settings.get(name) for name in NAMES)
-    return next((each for each in values if isinstance(each, int) and each > 0), None)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def check_lengths(policy: Policy, longest: dict[str, int], completion: int, key: str) -> None:
     """Raise or warn if prompts leave too few positions for their completions.
 
     Args:
-        policy: with the model.
+        policy: its model limits the length.
         longest: {dataset name: tokens of its longest prompt}.
         completion: maximum tokens of a completion; 0 if `longest` includes them.
         key: option that limits the length of the rows, such as `max_prompt_length`.
-
-    Raises:
-        ValueError: the model has no position embeddings for the last tokens.
     """
-    name = max(longest, key=lambda each: longest[each], default="")
+    name = max(longest, key=lambda dataset: longest[dataset], default="")
     tokens = longest.get(name, 0)
     subject = f"The longest row of the {name} data has {tokens} tokens"
     check_length(policy, tokens, completion, key, subject)
@@ -129,16 +104,8 @@ def check_lengths(policy: Policy, longest: dict[str, int], completion: int, key:
 def check_length(policy: Policy, tokens: int, completion: int, key: str, subject: str) -> None:
     """Raise or warn if one row does not fit; see `check_lengths`.
 
-    Args:
-        policy: with the model.
-        tokens: of the prompt.
-        completion: maximum tokens of its completion; 0 if `tokens` includes them.
-        key: option that limits the length.
-        subject: names the row and its length; begins the message.
-
-    Raises:
-        ValueError: the model has no position embeddings for the last tokens, or was trained for
-            texts that are many times shorter.
+    A ValueError if the model has no position embeddings for the last tokens, or was trained for
+    texts that are many times shorter. `subject` names the row and its length in the message.
     """
     context = find_context_length(policy.bare_model)
     if context is None or tokens + completion <= context.positions:
@@ -171,15 +138,7 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, subject
 
 
 def check_tokens(policy: Policy, sets: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Check that every token id has an embedding.
-
-    Args:
-        policy: with the model.
-        sets: {dataset name: token ids of each row}.
-
-    Raises:
-        ValueError: names the largest such token and the number of its row.
-    """
+    """Check that every token id has an embedding; `sets` are {dataset name: ids of each row}."""
     embedding: Any = policy.bare_model.get_input_embeddings()
     rows = embedding.weight.shape[0]
     for name, texts in sets.items():

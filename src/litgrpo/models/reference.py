@@ -19,12 +19,7 @@ from litgrpo.types import TokenLogprobs, TokenRows
 
 
 class Reference(nn.Module, ABC):
-    """Log-probabilities under a model that is not trained.
-
-    Example:
-        `reference = load_reference(policy, None, "builtin:tiny-gemma2", Precision())`, then
-        `reference.logprobs(rows).logprobs` is [M, C] and needs no gradient.
-    """
+    """Log-probabilities under a model that is not trained."""
 
     @property
     def computes_prompts_once(self) -> bool:
@@ -53,11 +48,7 @@ class Reference(nn.Module, ABC):
         return nullcontext()
 
     def check_can_mix(self, policy: Policy) -> None:
-        """Check that the policy's weights can be mixed into the reference (`mix_in`).
-
-        Raises:
-            ValueError: the reference has other weights, or none apart from the policy's.
-        """
+        """Check that the policy's weights can be mixed into the reference (`mix_in`)."""
         raise ValueError(
             "ReferenceSync cannot move the weights under LoRA adapters, which are the reference. "
             "Leave out lora, or the callback."
@@ -65,11 +56,7 @@ class Reference(nn.Module, ABC):
 
 
 class FrozenReference(Reference):
-    """A separate frozen model: a copy of the initial policy, or any model of the same vocabulary.
-
-    Args:
-        policy: the policy to freeze.
-    """
+    """A separate frozen model: a copy of the initial policy, or any of the same vocabulary."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -77,48 +64,39 @@ class FrozenReference(Reference):
 
     @property
     def computes_prompts_once(self) -> bool:
-        """See `Reference.computes_prompts_once`."""
         return self.policy.computes_prompts_once
 
     def train(self, mode: bool = True) -> FrozenReference:
-        """Stay in eval mode."""
-        return super().train(False)
+        return super().train(False)  # it stays in eval mode
 
     @torch.no_grad()
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """See `Reference.logprobs`."""
         with self.policy.autocast():
             return self.policy.logprobs(rows, temperature=temperature)
 
     @torch.no_grad()
     def hidden_states(self, rows: TokenRows) -> Tensor:
-        """See `Reference.hidden_states`."""
         with self.policy.autocast():
             return self.policy.hidden_states(rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """See `Reference.head`."""
         with self.policy.autocast():
             return self.policy.head(hidden)
 
     def round_weights(self, dtype: torch.dtype) -> None:
         """Keep weights of linear layers in the precision of their products; see `round_linears`.
 
-        From now on the reference computes in this precision, also if the trainer does not.
-
-        Args:
-            dtype: of the policy's autocast.
+        From now on the reference computes in this precision, the policy's autocast, also if the
+        trainer does not.
         """
         if round_linears(self.policy.bare_model, dtype):
             self.policy.autocast_dtype = dtype
 
     def head_in_memory(self) -> AbstractContextManager[None]:
-        """See `Reference.head_in_memory`."""
         return gathered_root(self.policy)
 
     def check_can_mix(self, policy: Policy) -> None:
-        """Compare names and shapes of all weights."""
         mine, its = ({n: p.shape for n, p in m.named_parameters()} for m in (self.policy, policy))
         if mine != its:
             raise ValueError(
@@ -129,12 +107,7 @@ class FrozenReference(Reference):
 
     @torch.no_grad()
     def mix_in(self, policy: Policy, alpha: float) -> None:
-        """Mix the policy's weights into the reference (TR-DPO, arXiv:2404.09656).
-
-        Args:
-            policy: has the same weights; see `check_can_mix`.
-            alpha: reference = (1 - alpha) * reference + alpha * policy.
-        """
+        """Set reference = (1 - alpha) * reference + alpha * policy (TR-DPO, arXiv:2404.09656)."""
         for mine, its in zip(self.policy.parameters(), policy.parameters(), strict=True):
             mine.lerp_(its.to(mine.dtype), alpha)
 
@@ -145,13 +118,7 @@ def round_linears(model: PreTrainedModel, dtype: torch.dtype) -> bool:
 
     Autocast rounds them in every product, so outputs are the same, bit for bit. Norms and
     embeddings, also one that is the head, are used with all their digits and stay as they are.
-
-    Args:
-        model: is only computed under autocast to `dtype` from now on.
-        dtype: bfloat16 or float16.
-
-    Returns:
-        False if nothing changed: an unlisted model type may compute a layer without autocast.
+    Returns False if nothing changed: an unlisted model type may compute a layer without autocast.
     """
     if not is_listed(model):
         return False
@@ -164,11 +131,7 @@ def round_linears(model: PreTrainedModel, dtype: torch.dtype) -> bool:
 
 
 class BaseModelReference(Reference):
-    """The policy with its LoRA adapter disabled: a reference that costs no memory.
-
-    Args:
-        policy: the policy with adapters.
-    """
+    """The policy with its LoRA adapter disabled: a reference that costs no memory."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -177,26 +140,22 @@ class BaseModelReference(Reference):
 
     @property
     def computes_prompts_once(self) -> bool:
-        """See `Reference.computes_prompts_once`."""
         return self._policy[0].computes_prompts_once
 
     @torch.no_grad()
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """See `Reference.logprobs`."""
         (policy,) = self._policy
         with self._without_training(policy.model):
             return policy.logprobs(rows, temperature=temperature)
 
     @torch.no_grad()
     def hidden_states(self, rows: TokenRows) -> Tensor:
-        """See `Reference.hidden_states`."""
         (policy,) = self._policy
         with self._without_training(policy.model):
             return policy.hidden_states(rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """See `Reference.head`; the policy's weights are gathered while it computes."""
         (policy,) = self._policy
         if not hasattr(policy.bare_model.get_output_embeddings(), "base_layer"):
             return policy.head(hidden)  # no adapter on the head: nothing to switch
@@ -204,17 +163,14 @@ class BaseModelReference(Reference):
             return policy.head(hidden)
 
     def _without_training(self, model: Any) -> AbstractContextManager[None]:
-        """Return PEFT's context that disables the adapters."""
         return model.disable_adapter()
 
 
 class AdapterReference(BaseModelReference):
     """The policy's base model with another adapter, which is kept beside the trained one.
 
-    Args:
-        policy: the policy with adapters.
-        folder: of the adapter: that which training started from (`lora.adapter_path`), or one that
-            was trained elsewhere on the same base model.
+    It is the one that training started from (`lora.adapter_path`), or one that was trained
+    elsewhere on the same base model.
     """
 
     def __init__(self, policy: Policy, folder: str) -> None:
@@ -223,5 +179,4 @@ class AdapterReference(BaseModelReference):
         policy.model.set_adapter(TRAINED)
 
     def _without_training(self, model: Any) -> AbstractContextManager[None]:
-        """Return the context that switches to the other adapter."""
         return use_initial_adapter(model)

@@ -24,11 +24,7 @@ MaskFunction = Callable[..., Tensor | None]
 
 
 def require_private(owner: Any, name: str) -> Any:
-    """Return a private attribute of a transformers object.
-
-    Args:
-        owner: a module, class or instance of transformers.
-        name: of the attribute.
+    """Return a private attribute of a module, class or instance of transformers.
 
     Raises:
         RuntimeError: the installed version has no such attribute.
@@ -49,12 +45,8 @@ def register_attention(name: str, attend: AttentionFunction, mask: MaskFunction 
     """Register an attention function and its mask function with transformers (public interface).
 
     Registering the same name again replaces the entry, so this may be called for every policy.
-
-    Args:
-        name: value of `attn_implementation` that selects the function.
-        attend: called by every attention module of a model.
-        mask: builds the attention mask once per forward pass; None: there is no mask, and
-            transformers does not look at the positions, for which the host would wait for a GPU.
+    `mask` builds the attention mask once per forward pass. None: there is no mask, and transformers
+    does not look at the positions, for which the host would wait for a GPU.
     """
     AttentionInterface.register(name, attend)
     if mask is not None:
@@ -63,15 +55,11 @@ def register_attention(name: str, attend: AttentionFunction, mask: MaskFunction 
 
 @contextmanager
 def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run a model with another attention function.
+    """Run a model, or the decoder of one, with another registered attention function.
 
     Sets `config._attn_implementation`. The public `set_attn_implementation` visits all modules and
     reads source files, which takes longer than a decoding step of a small model; this is called
     once per token.
-
-    Args:
-        model: a model, or the decoder of one.
-        name: a registered attention function.
     """
     config: Any = model.config
     before = require_private(config, "_attn_implementation")
@@ -153,13 +141,8 @@ def prepare_generation(
     """Add the cache of a model's own type to the inputs of its forward pass.
 
     `model.generate` samples whole completions and cannot be stepped from outside, which stop
-    strings, forced random numbers and multi-turn episodes need.
-
-    Args:
-        model: a decoder-only model.
-        inputs: keyword arguments of the forward pass; changed in place.
-        num_rows: rows that decode together.
-        max_length: maximum tokens of a row, prompt included.
+    strings, forced random numbers and multi-turn episodes need. `inputs` are changed in place, and
+    `max_length` includes the prompt.
     """
     prepare = require_private(model, "_prepare_cache_for_generation")
     prepare(GenerationConfig(), inputs, GenerationMode.SAMPLE, num_rows, max_length)
@@ -168,13 +151,7 @@ def prepare_generation(
 def update_generation_inputs(
     model: PreTrainedModel, output: Any, inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the keyword arguments for the next token: cache, longer mask and positions.
-
-    Args:
-        model: a decoder-only model.
-        output: of its last forward pass.
-        inputs: keyword arguments of that pass.
-    """
+    """Return the keyword arguments for the next token: cache, longer mask and positions."""
     update = require_private(model, "_update_model_kwargs_for_generation")
-    found: dict[str, Any] = update(output, inputs)
-    return found
+    next_inputs: dict[str, Any] = update(output, inputs)
+    return next_inputs

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from litgrpo.arguments import find_page
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.models.transformers_compat import supports_sdpa
+from litgrpo.tensor_files import find_not_finite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,11 +41,8 @@ TEXT_NAMES = {
 def select_text_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the language model: the text part of a vision or audio model.
 
-    Args:
-        config: of the whole model; one without parts is returned unchanged.
-
-    Raises:
-        ValueError: it has several text parts, or one of a type that does not generate text.
+    One without parts is returned unchanged. Several text parts, or one of a type that does not
+    generate text, are a ValueError.
     """
     try:
         text: Any = config.get_text_config()
@@ -70,11 +67,7 @@ def choose_auto_class(config: PretrainedConfig) -> Any:
 
 
 def find_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' language model class for a config.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return transformers' language model class for a config; a ValueError if there is none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -95,15 +88,11 @@ def choose_attention(config: PretrainedConfig) -> str:
 
 
 def check_sizes(config: PretrainedConfig, pretrained: str) -> None:
-    """Check that the sizes of a config can be those of a model, before it is built.
-
-    Raises:
-        ValueError: one of them is beyond any model: building it would take hours or all memory.
-    """
+    """Reject sizes beyond any model, which would take hours or all memory to build."""
     nodes = [config.to_dict()]
     while nodes:
         node = nodes.pop()
-        nodes += [each for each in node.values() if isinstance(each, dict)]
+        nodes += [inner for inner in node.values() if isinstance(inner, dict)]
         for name, value in node.items():
             most = next(most for part, most in MAX_SIZES.items() if part in str(name))
             if isinstance(value, int) and value > most:
@@ -114,9 +103,14 @@ def check_sizes(config: PretrainedConfig, pretrained: str) -> None:
 
 
 def load_weights(
-    folder: str, config: PretrainedConfig, dtype: torch.dtype, *, whole: bool = True, **options: Any
+    folder: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    *,
+    is_text_part: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
-    """Load the model of a folder; every weight must be in its files.
+    """Load the model of a folder or hub id; every weight must be in its files, and finite.
 
     Files are read on the CPU, then the model moves to the default device, weight by weight:
     transformers needs accelerate to load within `torch.device("cuda")`, as Lightning does.
@@ -125,16 +119,12 @@ def load_weights(
         folder: or a hub id.
         config: of the language model.
         dtype: of the weights.
-        whole: the folder contains this model only; False if `config` is a part of its model.
+        is_text_part: the folder's model has more parts, whose weights are ignored.
         options: more arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: weights are missing, unexpected, of another shape or not finite, or a file is
-            damaged.
     """
     from safetensors import SafetensorError
 
-    if not whole:
+    if is_text_part:
         options["key_mapping"] = TEXT_NAMES
     model_class: Any = find_model_class(config)
     device = torch.get_default_device()
@@ -165,14 +155,14 @@ def load_weights(
         ) from error
     problems = {
         "missing": report["missing_keys"],
-        "unexpected": report["unexpected_keys"] if whole else (),
+        "unexpected": () if is_text_part else report["unexpected_keys"],
         "of another shape": [name for name, *_ in report["mismatched_keys"]],
     }
-    found = [f"{problem} {_join_names(names)}" for problem, names in problems.items() if names]
-    if found:
+    listed = [f"{problem} {_join_names(names)}" for problem, names in problems.items() if names]
+    if listed:
         raise ValueError(
             f"The weights of {folder!r} do not match its config ({type(model).__name__}): "
-            f"{'; '.join(found)}. Missing weights would be random. Save the whole model again by "
+            f"{'; '.join(listed)}. Missing weights would be random. Save the whole model again by "
             "save_pretrained, or use the config that belongs to these weights."
         )
     check_finite(model.state_dict().items(), f"The weights of {folder!r} are damaged")
@@ -180,26 +170,11 @@ def load_weights(
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], source: str) -> None:
-    """Check that weights are numbers: one NaN becomes every output of a model.
-
-    Args:
-        weights: (name, tensor), of which this rank's shards are checked.
-        source: where they come from, the subject of the error.
-
-    Raises:
-        ValueError: with the name of the first tensor that is not finite.
-    """
-    for name, weight in weights:
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if local.is_floating_point() and local.itemsize == 1:  # torch has no isfinite of float8
-            local = local.float()
-        if local.is_meta or bool(local.isfinite().all()):
-            continue
-        bad = int((~local.isfinite()).sum())
+    """Raise for weights that are NaN or infinite; `source` begins the message."""
+    if problem := find_not_finite(weights):
         raise ValueError(
-            f"{source}: {name} has {bad} of {local.numel()} values that are NaN or infinite in "
-            f"{str(local.dtype).removeprefix('torch.')}. Save or download the weights again, or "
-            "load them in a dtype that holds them, such as float32 or bfloat16."
+            f"{source}: {problem}. Save or download the weights again, or load them in a dtype "
+            "that holds them, such as float32 or bfloat16."
         )
 
 
@@ -241,9 +216,6 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
     Special tokens are ignored: some text models come with the image token of a multimodal one
     (Gemma 3 1B). Prompts that contain one are rejected by `limits.check_tokens`.
-
-    Raises:
-        ValueError: names the first such token and the remedy.
     """
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
@@ -266,10 +238,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 def suggest_gguf(folder: str) -> str:
     """Return advice for a folder that contains GGUF files only, or an empty string."""
-    found = sorted(path.name for path in Path(folder).glob("*.gguf"))
-    if not found:
+    files = sorted(Path(folder).glob("*.gguf"))
+    if not files:
         return ""
-    return (
-        f" To load {found[0]} (GGUF), give the file itself: pretrained: "
-        f"{str(Path(folder) / found[0])!r}."
-    )
+    return f" To load {files[0].name} (GGUF), give the file itself: pretrained: {str(files[0])!r}."

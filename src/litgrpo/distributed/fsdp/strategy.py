@@ -54,22 +54,17 @@ class FSDP2Strategy(ModelParallelStrategy):
     lightning_restore_optimizer = True
 
     def setup_environment(self) -> None:
-        """Start the process group and build the device mesh.
-
-        Raises:
-            ValueError: `replicas` does not divide the number of ranks.
-        """
         set_data_parallel_size(self, self.num_nodes * self.num_processes)
         open_restart_store()
         super().setup_environment()
-        each, rest = divmod(self.world_size, self.replicas)
+        ranks_per_replica, rest = divmod(self.world_size, self.replicas)
         require(
-            not rest and each > 1,
+            not rest and ranks_per_replica > 1,
             f"replicas is {self.replicas} with {self.world_size} ranks; each replica needs an "
             "equal number of ranks, at least 2. To keep all weights on every rank, set "
             "trainer.strategy to ddp.",
         )
-        shape, names = (self.replicas, each), ("replicas", "shards")
+        shape, names = (self.replicas, ranks_per_replica), ("replicas", "shards")
         both = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self.shards = both if self.replicas > 1 else both["shards"]
 
@@ -89,11 +84,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Allocate the shard of this rank for a tensor of this shape and dtype."""
         assert self.shards is not None
         settings: Any = {"dtype": tensor.dtype, "device_mesh": self.shards}
-        found: DTensor = empty_shards(*tensor.shape, placements=self._cut, **settings)
-        return found
+        shards: DTensor = empty_shards(*tensor.shape, placements=self._placements, **settings)
+        return shards
 
     @property
-    def _cut(self) -> list[Any]:
+    def _placements(self) -> list[Any]:
         return [Replicate(), Shard(0)] if self.replicas > 1 else [Shard(0)]
 
     def _shard_like(self, parameter: Tensor | None, value: Any) -> Any:
@@ -102,52 +97,47 @@ class FSDP2Strategy(ModelParallelStrategy):
             return value
         if isinstance(value, DTensor) or value.shape != parameter.shape:
             return value
-        there = value.to(self.root_device)
-        return distribute_tensor(there, self.shards, self._cut, src_data_rank=None)
+        on_device = value.to(self.root_device)
+        return distribute_tensor(on_device, self.shards, self._placements, src_data_rank=None)
 
     # --- hooks of Lightning ---
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Shards of all parameters by name."""
         assert self.lightning_module is not None
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The optimizer state, sharded like its parameters."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Pass the checkpoint to the CheckpointIO plugin on every rank."""
+        # The plugin writes on every rank.
         path = Path(self.broadcast(filepath))
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint on every rank."""
         path = Path(self.broadcast(checkpoint_path))
         return self.checkpoint_io.load_checkpoint(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights, sharded or full."""
         module = self.lightning_module
         assert module is not None
-        own, found = dict(module.named_parameters()), checkpoint["state_dict"]
-        divided = {n: self._shard_like(own.get(n), value) for n, value in found.items()}
-        module.load_state_dict(divided, strict=strict)
+        parameters, weights = dict(module.named_parameters()), checkpoint["state_dict"]
+        sharded = {n: self._shard_like(parameters.get(n), value) for n, value in weights.items()}
+        module.load_state_dict(sharded, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer state, sharded or full."""
-        for optimizer, found in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
                 n: {name: self._shard_like(trained[n], value) for name, value in values.items()}
-                for n, values in found["state"].items()
+                for n, values in saved["state"].items()
             }
-            optimizer.load_state_dict({**found, "state": state})
+            optimizer.load_state_dict({**saved, "state": state})
 
     def _gather(self) -> None:
         """Gather the weights: ranks may have unequal numbers of batches to evaluate."""

@@ -25,17 +25,12 @@ from torch.distributed.fsdp import (
 
 @dataclass
 class ShardedUnits:
-    """FSDP units of a sharded module, and how many `gathered` blocks are open.
+    """FSDP units of a sharded module, and how many `gathered` blocks are open."""
 
-    Args:
-        units: modules whose weights are gathered together; the last one is the module itself, with
-            all parameters that are in no other unit.
-        reshard: of each unit, True if its gathered weights are freed after its forward pass.
-        open: number of open `gathered` blocks.
-    """
-
+    # Modules whose weights are gathered together; the last one is the module itself, with all
+    # parameters that are in no other unit.
     units: list[FSDPModule]
-    reshard: list[bool]
+    reshard: list[bool]  # of each unit: its gathered weights are freed after its forward pass
     open: int = 0
 
     def gather(self) -> None:
@@ -128,15 +123,15 @@ def gathered(*modules: nn.Module | None) -> Iterator[None]:
     weights are lost.
     """
     parts = [part for module in modules if module is not None for part in module.modules()]
-    found = [_sharded[part] for part in parts if part in _sharded]
-    for division in found:
-        if not division.open:
-            division.gather()
-        division.open += 1
+    sharded = [_sharded[part] for part in parts if part in _sharded]
+    for module_units in sharded:
+        if not module_units.open:
+            module_units.gather()
+        module_units.open += 1
     try:
         yield
     finally:
-        for division in found:
-            division.open -= 1
-            if not division.open:
-                division.reshard_all()
+        for module_units in sharded:
+            module_units.open -= 1
+            if not module_units.open:
+                module_units.reshard_all()

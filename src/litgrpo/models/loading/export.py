@@ -106,11 +106,7 @@ def _copy_to_host(model: Any) -> dict[str, Tensor]:
 
 
 def export_adapter(policy: Policy, folder: str | Path) -> None:
-    """Write the trained adapter in PEFT's format, with the tokenizer.
-
-    Raises:
-        ValueError: the policy has no adapter.
-    """
+    """Write the trained adapter in PEFT's format, with the tokenizer."""
     if not policy.has_adapter:
         raise ValueError(
             "Could not export an adapter: this run trains all weights (model.lora is not set). "

@@ -27,14 +27,7 @@ FORMAT = "1"  # of the converted folder; increment it when the conversion change
 
 
 def find_package_file(pretrained: str) -> Path:
-    """Return a file or folder of an installed package; the package is not imported.
-
-    Args:
-        pretrained: `package:NAME/PATH`.
-
-    Raises:
-        ValueError: the package is not installed or does not contain this path.
-    """
+    """Return the file or folder of `package:NAME/PATH`; the package is not imported."""
     name, _, inside = pretrained.removeprefix(PACKAGE_PREFIX).partition("/")
     if not name.isidentifier() or not inside:
         raise ValueError(
@@ -62,9 +55,6 @@ def convert_gguf(file: Path) -> Path:
     """Convert a GGUF file to a folder with float32 weights, tokenizer and chat template.
 
     The folder is written once, to the Hugging Face cache (`HF_HOME`), under the file's sha256.
-
-    Raises:
-        ValueError: not a GGUF file, transformers cannot read it, or `gguf` is not installed.
     """
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":

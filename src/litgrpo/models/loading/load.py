@@ -93,7 +93,6 @@ class Precision:
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        """Check that the dtypes fit together."""
         if self.autocast_dtype is not None and self.dtype != "float32":
             raise ValueError(
                 f"model.precision.autocast_dtype is {self.autocast_dtype} and "
@@ -106,26 +105,13 @@ class Precision:
 
 
 def resolve_pretrained(pretrained: str) -> str:
-    """Return the folder of a built-in model, a GGUF file or a package; other names unchanged.
-
-    Args:
-        pretrained: hub id, folder, GGUF file, `builtin:<name>` or `package:<name>/<path>`.
-
-    Raises:
-        ValueError: unknown built-in model, missing path, or unreadable file.
-
-    Example:
-        >>> Path(resolve_pretrained("builtin:tiny-gemma2")).name
-        'tiny-gemma2'
-        >>> resolve_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
-        'Qwen/Qwen2.5-0.5B-Instruct'
-    """
+    """Return the folder of a built-in model, a GGUF file or a package; other names unchanged."""
     if pretrained.startswith(BUILTIN):
         folder = ASSETS / pretrained.removeprefix(BUILTIN)
         if not folder.is_dir():
-            known = sorted(BUILTIN + path.name for path in ASSETS.iterdir() if path.is_dir())
+            models = sorted(BUILTIN + path.name for path in ASSETS.iterdir() if path.is_dir())
             raise ValueError(
-                f"pretrained: {pretrained!r} is not a built-in model; expected one of {known}."
+                f"pretrained: {pretrained!r} is not a built-in model; expected one of {models}."
             )
         return str(folder)
     is_package_file = pretrained.startswith(PACKAGE_PREFIX)
@@ -149,7 +135,7 @@ def resolve_pretrained(pretrained: str) -> str:
     return str(folder) if folder.is_dir() else pretrained
 
 
-_kept: list[TemporaryFolder] = []  # until the process exits
+_folders: list[TemporaryFolder] = []  # until the process exits
 _names: dict[str, str] = {}  # {such a folder: name of the model in it, or ""}
 
 
@@ -162,9 +148,6 @@ def save_in_memory_model(pretrained: Any) -> str:
     Args:
         pretrained: hub id or folder; or a `PreTrainedModel` that was loaded from one with a
             tokenizer; or `(model, tokenizer)`.
-
-    Raises:
-        ValueError: another type, or there is no tokenizer.
     """
     if isinstance(pretrained, str | PathLike):
         return str(pretrained)
@@ -190,7 +173,7 @@ def save_in_memory_model(pretrained: Any) -> str:
             "transformers tokenizer."
         )
     folder = TemporaryFolder("model")
-    _kept.append(folder)
+    _folders.append(folder)
     name = model.name_or_path or ""
     _names[str(folder.path)] = _names.get(name, name)
     model.save_pretrained(folder.path)
@@ -213,11 +196,7 @@ def _set_name(loaded: Any, pretrained: str) -> None:
 
 
 def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, padding on the left.
-
-    Raises:
-        ValueError: loading fails, or it has no pad or end token.
-    """
+    """Load the tokenizer of a model, padding on the left."""
     from transformers import AutoTokenizer
 
     try:
@@ -232,11 +211,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Check that a tokenizer has tokens for text, an end token and a pad token.
-
-    Raises:
-        ValueError: one of them is missing.
-    """
+    """Check that a tokenizer has tokens for text, an end token and a pad token."""
     # From a folder without tokenizer files transformers builds a tokenizer of special tokens and
     # at most a word boundary, without an error.
     special = set(tokenizer.all_special_tokens)
@@ -318,10 +293,10 @@ def load_policy(
     config = select_text_config(whole_config)
     original_dropout = _disable_dropout(config) if precision.disable_dropout else {}
     dtype = getattr(torch, precision.dtype)
-    is_whole = config is whole_config
+    is_text_part = config is not whole_config
     empty = None
     try:
-        if sharding is not None and is_whole and precision.quantization is None:
+        if sharding is not None and not is_text_part and precision.quantization is None:
             empty = sharding.build_empty_model(folder, config, dtype)
         if empty is not None:
             model = empty
@@ -329,7 +304,7 @@ def load_policy(
             options: dict[str, Any] = {}
             if precision.quantization is not None:
                 options = quantization_arguments(precision.quantization, dtype)
-            model = load_weights(folder, config, dtype, whole=is_whole, **options)
+            model = load_weights(folder, config, dtype, is_text_part=is_text_part, **options)
     except OSError as error:
         raise ValueError(_describe_failure("model", pretrained, error)) from error
     _set_name(model, pretrained)
@@ -410,9 +385,6 @@ def load_reference(
         precision: as the policy's.
         lora: the policy's adapters.
         sharding: shards a separate model over ranks.
-
-    Raises:
-        ValueError: its vocabulary differs from the policy's.
     """
     if path is None and policy.has_adapter:
         if lora is not None and lora.adapter_path:
@@ -429,11 +401,11 @@ def load_reference(
         frozen=True,
         sharding=sharding,
     )
-    found, expected = (each.bare_model.config.vocab_size for each in (reference, policy))
-    if found < expected:  # families pad the vocabularies of their larger models further
+    size, needed = (model.bare_model.config.vocab_size for model in (reference, policy))
+    if size < needed:  # families pad the vocabularies of their larger models further
         raise ValueError(
-            f"reference: {path!r} has a vocabulary of {found} tokens, the policy one of "
-            f"{expected}, so their log-probabilities cannot be compared. Set reference to a model "
+            f"reference: {path!r} has a vocabulary of {size} tokens, the policy one of "
+            f"{needed}, so their log-probabilities cannot be compared. Set reference to a model "
             "of the same family, or to null for the initial policy."
         )
     return FrozenReference(reference)
@@ -443,9 +415,6 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Check that the reference reads the policy's token ids as the same tokens.
 
     One of the two may have further tokens. A model without a tokenizer is not checked.
-
-    Raises:
-        ValueError: a token that both have has another id, or each lacks tokens of the other.
     """
     try:
         other = load_tokenizer(path)
@@ -490,21 +459,13 @@ def _disable_dropout(config: PretrainedConfig) -> dict[str, float]:
 # --- checkpoints ---
 
 
-def check_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Check that a checkpoint has the weights of the model that is trained.
-
-    Args:
-        found: {name: tensor} of the checkpoint.
-        expected: {name: tensor} of the model.
-
-    Raises:
-        ValueError: names or shapes differ.
-    """
-    common = found.keys() & expected.keys()
+def check_weights(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Check that a checkpoint has the weights of the model that is trained, by names and shapes."""
+    common = saved.keys() & expected.keys()
     problems = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
-        "of another shape": sorted(n for n in common if found[n].shape != expected[n].shape),
+        "missing": sorted(expected.keys() - saved.keys()),
+        "unexpected": sorted(saved.keys() - expected.keys()),
+        "of another shape": sorted(n for n in common if saved[n].shape != expected[n].shape),
     }
     for problem, names in problems.items():
         if names:

@@ -61,7 +61,6 @@ class Scratch:
     add_bos: bool = True
 
     def __post_init__(self) -> None:
-        """Check what needs no transformers import."""
         if "model_type" not in self.architecture:
             raise ValueError(
                 f"model.scratch.architecture has {sorted(self.architecture)} but no model_type; "
@@ -80,11 +79,7 @@ class Scratch:
             )
 
     def build_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-        """Train a tokenizer on texts; the same texts give the same tokenizer.
-
-        Args:
-            texts: prompts and completions of the training set.
-        """
+        """Train a tokenizer on texts; the same texts give the same tokenizer."""
         from tokenizers import (
             AddedToken,
             Regex,
@@ -134,18 +129,12 @@ class Scratch:
     def build_model(self, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedModel:
         """Build a language model with random float32 weights.
 
-        The decoder start token of an encoder-decoder model is the pad token, as in T5.
-
-        Args:
-            tokenizer: sets the vocabulary size and the special tokens.
-            seed: of the weights; the global random state is unchanged.
-
-        Raises:
-            ValueError: unknown model_type or size.
+        The tokenizer sets the vocabulary size and the special tokens; the decoder start token of an
+        encoder-decoder model is the pad token, as in T5. The global random state is unchanged.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        from transformers import AutoConfig
 
-        from litgrpo.models.weights import move_tied
+        from litgrpo.models.weights import choose_auto_class, move_tied
 
         self._check_architecture()
         ids = {
@@ -154,13 +143,13 @@ class Scratch:
             "eos_token_id": tokenizer.eos_token_id,
         }
         config = AutoConfig.for_model(**self.architecture, vocab_size=len(tokenizer), **ids)
-        auto_class: Any = AutoModelForCausalLM
         if config.is_encoder_decoder:
-            auto_class = AutoModelForSeq2SeqLM
             config.decoder_start_token_id = ids["pad_token_id"]
         device = torch.get_default_device()
         with seeded_on_cpu(seed):
-            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = choose_auto_class(config).from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
         return move_tied(model, device)
 
     def _check_architecture(self) -> None:
@@ -176,12 +165,12 @@ class Scratch:
                 "model of transformers" + did_you_mean(str(model_type), models)
             )
         config = AutoConfig.for_model(model_type)
-        known = {*config.to_dict(), *config.attribute_map}
+        options = {*config.to_dict(), *config.attribute_map}
         for name in self.architecture:
-            if name not in known:
+            if name not in options:
                 raise ValueError(
                     f"model.scratch.architecture.{name} is not an option of {model_type} configs"
-                    + did_you_mean(name, known)
+                    + did_you_mean(name, options)
                 )
 
 
@@ -193,12 +182,7 @@ def serialize_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def deserialize_tokenizer(files: Any) -> PreTrainedTokenizerBase:
-    """Rebuild a tokenizer from `serialize_tokenizer`'s result.
-
-    Raises:
-        ValueError: a name is not a plain file name, so that it would be written elsewhere; or the
-            files are not a tokenizer.
-    """
+    """Rebuild a tokenizer from `serialize_tokenizer`'s result, which a file of anybody holds."""
     from transformers import AutoTokenizer
 
     require(isinstance(files, dict), "the checkpoint has no tokenizer; expected {file name: text}.")

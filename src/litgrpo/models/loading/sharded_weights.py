@@ -72,25 +72,13 @@ class ShardingStrategy(Protocol):
 
 
 class PolicySharding:
-    """Shards policies over the ranks of a strategy.
-
-    Args:
-        strategy: of the trainer.
-
-    Example:
-        `load_policy("Qwen/Qwen2.5-7B", sharding=PolicySharding(trainer.strategy))`: each of 8 ranks
-        reads and holds about an eighth of the weights.
-    """
+    """Shards policies over the ranks of a trainer's strategy."""
 
     def __init__(self, strategy: ShardingStrategy) -> None:
         self.strategy = strategy
 
     def check(self, quantization: Quantization | None, lora: LoRA | None) -> None:
-        """Check that a policy with these settings can be sharded.
-
-        Raises:
-            ValueError: 4-bit weights, DoRA, or modules that are trained beside adapters.
-        """
+        """Reject 4-bit weights, DoRA, and modules that are trained beside adapters."""
         unsupported = []
         if quantization is not None:
             unsupported.append("model.precision.quantization")
@@ -118,9 +106,8 @@ class PolicySharding:
     ) -> PreTrainedModel | None:
         """Build a model without memory for its weights, which `load_shards` reads.
 
-        Returns:
-            None if whole weights must be loaded and sharded then: the files are not safetensors,
-            transformers renames weights at load, or the type is probed before use.
+        None if whole weights must be loaded and sharded then: the files are not safetensors,
+        transformers renames weights at load, or the type is probed before use.
         """
         files = find_weight_files(folder) if config.model_type in ARCHITECTURES else None
         return None if files is None else build_empty_model(files, config, dtype)
@@ -175,17 +162,16 @@ def adapters_in_memory() -> Iterator[None]:
 
 
 def find_weight_files(folder: str) -> Path | None:
-    """Return the local folder of a model's safetensors files; None if it has none.
+    """Return the folder of a model's safetensors files, None if it has none.
 
-    Args:
-        folder: or a hub id, whose files are downloaded once.
+    Those of a hub id are downloaded once.
     """
-    here = Path(folder)
-    if not here.is_dir():
+    path = Path(folder)
+    if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        here = Path(snapshot_download(folder, allow_patterns=["*.safetensors", "*.json"]))
-    return here if (here / SINGLE).is_file() or (here / INDEX).is_file() else None
+        path = Path(snapshot_download(folder, allow_patterns=["*.safetensors", "*.json"]))
+    return path if (path / SINGLE).is_file() or (path / INDEX).is_file() else None
 
 
 def read_tensor_names(folder: Path) -> set[str]:
@@ -210,15 +196,9 @@ def _strip_peft(name: str) -> str:
 
 
 def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Tensor]) -> None:
-    """Allocate and read the shards of parameters without memory.
+    """Allocate and read the shards of parameters without memory, from safetensors files.
 
-    Args:
-        folder: with safetensors files.
-        model: sharded, its parameters on the meta device; others (adapters) are left unchanged.
-        allocate: memory for this rank's shard of a parameter.
-
-    Raises:
-        ValueError: a file is damaged.
+    Parameters of the sharded model that are not on the meta device (adapters) stay as they are.
     """
     names = map_file_names(model)
     state = {names[n]: allocate(p) for n, p in model.named_parameters() if n in names}
@@ -232,8 +212,8 @@ def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Ten
         if name in names:
             loaded[id(parameter)] = nn.Parameter(state[names[name]], parameter.requires_grad)
     for part in model.modules():
-        own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
-        for name, parameter in own.items():
+        parameters = dict(part.named_parameters(recurse=False, remove_duplicate=False))
+        for name, parameter in parameters.items():
             if id(parameter) in loaded:
                 setattr(part, name, loaded[id(parameter)])
 
@@ -241,13 +221,7 @@ def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Ten
 def build_empty_model(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel | None:
-    """Build a model without memory for its weights; None if a folder's files have other names.
-
-    Args:
-        folder: with safetensors files.
-        config: of the model.
-        dtype: of the weights.
-    """
+    """Build a model without memory for its weights; None if a folder's files have other names."""
     from transformers import GenerationConfig
     from transformers.initialization import no_init_weights
 
@@ -279,10 +253,7 @@ def collect_weights(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
 def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield weights under their names in files, sharded ones as they are, each tied tensor once.
 
-    Adapters are merged into one tensor at a time.
-
-    Args:
-        model: of a policy, of transformers or of PEFT.
+    Adapters of a PEFT model are merged into one tensor at a time.
     """
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "base_layer")}
     for name, parameter in model.named_parameters():
@@ -298,12 +269,7 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 def write_weights(state: dict[str, Tensor], folder: Path) -> None:
     """Write sharded tensors as safetensors files; every rank must call this.
 
-    Args:
-        state: {name: tensor}.
-        folder: created if missing; its other files are kept.
-
-    Raises:
-        OSError: writing fails.
+    The folder is created if missing, and keeps its other files. An OSError if writing fails.
     """
     file_of, sizes = {}, [0]
     for name, tensor in state.items():
