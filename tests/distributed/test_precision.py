@@ -36,7 +36,7 @@ def test_no_operator_relies_on_dtypes_that_autocast_matches_on_a_cpu_only():
         "models/kernels/packed_attention.py": {"index_copy"},
         "models/packing.py": {"index_copy"},
         "models/policy.py": {"index_copy"},  # of float32
-        "models/decode/static.py": {"index_copy"},
+        "models/decode/fixed.py": {"index_copy"},
         "algorithms/masks.py": {"nanquantile"},  # of float32
         "models/decode/fused.py": {"view_as_complex"},  # of float32 or wider
     }

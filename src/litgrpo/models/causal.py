@@ -14,15 +14,15 @@ from transformers import DynamicCache
 
 from litgrpo.distributed.device import threads
 from litgrpo.models.adapters import perturb_adapters
+from litgrpo.models.decode.fixed import STATIC, FixedDecoder, FixedState, attend_static
 from litgrpo.models.decode.fused import FusedDecoder, is_supported
-from litgrpo.models.decode.grid_cache import GridCache
 from litgrpo.models.decode.shared_prefix import (
     SHARED_PREFIX,
     RowOffloader,
     SharedPrefixCache,
     attend_shared_prefix,
 )
-from litgrpo.models.decode.static import STATIC, CausalStaticDecoder, attend_static
+from litgrpo.models.decode.static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
 from litgrpo.models.kernels.selective_recompute import (
@@ -201,14 +201,16 @@ class CausalPolicy(Policy):
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
         """See `Policy.prefill`."""
-        logits, cache = self._prefill(prompt_ids, prompt_mask)
+        logits, cache = self.prefill_prompts(prompt_ids, prompt_mask)
         if self._decoder is not None:
             cache = self._decoder.convert_cache(cache, prompt_mask.shape[1] + capacity)
         state = SharedPrefixCache(cache, prompt_mask, group_size, capacity)
         state.can_join = True
         return logits, state
 
-    def _prefill(self, prompt_ids: Tensor, prompt_mask: Tensor) -> tuple[Tensor, DynamicCache]:
+    def prefill_prompts(
+        self, prompt_ids: Tensor, prompt_mask: Tensor
+    ) -> tuple[Tensor, DynamicCache]:
         """Compute the prompts; return [B, V] logits of the next token and transformers' cache."""
         cache = DynamicCache()  # without a config, so that it keeps keys beyond sliding windows
         output = self.bare_model.base_model(
@@ -221,24 +223,9 @@ class CausalPolicy(Policy):
         return self.head(output.last_hidden_state[:, -1]), cache
 
     @property
-    def has_grid_step(self) -> bool:
-        """See `Policy.has_grid_step`."""
-        return self._decoder is not None
-
-    def prefill_grid(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, GridCache]:
-        """See `Policy.prefill_grid`."""
-        assert self._decoder is not None
-        logits, cache = self._prefill(prompt_ids, prompt_mask)
-        grid = self._decoder.make_grid_cache(cache, prompt_mask, group_size, capacity)
-        return logits, grid
-
-    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
-        """See `Policy.decode_grid_step`."""
-        assert self._decoder is not None
-        with torch.autocast(self.model.device.type, enabled=False):
-            return self._decoder.decode_grid_step(tokens, cache)
+    def recorded_decoder(self) -> FixedDecoder | None:
+        """See `Policy.recorded_decoder`."""
+        return None if self._decoder is None else FusedFixedDecoder(self, self._decoder)
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """See `Policy.decode_step`."""
@@ -295,3 +282,27 @@ class CausalPolicy(Policy):
         if self.computes_prompts_once and mask.numel() >= MIN_SAVING * int(mask.sum()):
             return self._compute_packed(Packing.of_rows(ids, mask, target_mask))
         return predicting(self._compute_rows(ids, mask, not bool(mask.all())), target_mask)
+
+
+class FusedFixedDecoder(FixedDecoder):
+    """The fused step in fixed shapes."""
+
+    def __init__(self, policy: CausalPolicy, fused: FusedDecoder) -> None:
+        self.policy, self.fused = policy, fused
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Return no context: the fused step has its own attention."""
+        return nullcontext()
+
+    def prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, FixedState]:
+        """See `FixedDecoder.prefill`."""
+        logits, cache = self.policy.prefill_prompts(prompt_ids, prompt_mask)
+        state = self.fused.make_fixed_state(cache, prompt_mask, group_size, capacity)
+        return logits.repeat_interleave(group_size, 0), state
+
+    def decode_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
+        """See `FixedDecoder.decode_step`."""
+        with torch.autocast(tokens.device.type, enabled=False):  # it casts to its own precision
+            return self.fused.decode_grid_step(tokens, state)

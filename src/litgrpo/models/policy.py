@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.distributed.device import backend
-from litgrpo.models.decode.grid_cache import GridCache
+from litgrpo.models.decode.fixed import FixedDecoder
 from litgrpo.models.decode.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.decode.static import StaticDecoder
 from litgrpo.models.kernels import linear as linears
@@ -238,27 +238,9 @@ class Policy(nn.Module, ABC):
         """
 
     @property
-    def has_grid_step(self) -> bool:
-        """True within `decoding` if `prefill_grid` and `decode_grid_step` support the model."""
-        return False
-
-    def prefill_grid(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, GridCache]:
-        """Compute what `prefill` does, for `decode_grid_step`."""
-        raise AssertionError("has_grid_step is False")
-
-    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
-        """Feed one token to every row of a grid, in a step that a device can record.
-
-        Args:
-            tokens: [n] the tokens just sampled.
-            cache: of these rows; it advances by one position.
-
-        Returns:
-            [n, V] logits of the next token.
-        """
-        raise AssertionError("has_grid_step is False")
+    def recorded_decoder(self) -> FixedDecoder | None:
+        """Within `decoding`: decoder whose steps a device can record; None if unsupported."""
+        return None
 
     def make_row_offloader(self, state: DecodeState) -> RowOffloader | None:
         """Return the store of rows that leave the batch between turns; None if unsupported."""

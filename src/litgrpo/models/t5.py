@@ -19,15 +19,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from litgrpo.models.architectures import ENCODER_DECODER
-from litgrpo.models.decode.shared_prefix import PromptGrid
-from litgrpo.models.decode.static import (
+from litgrpo.models.decode.fixed import (
     STATIC,
-    StaticDecoder,
-    StaticPrompts,
-    StaticSeq2SeqRows,
-    StaticState,
+    FixedSeq2SeqCache,
+    FixedState,
     attend_static,
+    make_state,
 )
+from litgrpo.models.decode.shared_prefix import PromptGrid
+from litgrpo.models.decode.static import StaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import DecodeState, Policy, autocast_to
@@ -211,40 +211,36 @@ class Seq2SeqStaticDecoder(StaticDecoder):
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """See `StaticDecoder.attention`."""
+        """See `FixedDecoder.attention`."""
         with use_attention(self.policy.decoder, STATIC), torch.no_grad():
             yield
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, StaticState]:
-        """Encode the prompts and feed the start token; see `StaticDecoder.prefill`."""
+    ) -> tuple[Tensor, FixedState]:
+        """Encode the prompts and feed the start token; see `FixedDecoder.prefill`."""
         mask = prompt_mask.long()
         encoded = self.policy.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
-        prompts = StaticPrompts(prompt_mask)
-        for number, block in enumerate(self.policy.decoder.block):
+        prompts: list[Tensor] = []
+        for block in self.policy.decoder.block:
             cross = block.layer[1].EncDecAttention
-            keys, values = (
-                part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2)
-                for part in (cross.k, cross.v)
-            )
-            prompts.update(keys, values, number)
+            for part in (cross.k, cross.v):
+                prompts.append(part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2))
         start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.policy.start_id)
-        return self.decode_step(start, prompts.make_state(group_size, capacity))
+        return self.decode_step(start, make_state(prompt_mask, prompts, group_size, capacity))
 
-    def decode_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """See `StaticDecoder.decode_step`."""
-        rows = StaticSeq2SeqRows(state)
+    def decode_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
+        """See `FixedDecoder.decode_step`."""
+        cache = FixedSeq2SeqCache(state)
         output = self.policy.decoder(
             input_ids=tokens[:, None],
-            encoder_hidden_states=state.prompts[
-                0
-            ],  # its keys are cached; only `is not None` matters
-            past_key_values=rows,
+            # Its keys are cached; only `is not None` matters.
+            encoder_hidden_states=state.prompts[0],
+            past_key_values=cache,
             use_cache=True,
-            static=rows,
+            static=cache,
         )
-        return self.policy.head(output.last_hidden_state[:, -1]), rows.rows.after
+        return self.policy.head(output.last_hidden_state[:, -1]), cache.rows.after
 
     def hidden(self, rows: TokenRows) -> Tensor:
         """Encode a prompt for each row and decode all of its tokens; see `StaticDecoder.hidden`."""

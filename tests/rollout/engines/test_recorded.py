@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from litgrpo.distributed.device import Backend
+from litgrpo.models import causal
+from litgrpo.models.decode.fixed import FixedState
 from litgrpo.models.loading.load import build_policy
 from litgrpo.rollout.engines import local, recorded
 from litgrpo.rollout.engines.base import RolloutRequest
@@ -40,8 +42,8 @@ class Recorder(Backend):
 
     def record(self, run):
         assert not any(each() is not None for each in self.alive), "two recordings at once"
-        rows = next(cell.cell_contents for cell in run.__closure__ if is_cache(cell.cell_contents))
-        self.recorded.append((len(rows.prompt_mask), rows.width, rows.columns))
+        state = next(cell.cell_contents for cell in run.__closure__ if is_state(cell.cell_contents))
+        self.recorded.append((len(state.prompt_mask), state.group_size, state.columns))
 
         def replay():
             self.replays += 1
@@ -51,8 +53,8 @@ class Recorder(Backend):
         return replay
 
 
-def is_cache(value):
-    return isinstance(value, recorded.GridCache)
+def is_state(value):
+    return isinstance(value, FixedState)
 
 
 @pytest.fixture
@@ -189,22 +191,23 @@ def test_nothing_is_kept_after_a_rollout_or_an_error(recorder, monkeypatch):
     gc.collect()
     assert recorder.alive
     assert not any(each() for each in recorder.alive)
-    assert not policy.has_grid_step
+    assert policy.recorded_decoder is None
 
     def fail(run):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(recorder, "record", fail)
     caches = []
-    init = recorded.GridCache.__init__
+    allocate = causal.FusedDecoder.make_fixed_state
 
-    def note(self, *args):
-        init(self, *args)
-        caches.append(weakref.ref(self))
+    def note(*args):
+        state = allocate(*args)
+        caches.extend(map(weakref.ref, state.own))
+        return state
 
-    monkeypatch.setattr(recorded.GridCache, "__init__", note)
+    monkeypatch.setattr(causal.FusedDecoder, "make_fixed_state", note)
     with pytest.raises(torch.OutOfMemoryError):
         said(policy, ENGINE)
     gc.collect()
     assert caches
-    assert not any(each() for each in caches)
+    assert all(each() is None for each in caches)

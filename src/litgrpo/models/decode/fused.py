@@ -25,7 +25,7 @@ from litgrpo.models.architectures import (
     find_fused_layout,
     modeling_module_name,
 )
-from litgrpo.models.decode.grid_cache import GridCache
+from litgrpo.models.decode.fixed import FixedCache, FixedState, make_state
 from litgrpo.models.decode.shared_prefix import SharedPrefixCache
 from litgrpo.models.kernels.linear import FastLinear, PackedLinear
 from litgrpo.models.kernels.torch_compat import has_forward_hooks
@@ -276,15 +276,18 @@ class FusedDecoder:
         self._prepare_rotations(positions)
         return prefill
 
-    def make_grid_cache(
+    def make_fixed_state(
         self, prefill: DynamicCache, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> GridCache:
-        """Return the cache of `decode_grid_step`, in the dtype of the matrix products."""
+    ) -> FixedState:
+        """Return the state of `decode_grid_step`, in the dtype of the matrix products."""
         layers: list[Any] = prefill.layers
+        prompts: list[Tensor] = []
         for layer in layers:
-            layer.keys = layer.keys[..., self.pairs]
+            keys = layer.keys[..., self.pairs]
+            prompts += (keys.to(self.linear_args[0]), layer.values.to(self.linear_args[0]))
+            layer.keys = layer.values = None  # free the wider copy
         self._prepare_rotations(prompt_mask.shape[1] + capacity)
-        return GridCache(prefill, prompt_mask, group_size, capacity, self.linear_args[0])
+        return make_state(prompt_mask, prompts, group_size, capacity)
 
     def _prepare_rotations(self, positions: int) -> None:
         """Compute the rotations [positions, D / 2] of the first positions."""
@@ -355,7 +358,7 @@ class FusedDecoder:
     # --- the same step for devices that record it: fewer and smaller operations ---
 
     @torch.inference_mode()
-    def decode_grid_step(self, tokens: Tensor, cache: GridCache) -> Tensor:
+    def decode_grid_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
         """Feed one token to every row of a grid; no shape and no address depends on a value.
 
         The residual stream has the dtype of the matrix products. Norms and softmax compute in
@@ -363,12 +366,14 @@ class FusedDecoder:
 
         Args:
             tokens: [n] the tokens just sampled.
-            cache: of these rows; it advances by one position.
+            state: of these rows, written in place.
 
         Returns:
-            [n, V] logits of the next token, float32 or as the head's product returns them.
+            [n, V] logits of the next token, float32 or as the head's product returns them, and the
+            state advanced by one position.
         """
-        rotations = self._grid_rotations(cache.begin_step())
+        cache = FixedCache(state)
+        rotations = self._grid_rotations(cache.positions.squeeze(1))
         x = self.embedding.index_select(0, tokens).to(self.dtype).mul_(self.embed_scale)
         x = x.to(self.linear_args[0])
         for number, layer in enumerate(self.layers):
@@ -378,13 +383,16 @@ class FusedDecoder:
                 torch.mul(self._norm(normed), layer.head_norm, out=normed)
             pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
             heads = torch.view_as_real(pairs * rotations).flatten(2)
-            y = cache.attend(number, heads, softcap=self.softcap, window=layer.window)
+            query, new = heads.split((self.heads, 2 * self.groups), 1)
+            cache.write(number, new.unflatten(1, (2, -1)))
+            y = cache.attend(number, query, softcap=self.softcap, window=layer.window)
             x = self._add_grid_residual(x, y, layer.out, layer, 0)
             gate, up = layer.gate_up(self._norm(x)).chunk(2, 1)
             x = self._add_grid_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
-        cache.fed += 1
         logits = self.head(self._norm(x, self.last_norm))
-        return self.scale_logits(widen(logits)) if self.scale_logits is not None else logits
+        if self.scale_logits is not None:
+            logits = self.scale_logits(widen(logits))
+        return logits, cache.after
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Normalize the last dimension, computing in float32."""

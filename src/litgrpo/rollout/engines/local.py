@@ -114,7 +114,7 @@ class LocalEngine(RolloutEngine):
         sampling, records = request.sampling, backend(request.policy.model.device).records_steps
         return (
             records
-            and request.policy.has_grid_step
+            and request.policy.recorded_decoder is not None
             and bool(sampling.top_k or not sampling.truncated)
         )
 

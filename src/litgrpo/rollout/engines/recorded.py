@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.distributed.device import Backend
-from litgrpo.models.decode.grid_cache import GridCache
+from litgrpo.models.decode.fixed import FixedState
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import DecodeBuffer, TokenSampler
 
@@ -46,7 +46,7 @@ class GridRows:
         numbers: for each cell the number of its row in the rollout; None: the cell has no row.
         active: for each cell whether its row still decodes; None: as of the last check.
         tokens: for each cell the tokens that the last check knows; empty without stop strings.
-        cache: keys and values.
+        state: keys and values.
         sampler: random numbers of the rows.
         output: sampled tokens.
 
@@ -57,13 +57,13 @@ class GridRows:
     numbers: list[int | None]
     active: list[bool]
     tokens: list[list[int]]
-    cache: GridCache
+    state: FixedState
     sampler: TokenSampler
     output: DecodeBuffer
 
     def grid(self) -> list[list[int]]:
         """Return for each prompt with active rows their places among the rows of the prompt."""
-        width = self.cache.width
+        width = self.state.group_size
         parts = [self.active[i : i + width] for i in range(0, len(self.active), width)]
         return [[place for place, active in enumerate(part) if active] for part in parts]
 
@@ -79,11 +79,13 @@ class GridRows:
         filled = [(grid[b] + grid[b][:1] * width)[:width] for b in prompts]
         is_row = [place < len(grid[b]) for b in prompts for place in range(width)]
         cells = [
-            b * self.cache.width + place
+            b * self.state.group_size + place
             for b, places in zip(prompts, filled, strict=True)
             for place in places
         ]
-        self.cache.select(*(torch.tensor(each, device=device) for each in (prompts, filled)))
+        state = self.state.select(
+            torch.tensor(prompts, device=device), torch.tensor(filled, device=device)
+        )
         index = torch.tensor(cells, device=device)
         output = self.output.select(index)
         ended = output.ended | ~torch.tensor(is_row, device=device)
@@ -91,7 +93,7 @@ class GridRows:
             [self.numbers[cell] if row else None for cell, row in zip(cells, is_row, strict=True)],
             is_row,
             [self.tokens[cell] for cell in cells],
-            self.cache,
+            state,
             self.sampler._replace(uniforms=self.sampler.uniforms.index_select(0, index)),
             output._replace(ended=ended),
         )
@@ -137,13 +139,13 @@ class RecordedDecoder:
                     break
                 grid, needed = rows.grid(), min(column + self.check_every, length) - 1
                 cells = sum(map(bool, grid)) * max(map(len, grid))
-                more_columns = needed > rows.cache.columns
+                more_columns = needed > rows.state.columns
                 if more_columns or cells <= SMALLER_GRID * len(rows.numbers):
                     step = replay = None  # frees the recording before other tensors are allocated
                     if cells < len(rows.numbers):
                         self._finish(rows, rows.active)
                         rows = rows.select(grid)
-                    rows.cache.show(bucket_columns(needed))
+                    rows.state = rows.state.show(bucket_columns(needed))
             if step is None:
                 step = self._make_step(rows)
                 step()  # libraries select kernels and allocate in the first run of new shapes
@@ -158,21 +160,25 @@ class RecordedDecoder:
         rows = range(groups.start * group_size, groups.stop * group_size)
         uniforms = request.uniforms[rows.start : rows.stop]
         ids, mask = request.prompts.prompt_ids[groups], request.prompts.prompt_mask[groups]
-        logits, cache = policy.prefill_grid(ids, mask, group_size, uniforms.shape[1])
+        assert policy.recorded_decoder is not None
+        logits, state = policy.recorded_decoder.prefill(ids, mask, group_size, uniforms.shape[1])
+        state = state.show(0)
         sampler = TokenSampler(uniforms, self.is_end, request.sampling)
         candidates = sampler.num_candidates(policy.vocab_size)
         output = DecodeBuffer.empty(uniforms, policy.pad_id, candidates)
-        drawn = sampler.draw(logits.repeat_interleave(group_size, 0), output.column)
+        drawn = sampler.draw(logits, output.column)
         output = output.append(drawn, policy.pad_id, self.is_end)
         tokens: list[list[int]] = [[] for _ in rows]
-        return GridRows(list(rows), [True] * len(rows), tokens, cache, sampler, output)
+        return GridRows(list(rows), [True] * len(rows), tokens, state, sampler, output)
 
     def _make_step(self, rows: GridRows) -> Callable[[], None]:
         """Return a function that feeds the last token of each row and draws the next one."""
-        policy, cache, sampler, output = self.request.policy, rows.cache, rows.sampler, rows.output
+        policy, state, sampler, output = self.request.policy, rows.state, rows.sampler, rows.output
+        decoder = policy.recorded_decoder
+        assert decoder is not None
 
         def step() -> None:
-            logits = policy.decode_grid_step(output.tokens, cache)
+            logits, _ = decoder.decode_step(output.tokens, state)  # written in place
             drawn = sampler.draw(logits, output.column)
             after = output.append(drawn, policy.pad_id, self.is_end)
             for own, new in zip(output, after, strict=True):

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
-from litgrpo.models.decode.static import StaticState, index_copy
+from litgrpo.models.decode.fixed import FixedState, index_copy
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
@@ -247,7 +247,7 @@ def _all_ended(output: DecodeBuffer, stops: StopStrings | None) -> bool:
 
 def _prefill(
     policy: Policy, prompt_ids: Tensor, prompt_mask: Tensor, sampler: TokenSampler, group_size: int
-) -> tuple[DecodeBuffer, StaticState]:
+) -> tuple[DecodeBuffer, FixedState]:
     """Read the prompts and draw the first token of each row."""
     capacity = sampler.uniforms.shape[1]
     logits, state = policy.static_decoder.prefill(prompt_ids, prompt_mask, group_size, capacity)
@@ -259,8 +259,8 @@ def _prefill(
 
 
 def _decode_step(
-    policy: Policy, output: DecodeBuffer, state: StaticState, sampler: TokenSampler
-) -> tuple[DecodeBuffer, StaticState]:
+    policy: Policy, output: DecodeBuffer, state: FixedState, sampler: TokenSampler
+) -> tuple[DecodeBuffer, FixedState]:
     """Feed the last token of each row and draw the next one."""
     logits, state = policy.static_decoder.decode_step(output.tokens, state)
     drawn = sampler.draw(logits, output.column)
