@@ -41,7 +41,7 @@ PLAIN = (type(None), bool, int, float, str)
 OPTIONS = tuple(
     f"litgrpo.{name}."
     for name in (
-        *("algorithms", "evaluation", "learning", "models", "rewards.runner"),
+        *("algorithms", "evaluation", "learning", "models", "rewards.scorer"),
         *("rollout.engines", "rollout.episodes", "rollout.sampling"),
         *("rollout.sources.ahead", "rollout.sources.base", "rollout.sources.data_completions"),
     )
@@ -49,7 +49,7 @@ OPTIONS = tuple(
 # Modules whose optimizers and schedules a checkpoint may name.
 OPTIMIZERS = ("torch.optim", "torch.optim.lr_scheduler", "litgrpo.learning.optim")
 OPTIMIZER_KINDS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-TEXTS = ("pretrained", "reward_format")  # arguments that a checkpoint sets to a text
+TEXTS = ("pretrained",)  # arguments that a checkpoint sets to a text
 POLICY_ARGUMENTS: dict[str, type] = {
     "pretrained": str,
     "scratch": Scratch,
