@@ -192,7 +192,8 @@ def test_stale_names_are_found(tmp_path, monkeypatch, capsys):
 
 def test_options_in_messages_can_be_typed_as_they_are_written():
     import litgrpo.rollout.engines.static
-    import litgrpo.rollout.servers.vllm  # noqa: F401 (classes that a recipe imports by their path)
+    import litgrpo.rollout.servers.vllm
+    import litgrpo.rollout.sources.data_completions  # noqa: F401 (classes that recipes name)
 
     wrong = []
     for file in SOURCE.rglob("[!_]*.py"):

@@ -38,13 +38,18 @@ OBJECT, FUNCTION, PARTIAL = "class_path", "import_path", "partial"
 PLAIN = (type(None), bool, int, float, str)
 # Modules and packages whose data classes a checkpoint may name: none imports what a text names,
 # starts a program, or opens a file or an address.
-OPTIONS = tuple(
-    f"litgrpo.{name}."
-    for name in (
-        *("algorithms", "evaluation", "learning", "models", "rewards.scorer"),
-        *("rollout.engines", "rollout.episodes", "rollout.sampling"),
-        *("rollout.sources.ahead", "rollout.sources.base", "rollout.sources.data_completions"),
-    )
+OPTIONS = (
+    "litgrpo.algorithms.",
+    "litgrpo.evaluation.",
+    "litgrpo.learning.",
+    "litgrpo.models.",
+    "litgrpo.rewards.scorer.",
+    "litgrpo.rollout.engines.",
+    "litgrpo.rollout.episodes.",
+    "litgrpo.rollout.sampling.",
+    "litgrpo.rollout.sources.ahead.",
+    "litgrpo.rollout.sources.base.",
+    "litgrpo.rollout.sources.data_completions.",
 )
 # Modules whose optimizers and schedules a checkpoint may name.
 OPTIMIZERS = ("torch.optim", "torch.optim.lr_scheduler", "litgrpo.learning.optim")
