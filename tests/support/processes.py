@@ -62,7 +62,7 @@ class Gradients(GRPO):
         if self.global_rank == 0:
             torch.save(self.found, self.file)
         self.iteration += 1
-        self._stop_if_done()
+        self.stop_if_done()
 
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)

@@ -34,13 +34,13 @@ from litgrpo.learning.micro_batches import (
     mini_batches,
     rows_with_gradient,
 )
-from litgrpo.learning.steppers import Stepper
+from litgrpo.learning.steppers import Stepper, clip_to_norm, drop_gradients
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.metrics import StepSums, completion_advantages
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.tensors import ComparedModel, full_tensor
+from litgrpo.tensors import ComparedModel
 from litgrpo.types import (
     LossOutput,
     RewardTable,
@@ -354,15 +354,11 @@ class Learner:
         Returns:
             {name: [2] sum and count}, or None if the gradient was dropped.
         """
-        max_norm = self.config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(trained, torch.inf if max_norm is None else max_norm)
-        stats, loss, norm = sums.read(full_tensor(norm))
+        stats, loss, norm = sums.read(clip_to_norm(trained, self.config.max_grad_norm))
         inputs = batch.sampler_logprobs.isfinite() & batch.advantages.isfinite()
         finite = inputs.all() & loss.isfinite() & norm.isfinite()
         if self.comm.sum((~finite).float()) != 0:
-            # Optimizers skip parameters without a gradient: no optimizer state, no weight decay.
-            for parameter in trained:
-                parameter.grad = None
+            drop_gradients(trained)
             return None
         one = torch.ones_like(loss)
         # `loss` is this rank's share of the sum over ranks, and logged numbers are averaged.

@@ -14,6 +14,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.memory import check_other_ranks
 from litgrpo.lightning_compat import find_trainer
+from litgrpo.tensors import full_tensor
 from litgrpo.types import Stats
 
 # Clips the gradients of these parameters, or drops them and returns None.
@@ -164,6 +165,18 @@ class TrainerStepper:
 def list_parameters(optimizer: Any) -> list[Parameter]:
     """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def clip_to_norm(parameters: list[Parameter], max_norm: float | None) -> Tensor:
+    """Scale gradients down to this norm, None leaves them; return their norm [] before."""
+    limit = torch.inf if max_norm is None else max_norm
+    return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+
+def drop_gradients(parameters: list[Parameter]) -> None:
+    """Remove the gradients: optimizers then change neither weights nor their state."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class _ZeroLoss(torch.autograd.Function):

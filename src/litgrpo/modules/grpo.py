@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning import Callback, LightningModule
+from lightning import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from litgrpo.callbacks.curriculum import CurriculumFeedback
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
 from litgrpo.callbacks.progress import NAMES, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
-from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.checks.callback import InvariantChecks
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import (
@@ -30,7 +27,6 @@ from litgrpo.data.modules import (
     task_names,
     validation_set_names,
 )
-from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
@@ -47,8 +43,6 @@ from litgrpo.learning.static_batches import StaticBatches, check_static_shapes
 from litgrpo.learning.steppers import TrainerComm, TrainerStepper, is_attached
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.lightning_compat import (
-    ignore_harmless_warnings,
-    log_every_iteration,
     log_numbers,
 )
 from litgrpo.metrics import (
@@ -64,10 +58,7 @@ from litgrpo.models.loading.load import (
     LoRA,
     Precision,
     check_weights,
-    load_policy,
     load_reference,
-    load_tokenizer,
-    reads_with_encoder,
     save_in_memory_model,
 )
 from litgrpo.models.policy import Policy
@@ -83,16 +74,16 @@ from litgrpo.modules.data_checks import (
 )
 from litgrpo.modules.episode_setup import build_episodes, check_environment
 from litgrpo.modules.initial_policy import measure_initial_distance
+from litgrpo.modules.language_module import LanguageModule
 from litgrpo.modules.run_setup import (
     GRPO_RATES,
     build_optimizer,
     check_trainer_precision,
     find_autocast_dtype,
-    log_that_run_is_complete,
     make_sharding,
     passes_over_data,
 )
-from litgrpo.modules.stop_token import add_stop_token, find_stop_token
+from litgrpo.modules.stop_token import find_stop_token
 from litgrpo.rewards.reward import Reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.scorer import Scorer, Scoring
@@ -114,8 +105,6 @@ from litgrpo.tensors import FEW_LOGITS
 from litgrpo.types import Experience, Iteration, PromptBatch, Stats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from litgrpo.models.loading.load import Pretrained
     from litgrpo.rewards.reward import Rewards
 else:  # the types of a config; Python takes more
@@ -124,7 +113,7 @@ else:  # the types of a config; Python takes more
 REFERENCE = "reference."  # begins the names of the reference's weights
 
 
-class GRPO(LightningModule):
+class GRPO(LanguageModule):
     """Group Relative Policy Optimization of a language model.
 
     One training step is one iteration: sample a group of completions for each prompt, compute their
@@ -181,6 +170,7 @@ class GRPO(LightningModule):
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
 
+    pretrained: str
     # Subclass Scorer and override `combine` to change how components become one reward.
     scorer_class: type[Scorer] = Scorer
 
@@ -213,7 +203,6 @@ class GRPO(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        ignore_harmless_warnings()
         self.save_hyperparameters(hyper_parameters.describe_arguments(locals()))
         # The learner accumulates gradients and takes several optimizer steps per iteration.
         self.automatic_optimization = False
@@ -258,15 +247,12 @@ class GRPO(LightningModule):
         self.evaluator = Evaluator(evaluation, self.scorer, ignored=overlong)
 
         # Loaded and built by `configure_model`.
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: Policy | None = None
         self.reference: Reference | None = None
         self.moves_reference = False  # a callback changes its weights, which checkpoints then hold
         self.learner: Learner
         self.rollouter: Rollouter
         self.stages: list[Stage] = []
         self.clock = Clock()
-        self.cpu_contention = CpuContention()
         self.stepper: TrainerStepper | None = None
         self.task_names: list[str] = []  # whose metrics are logged
         self._built_for: tuple[torch.device, str] | None = None
@@ -274,24 +260,12 @@ class GRPO(LightningModule):
         self.rollout_limit, self.learning_limit = rollout_row_limit(), learning_row_limit()
 
         self.iteration, self.generated_tokens = 0, 0
-        self.evaluation_report: dict[str, float] = {}
-
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
-    ) -> Self:
-        """Load a module and its weights; see `hyper_parameters.load_from_checkpoint`."""
-        return hyper_parameters.load_from_checkpoint(
-            cls, checkpoint_path, map_location, **arguments
-        )
 
     # --- setup ---
 
     def setup(self, stage: str) -> None:
         """Check the config against device and data, and load reward models."""
-        check_trainer(self)
-        log_every_iteration(self.trainer)
-        use_verified_io(self)
+        super().setup(stage)
         device = self.trainer.strategy.root_device
         if stage == "fit":
             self.sampling.check_groups(self.group_size)
@@ -303,8 +277,6 @@ class GRPO(LightningModule):
         if backend(device).static_shapes:
             check_static_shapes(self.engine, self.objective, self.precision, self.source)
         backend(device).prepare()
-        if device.type == "cpu":
-            self.cpu_contention.start()
         if backend(device).static_shapes:
             # Prompts stay on the host, where rollouts are assembled. Set on this object only:
             # Lightning warns about a class that overrides the hook if a data module is used.
@@ -322,23 +294,9 @@ class GRPO(LightningModule):
             rank_zero_info(f"Correct: {rule} (model.evaluation.success_reward)")
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
-    def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
-        """Load the tokenizer of `pretrained` once; GRPO does not train one on texts."""
-        if self.tokenizer is None:
-            policy = self.policy
-            self.tokenizer = policy.tokenizer if policy else load_tokenizer(self.pretrained)
-        return self.tokenizer
-
-    def uses_encoder(self) -> bool:
-        """Return True for an encoder-decoder model."""
-        if self.policy is not None:
-            return bool(self.policy.bare_model.config.is_encoder_decoder)
-        return reads_with_encoder(self.pretrained)
-
     def configure_model(self) -> None:
         """Load the policy and the reference of the KL term, and build the parts of an iteration."""
-        policy = self._load_policy()
-        add_stop_token(self, policy)
+        policy = self.load_policy()
         self._load_reference(policy)
         device, precision = policy.model.device, "32-true"
         if is_attached(self):
@@ -355,20 +313,6 @@ class GRPO(LightningModule):
             check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
             check_served_reference(self, self.reference, self.max_completion_length)
             kernel_choice.use_everywhere(self, policy)
-
-    def _load_policy(self) -> Policy:
-        sharding = make_sharding(self)
-        if self.policy is None:
-            self.policy = load_policy(
-                self.pretrained,
-                tokenizer=self.fit_tokenizer(),
-                precision=self.precision,
-                lora=self.lora,
-                sharding=sharding,
-            )
-        if sharding is not None:
-            sharding.shard(self.policy)
-        return self.policy
 
     def _load_reference(self, policy: Policy) -> None:
         sharding = make_sharding(self)
@@ -514,9 +458,7 @@ class GRPO(LightningModule):
         self.stages += [callback for callback in callbacks if isinstance(callback, Stage)]
         for stage in self.stages:
             stage.connect(self.trainer.train_dataloader)
-        self._stop_if_done()
-        if self.trainer.should_stop:
-            log_that_run_is_complete(self)
+        super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock and seed the device."""
@@ -571,7 +513,7 @@ class GRPO(LightningModule):
         advantages = group_advantages(batch, experience.rewards)
         iteration = Iteration(self.iteration, experience, batch, advantages, steps)
         iteration = replace(iteration, averages=self._log_iteration(iteration))
-        self._stop_if_done()
+        self.stop_if_done()
         self._seed_device()
         return {"iteration": iteration}
 
@@ -608,7 +550,8 @@ class GRPO(LightningModule):
         log_numbers(self, averages | step, prog_bar=NAMES.values())
         return averages
 
-    def _stop_if_done(self) -> None:
+    def stop_if_done(self) -> None:
+        """End the training after the limits of the run, and after the last stored rollout."""
         iterations = self.max_iterations or torch.inf
         tokens = self.max_generated_tokens or torch.inf
         if self.iteration >= iterations or self.generated_tokens >= tokens:
@@ -677,6 +620,7 @@ class GRPO(LightningModule):
         """Add the state of the run, and drop weights that never change."""
         if self._built_for is None:  # this process only waits for those that it spawned
             self.configure_model()
+        super().on_save_checkpoint(checkpoint)
         weights, changing = checkpoint["state_dict"], self._changing_weights()
         checkpoint["state_dict"] = {name: weights[name] for name in weights if name in changing}
         # Limits on rows decide in which order sums are rounded.
@@ -691,7 +635,6 @@ class GRPO(LightningModule):
             "judges": self.scorer.state_dict(),
             "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
             "micro_batch_tokens": self.learner.config.max_tokens,
-            kernel_choice.KEY: kernel_choice.save_kernels(self.learner.policy),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -710,7 +653,7 @@ class GRPO(LightningModule):
         self.rollout_limit.max_rows = checkpoint["lowered"].get("max_rows")
         self.rollouter.forget_weights()
         self.source.load_state_dict(checkpoint["source"])
-        kernel_choice.restore(self, checkpoint)
+        super().on_load_checkpoint(checkpoint)
         if self.update.micro_batch_tokens == "auto" and kernel_choice.follows_memory(self):
             tokens = checkpoint["micro_batch_tokens"]
             self.learner.config = replace(self.learner.config, micro_batch_tokens=tokens)
@@ -733,7 +676,7 @@ class GRPO(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Stop watching the CPU, and shut down workers of reward functions and environments."""
-        self.cpu_contention.stop()
+        super().teardown(stage)
         self.scorer.close()
         if self._built_for is None:
             return

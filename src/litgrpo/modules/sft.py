@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning import Callback, LightningModule
+from lightning import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,44 +15,41 @@ from torch.nn import Parameter
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.progress import replace_stock_bar
-from litgrpo.callbacks.trainer_options import check_trainer
-from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.checks.callback import TargetChecks
 from litgrpo.data.modules import validation_set_names
-from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.distributed.device import backend
-from litgrpo.distributed.fsdp.units import is_gathered, is_sharded
+from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.memory import Attempt, RowLimit
 from litgrpo.learning import kernel_choice
+from litgrpo.learning.micro_batches import EvenBatches
 from litgrpo.learning.optim import DefaultAdamW, check_max_grad_norm
-from litgrpo.learning.steppers import TrainerComm, is_attached, list_parameters, zero_loss
-from litgrpo.lightning_compat import ignore_harmless_warnings, log_every_iteration
-from litgrpo.models.architectures import ENCODER_DECODER
+from litgrpo.learning.steppers import (
+    TrainerComm,
+    clip_to_norm,
+    drop_gradients,
+    is_attached,
+    list_parameters,
+    zero_loss,
+)
 from litgrpo.models.loading.load import (
     LoRA,
     Precision,
-    reads_with_encoder,
     save_in_memory_model,
 )
-from litgrpo.models.loading.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
+from litgrpo.models.loading.scratch import Scratch
 from litgrpo.modules import hyper_parameters
 from litgrpo.modules.data_checks import check_data_fits_model
+from litgrpo.modules.language_module import LanguageModule
 from litgrpo.modules.run_setup import (
     SFT_RATES,
     build_optimizer,
-    log_that_run_is_complete,
-    make_sharding,
 )
-from litgrpo.modules.stop_token import add_stop_token
-from litgrpo.tensors import full_tensor, token_logprobs
+from litgrpo.tensors import token_logprobs
 from litgrpo.types import StepReport
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from litgrpo.data.pairs import PairBatch
     from litgrpo.models.loading.load import Pretrained
-    from litgrpo.models.policy import Policy
 else:  # the type of a config; Python takes more
     Pretrained = str
 
@@ -61,7 +57,7 @@ Result = TypeVar("Result")
 StepSizes = dict[str, Tensor]  # {targets, real, positions: number of tokens of all processes}
 
 
-class SFT(LightningModule):
+class SFT(LanguageModule):
     """Supervised fine-tuning on pairs of prompt and completion, with the loss on completions.
 
     Args:
@@ -106,7 +102,6 @@ class SFT(LightningModule):
         check_invariants: bool = True,
     ) -> None:
         super().__init__()
-        ignore_harmless_warnings()
         self.save_hyperparameters(hyper_parameters.describe_arguments(locals()))
         if (pretrained is None) == (scratch is None):
             raise ValueError(
@@ -134,25 +129,12 @@ class SFT(LightningModule):
             "model.micro_batch_size",
             "shorten the pairs (data.max_length), or set model.precision.gradient_checkpointing",
         )
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: Policy | None = None
-        self.evaluation_report: dict[str, float] = {}
         self.success: dict[str, Any] = {}
         self.reports: list[StepReport] = []
         # Sums [2] and sizes of the batches since the last optimizer step, of all processes.
         self.earlier_batches: tuple[Tensor, StepSizes] | None = None
-        self.cpu_contention = CpuContention()
         # {name of a validation set: [loss, number of correct tokens, number of tokens]}
         self.sums: dict[str, Tensor] = {}
-
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
-    ) -> Self:
-        """Load a module and its weights; see `hyper_parameters.load_from_checkpoint`."""
-        return hyper_parameters.load_from_checkpoint(
-            cls, checkpoint_path, map_location, **arguments
-        )
 
     def setup(self, stage: str) -> None:
         """Check the device.
@@ -160,12 +142,8 @@ class SFT(LightningModule):
         Raises:
             ValueError: the device compiles a program for every shape of a batch.
         """
-        check_trainer(self)
-        log_every_iteration(self.trainer)
-        use_verified_io(self)
+        super().setup(stage)
         device = self.trainer.strategy.root_device
-        if device.type == "cpu":
-            self.cpu_contention.start()
         self._reset_sums(validation_set_names(self.trainer))
         require(
             not backend(device).static_shapes,
@@ -179,51 +157,20 @@ class SFT(LightningModule):
         """Number of finished optimizer steps, resumed ones included."""
         return self.trainer.global_step
 
-    def fit_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-        """The tokenizer of `pretrained`, or with `scratch` one that is fitted to the texts, once.
-
-        Args:
-            texts: prompts and completions of the training set.
-        """
-        from litgrpo.models.loading.load import load_tokenizer
-
-        if self.tokenizer is None and self.scratch is not None:
-            self.tokenizer = self.scratch.build_tokenizer(texts)
-        elif self.tokenizer is None:
-            self.tokenizer = load_tokenizer(str(self.pretrained))
-        return self.tokenizer
-
-    def uses_encoder(self) -> bool:
-        """True for an encoder-decoder model."""
-        if self.scratch is not None:
-            return self.scratch.architecture["model_type"] in ENCODER_DECODER
-        return reads_with_encoder(str(self.pretrained))
-
-    def take_tokenizer(self, checkpoint: dict[str, Any]) -> None:
-        """With `scratch`, read with the tokenizer of a checkpoint instead of fitting one.
-
-        Args:
-            checkpoint: of a run with `scratch`.
-        """
-        if self.scratch is not None and "tokenizer" in checkpoint:
-            self.tokenizer = deserialize_tokenizer(checkpoint["tokenizer"])
-
     def configure_model(self) -> None:
         """Load or make the policy, once.
 
         Raises:
             ValueError: a new model has no tokenizer yet.
         """
-        if self.policy is None:
-            self.policy = build_initial_policy(self)
-            add_stop_token(self, self.policy)
-        sharding = make_sharding(self)
-        if sharding is not None:
-            sharding.shard(self.policy)
+        is_new = self.policy is None
+        policy = self.load_policy()
+        if is_new:
+            policy.train()
         if is_attached(self):
-            check_data_fits_model(self, self.policy, 0, "max_length")
-            kernel_choice.use_everywhere(self, self.policy)
-            sizes = kernel_choice.choose_sizes(self.policy, self.trainer.strategy.root_device)
+            check_data_fits_model(self, policy, 0, "max_length")
+            kernel_choice.use_everywhere(self, policy)
+            sizes = kernel_choice.choose_sizes(policy, self.trainer.strategy.root_device)
             if sizes is not None:
                 kernel_choice.set_logits(self, sizes.logits)
 
@@ -289,7 +236,8 @@ class SFT(LightningModule):
             For callbacks: `loss`, and `reports`, a `StepReport` for each optimizer step that ends
             with this batch: one, or none.
         """
-        sizes = self._count_tokens(batch)
+        policy, sizes = self.policy, self._count_tokens(batch)
+        assert policy is not None
         optimizer: Any = self.trainer.optimizers[0]
         trained = list_parameters(optimizer)
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
@@ -312,7 +260,7 @@ class SFT(LightningModule):
         self._log_step(*step)
         # Lightning steps after this method; the hook below adds the report to this list.
         self.reports = []
-        if self.trainer.world_size > 1 and not self._is_sharded:
+        if self.trainer.world_size > 1 and not is_sharded(policy):
             loss = loss + zero_loss(trained)
         return {"loss": loss, "reports": self.reports}
 
@@ -320,8 +268,7 @@ class SFT(LightningModule):
         self, batch: PairBatch, scale: Tensor, trained: list[Parameter], max_rows: int | None
     ) -> Tensor:
         """Compute the gradient of a batch; return [2] sums of log-probabilities and of hits."""
-        for parameter in trained:
-            parameter.grad = None
+        drop_gradients(trained)
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # of 16-mixed
         for part, is_filler in self._split(batch, max_rows):
@@ -337,10 +284,8 @@ class SFT(LightningModule):
     def _split(self, batch: PairBatch, max_rows: int | None) -> Iterator[tuple[PairBatch, bool]]:
         """Yield parts of a batch, then fillers (True) that ranks with sharded weights need."""
         parts = batch.split(self._rows_at_once(batch, max_rows))
-        num_fillers = 0
-        if not self._has_all_weights:  # before the first pass, which is a collective itself
-            own = torch.tensor(float(len(parts)), device=self.device)
-            num_fillers = int(TrainerComm(self).max(own)) - len(parts)
+        # Before the first pass, which is a collective itself.
+        num_fillers = self._even_batches.count_fillers(len(parts))
         yield from ((part, False) for part in parts)
         yield from ((parts[0], True) for _ in range(num_fillers))
 
@@ -354,16 +299,13 @@ class SFT(LightningModule):
             attempt,
             lambda: self._rows_at_once(batch, self.row_limit.max_rows),
             comm=TrainerComm(self) if self.trainer.training else None,
-            computes_alone=self._has_all_weights,
+            computes_alone=self._even_batches.computes_alone,
         )
 
     @property
-    def _is_sharded(self) -> bool:
-        return self.policy is not None and is_sharded(self.policy)
-
-    @property
-    def _has_all_weights(self) -> bool:
-        return self.policy is not None and is_gathered(self.policy)
+    def _even_batches(self) -> EvenBatches:
+        assert self.policy is not None
+        return EvenBatches(self.policy, TrainerComm(self))
 
     def optimizer_zero_grad(
         self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer
@@ -409,46 +351,29 @@ class SFT(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: gradients are unscaled and reduced over processes by now."""
         trained = list_parameters(optimizer)
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained, limit))
+        grad_norm = clip_to_norm(trained, self.max_grad_norm)
         self.log("optim/grad_norm", grad_norm)
         # All processes see the same gradient, so they skip the same steps.
         skipped = None if bool(grad_norm.isfinite()) else dict[int, str]()
         if skipped is not None:
-            # Optimizers skip parameters without a gradient: no optimizer state, no weight decay.
-            for parameter in trained:
-                parameter.grad = None
+            drop_gradients(trained)
         self.reports.append(StepReport(lr=optimizer.param_groups[0]["lr"], skipped=skipped))
 
-    def teardown(self, stage: str) -> None:
-        """Stop watching the CPU."""
-        self.cpu_contention.stop()
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the linear kernels, and the tokenizer if it was fitted."""
-        assert self.policy is not None
-        checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
-        # The limit on pairs decides in which order sums are rounded.
+        """Save also the limit on pairs, which decides in which order sums are rounded."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint["lowered"] = {"micro_batch_size": self.row_limit.max_rows}
-        if self.scratch is not None and self.tokenizer is not None:
-            checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the linear kernels and the limit on pairs, which decide rounding."""
         self.row_limit.max_rows = checkpoint.get("lowered", {}).get("micro_batch_size")
-        kernel_choice.restore(self, checkpoint)
-
-    def on_train_start(self) -> None:
-        """Stop a resumed run that is already complete."""
-        self.stop_when_done()
-        if self.trainer.should_stop:
-            log_that_run_is_complete(self)
+        super().on_load_checkpoint(checkpoint)
 
     def on_train_batch_end(self, outputs: Any, batch: PairBatch, batch_idx: int) -> None:
         """Stop after `max_iterations`."""
-        self.stop_when_done()
+        self.stop_if_done()
 
-    def stop_when_done(self) -> None:
+    def stop_if_done(self) -> None:
         """Stop after `max_iterations`."""
         if self.max_iterations is not None and self.iteration >= self.max_iterations:
             self.trainer.should_stop = True
@@ -485,22 +410,3 @@ class SFT(LightningModule):
     def on_test_epoch_end(self) -> None:
         """Like the end of a validation."""
         self.on_validation_epoch_end("test")
-
-
-def build_initial_policy(module: SFT) -> Policy:
-    """Load the initial policy, or build a new one from `scratch`."""
-    from litgrpo.models.loading.load import build_policy, load_policy
-
-    if module.scratch is None:
-        settings: Any = {"precision": module.precision, "lora": module.lora}
-        settings["sharding"] = make_sharding(module)
-        policy = load_policy(str(module.pretrained), tokenizer=module.tokenizer, **settings)
-    elif module.tokenizer is None:
-        raise ValueError(
-            "`scratch` has no tokenizer yet: call fit_tokenizer(texts) first, or train with a "
-            "data module, which does"
-        )
-    else:
-        model = module.scratch.build_model(module.tokenizer, seed=module.seed)
-        policy = build_policy(model, module.tokenizer, precision=module.precision)
-    return policy.train()
