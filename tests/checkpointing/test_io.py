@@ -8,6 +8,9 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_shards
 
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint
@@ -144,6 +147,7 @@ def file_as_rest(path):
     rewrite(path / "rest.pt", lambda content: content.pop("files"))
 
 
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 DAMAGE_OF_FILES = {
     "empty": replace_by(b""),
     "cut": cut,
@@ -167,16 +171,16 @@ DAMAGE_OF_FILES = {
 DAMAGE_OF_FOLDERS = {
     "empty": empty_folder,
     "no rest.pt": lambda path: (path / "rest.pt").unlink(),
-    "no index": lambda path: (path / ".metadata").unlink(),
+    "no shard": lambda path: (path / SHARD).unlink(),
     "only rest.pt": keep_only_rest,
     "a cut rest.pt": lambda path: cut(path / "rest.pt"),
-    "a cut index": lambda path: cut(path / ".metadata"),
+    "a cut shard": lambda path: cut(path / SHARD),
     "a folder as rest.pt": lambda path: empty_folder(path / "rest.pt"),
-    "a folder as the index": lambda path: empty_folder(path / ".metadata"),
+    "a folder as the shard": lambda path: empty_folder(path / SHARD),
     "a pipe as rest.pt": lambda path: pipe(path / "rest.pt"),
-    "a pipe as the index": lambda path: pipe(path / ".metadata"),
+    "a pipe as the shard": lambda path: pipe(path / SHARD),
     "a rest.pt that is a link to itself": lambda path: link_to("rest.pt")(path / "rest.pt"),
-    "an index that is a link to nothing": lambda path: link_to("gone")(path / ".metadata"),
+    "a shard that is a link to nothing": lambda path: link_to("gone")(path / SHARD),
     "no list of files": file_as_rest,
     "files that are no dict": lambda path: rewrite(
         path / "rest.pt", lambda content: content.update(files=["a"])
@@ -187,10 +191,10 @@ DAMAGE_OF_FOLDERS = {
 }  # fmt: skip
 
 
-def fall_back_from(change, folder, io):
+def fall_back_from(change, folder, io, **more):
     """Damage the newest of three checkpoints, and return what is read instead of it."""
     for n in (1, 2, 3):
-        io.save_checkpoint(state(iteration=n), folder / f"iteration=00000{n}.ckpt")
+        io.save_checkpoint(state(iteration=n, **more), folder / f"iteration=00000{n}.ckpt")
     newest = folder / "iteration=000003.ckpt"
     change(newest)
     io.required = tuple(state())
@@ -203,7 +207,7 @@ def fall_back_from(change, folder, io):
     (line,) = [str(each.message) for each in caught if "not resumed" in str(each.message)]
     assert str(newest) in line
     assert "\n" not in line
-    io.save_checkpoint(state(iteration=30), newest)  # the run repeats what it lost
+    io.save_checkpoint(state(iteration=30, **more), newest)  # the run repeats what it lost
     assert io.load_checkpoint(newest)["iteration"] == 30
     io.teardown()
     return found["iteration"]
@@ -216,9 +220,11 @@ def test_from_a_file_that_cannot_be_read_the_one_before_is_taken(kind, tmp_path)
 
 @pytest.mark.parametrize("kind", DAMAGE_OF_FOLDERS)
 def test_from_a_folder_that_cannot_be_read_the_one_before_is_taken(kind, tmp_path, one_rank):
+    mesh = init_device_mesh("cpu", (1,))
     io = VerifiedCheckpointIO()
-    io.shards_for = torch.clone
-    assert fall_back_from(DAMAGE_OF_FOLDERS[kind], tmp_path, io) == 2
+    io.shards_for = lambda tensor: empty_shards(*tensor.shape, device_mesh=mesh)
+    more = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+    assert fall_back_from(DAMAGE_OF_FOLDERS[kind], tmp_path, io, more=more) == 2
 
 
 def test_a_file_that_may_not_be_read_is_passed_over(tmp_path, monkeypatch):

@@ -1,27 +1,33 @@
 """Checkpoints that are folders: written by two processes, read by any number, damaged."""
 
+import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.shards import (
+    allocate_whole,
     hash_file,
     iterate_tensors,
     read_checkpoint,
+    write_folder,
 )
 from litgrpo.tensor_files import DamagedCheckpoint, remove_checkpoint
+from litgrpo.tensors import full_tensor
 from tests.distributed.fsdp import training
 from tests.support.gloo import run_by
 from tests.support.raises import raises_for
 
 pytestmark = pytest.mark.timeout(900)
 SECOND = "whole/checkpoints/iteration=000002.ckpt"
+FIRST_RANK, SECOND_RANK = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def test_a_folder_holds_what_each_process_wrote_and_nothing_unfinished(folder):
     written = [f"iteration=00000{n}.ckpt" for n in (1, 2, 3)]
     assert names == [*written, "last.ckpt"]
     files = {path.name for path in (folder / SECOND).iterdir()}
-    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"}
+    assert files == {FIRST_RANK, SECOND_RANK, "rest.pt"}
 
 
 def test_two_processes_resume_bit_for_bit_from_their_own_checkpoint(folder):
@@ -92,7 +98,46 @@ def cut(checkpoint):
 
 def foreign(checkpoint):
     other = checkpoint.parent / "iteration=000002.ckpt"
-    shutil.copy(other / "__0_0.distcp", checkpoint / "__0_0.distcp")
+    shutil.copy(other / FIRST_RANK, checkpoint / FIRST_RANK)
+
+
+def shard_everything(processes, folder, replicas):
+    """Write tensors that divide unevenly, leave ranks without rows, or share memory; read them."""
+    dist.init_process_group("gloo")
+    shape, names = (replicas, processes // replicas), ("replicas", "shards")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    placements = [Replicate(), Shard(0)]
+    whole = {
+        "uneven": torch.arange(15.0).view(5, 3),
+        "for the first rank": torch.arange(2.0)[None].bfloat16(),
+        "large": torch.arange(2**10),
+    }
+    state = {name: distribute_tensor(value, mesh, placements) for name, value in whole.items()}
+    tied = DTensor.from_local(
+        state["uneven"].to_local(), mesh, placements, shape=(5, 3), stride=(3, 1)
+    )
+    write_folder({"state_dict": state | {"tied": tied}, "a": [torch.ones(2), 7]}, folder / "a")
+
+    def allocate(tensor):
+        return empty(*tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
+
+    for shards_for in (allocate, allocate_whole):
+        saved = read_checkpoint(folder / "a", shards_for=shards_for)
+        assert saved["a"][0].equal(torch.ones(2))
+        assert saved["a"][1] == 7
+        for name, value in (whole | {"tied": whole["uneven"]}).items():
+            assert full_tensor(saved["state_dict"][name]).equal(value)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shards_of_every_layout_are_read_as_they_were_written(replicas, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    run_by(4, shard_everything, tmp_path, replicas)
+    files = {path.name for path in (tmp_path / "a").iterdir()}
+    assert sum(name.startswith("shard-00001") for name in files) == 2  # tied memory is not in one
+    saved = read_checkpoint(tmp_path / "a")["state_dict"]
+    assert saved["tied"].equal(torch.arange(15.0).view(5, 3))
 
 
 class OtherModel(Exception):
@@ -100,12 +145,12 @@ class OtherModel(Exception):
 
 
 KINDS = {
-    "flipped": (flip("__1_0.distcp"), "__1_0.distcp"),
-    "metadata": (flip(".metadata"), ".metadata"),
+    "flipped": (flip(SECOND_RANK), SECOND_RANK),
     "rest": (cut, "rest.pt"),
-    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp"),
-    "foreign": (foreign, "__0_0.distcp"),
+    "missing": (lambda path: (path / SECOND_RANK).unlink(), SECOND_RANK),
+    "foreign": (foreign, FIRST_RANK),
     "no rest": (lambda path: (path / "rest.pt").unlink(), "rest.pt"),
+    "another file": (lambda path: os.mkfifo(path / "a.safetensors"), "a.safetensors"),
 }
 
 
@@ -159,39 +204,36 @@ def test_tensors_are_named_by_their_path(tmp_path):
     assert hash_file(file).startswith("ba7816bf")
 
 
-class Payload:
-    """Calls a function when it is unpickled."""
-
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
-def index_with_code(index):
-    index.planner_data = Payload()
-
-
-def index_with_bytes(index):
-    """Values that are no tensors would be unpickled without restrictions."""
-    name = next(iter(index.state_dict_metadata))
-    index.state_dict_metadata[name] = BytesStorageMetadata()
-
-
-def index_with_a_decoder(index):
-    info = next(iter(index.storage_data.values()))
-    info.transform_descriptors = ["zstd"]
-
-
-@pytest.mark.parametrize("change", [index_with_code, index_with_bytes, index_with_a_decoder])
-def test_an_index_that_names_code_is_rejected(change, folder, tmp_path, monkeypatch):
-    called = []
-    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "iteration=000002.ckpt")
-    index = pickle.loads((checkpoint / ".metadata").read_bytes())
-    change(index)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+def change_header(checkpoint, change):
+    """Change the header of a shard, in a folder whose digests fit, as somebody may write it."""
+    file = checkpoint / FIRST_RANK
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
     rest = torch.load(checkpoint / "rest.pt", weights_only=True)
-    rest["files"][".metadata"] = hash_file(checkpoint / ".metadata")
+    rest["files"][FIRST_RANK] = hash_file(file)
     torch.save(rest, checkpoint / "rest.pt")
-    monkeypatch.setattr("os.system", called.append)
-    with raises_for("iteration=000002.ckpt", ".metadata", error=DamagedCheckpoint):
+
+
+def without_a_tensor(header):
+    header.pop(next(name for name in header if name != "__metadata__"))
+
+
+def of_another_size(header):
+    name = next(name for name in header if name != "__metadata__")
+    header[name]["shape"][0] += 10**9
+
+
+def without_offsets(header):
+    header["__metadata__"]["DCP_SHARDING_INFO"] = "{}"
+
+
+@pytest.mark.parametrize("change", [without_a_tensor, of_another_size, without_offsets])
+def test_shards_that_do_not_fit_each_other_are_rejected(change, folder, tmp_path):
+    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "iteration=000002.ckpt")
+    change_header(checkpoint, change)
+    with raises_for("iteration=000002.ckpt", error=DamagedCheckpoint):
         read_checkpoint(checkpoint)
-    assert not called

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from litgrpo.checkpointing.shards import read_checkpoint
 from tests.faults.launching import Preparation, in_a_fork, in_a_new_process
 from tests.support.checkpoints import digest
 
@@ -159,14 +159,11 @@ def state_of(run: Run) -> dict[str, str]:
 
     SFT counts optimizer steps.
     """
-    last = run.checkpoints / "last.ckpt"
-    checkpoint = torch.load(last / "rest.pt" if last.is_dir() else last, weights_only=True)
+    checkpoint = read_checkpoint(run.checkpoints / "last.ckpt")
     names = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state")
-    # Of sharded tensors it has only the shapes; their values are in other files.
     parts = {name: digest(checkpoint[name]) for name in names if name in checkpoint}
-    shards = {name: sha for name, sha in checkpoint.get("files", {}).items() if name[0] != "."}
     scores = checkpoint["callbacks"]["IterationCheckpoint"]["scores"]
-    return parts | shards | {"scores": str(scores)}
+    return parts | {"scores": str(scores)}
 
 
 def metrics_of(run: Run) -> list[dict[str, str]]:

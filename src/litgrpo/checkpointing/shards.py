@@ -1,14 +1,14 @@
 """Checkpoints of sharded weights: a folder to which every rank writes its shards.
 
 `rest.pt` holds everything except the sharded tensors, of which it has shape and dtype, and the
-SHA-256 of every other file of the folder. The others are written and read by
-torch.distributed.checkpoint, so that a run can resume on any number of ranks.
+SHA-256 of every other file of the folder. The others are safetensors, written and read by
+torch.distributed.checkpoint, so that a run can resume on any number of ranks. Nothing in them can
+name code.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from litgrpo.models.loading.sharded_weights import assign_files
 from litgrpo.run_folder import REST
 from litgrpo.tensor_files import (
     DamagedCheckpoint,
@@ -35,23 +36,6 @@ from litgrpo.tensor_files import (
 )
 
 FILES = "files"  # part of rest.pt: {name: SHA-256}
-# What the pickled index of a folder may be made of, {module: names}.
-INDEX_CLASSES = {
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "pathlib": {"PosixPath", "Path", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "Path", "PurePosixPath"},
-}
 
 
 def allocate_whole(tensor: Tensor) -> Tensor:
@@ -108,19 +92,19 @@ def write_folder(
 
     _run_on_all_ranks(prepare)
     try:
-        dcp.save(sharded, storage_writer=dcp.FileSystemWriter(unfinished))
+        writer = HuggingFaceStorageWriter(
+            str(unfinished), assign_files(sharded), save_distributed=True
+        )
+        dcp.save(sharded, storage_writer=writer)
     except CheckpointException as error:  # the same on all ranks
         raise _cause(error) from error
-    shard_files = sorted(unfinished.glob(f"__{dist.get_rank()}_*"))
+    shard_files = sorted(unfinished.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
     digests = _run_on_all_ranks(lambda: {file.name: hash_file(file) for file in shard_files})
 
     def complete() -> None:
         if not is_rank_zero:
             return
-        index = unfinished / ".metadata"
-        files = {index.name: hash_file(index)}
-        for of_rank in digests:
-            files |= of_rank
+        files = {name: sha256 for of_rank in digests for name, sha256 in of_rank.items()}
         rest = map_tensors(checkpoint, _without_shards)
         write_synced({**rest, FILES: files}, unfinished / REST)
         put_in_place(unfinished, path)
@@ -174,41 +158,6 @@ def _run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
 # --- reading ---
 
 
-class IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a folder, `.metadata`, without calling anything else than its classes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class of `INDEX_CLASSES`, or a dtype.
-
-        Raises:
-            UnpicklingError: the index names anything else.
-        """
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in INDEX_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata names {module}.{name}")
-
-
-class SafeReader(dcp.FileSystemReader):
-    """Reads tensors only. Torch's reader unpickles the index, and values that are no tensors."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the index.
-
-        Raises:
-            UnpicklingError: it names code, or entries that are no plain tensors.
-        """
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            index = IndexUnpickler(file).load()
-        entries, infos = index.state_dict_metadata.values(), index.storage_data.values()
-        has_only_tensors = all(isinstance(entry, TensorStorageMetadata) for entry in entries)
-        if not has_only_tensors or any(info.transform_descriptors for info in infos):
-            raise pickle.UnpicklingError(".metadata has entries that are no tensors")
-        index.storage_meta = index.storage_meta or StorageMeta()
-        index.storage_meta.load_id = self.load_id
-        return index
-
-
 def read_checkpoint(
     path: Path,
     required: tuple[str, ...] = (),
@@ -260,6 +209,9 @@ def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, A
 def _verify_files(folder: Path, digests: dict[str, str]) -> None:
     """Compare files with their digests; the ranks share the work."""
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    unlisted = {path.name for path in folder.glob("*.safetensors")} - digests.keys()
+    if unlisted:
+        raise DamagedCheckpoint(f"{folder}: {min(unlisted)} is not a part of it")
     for name in sorted(digests)[rank::processes]:
         file = folder / name
         if not file.is_file():
@@ -277,7 +229,7 @@ def _read_shards(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
-            reader = SafeReader(folder)
+            reader = HuggingFaceStorageReader(str(folder))
             dcp.load(shards, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         reason = str(_cause(error)).partition("\n")[0]

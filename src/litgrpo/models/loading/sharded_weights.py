@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from litgrpo.models.kernels.linear import LinearKernels
 from litgrpo.models.policy import Policy
 from litgrpo.models.transformers_compat import find_unsplit_modules
 from litgrpo.models.weights import choose_attention, choose_auto_class
-from litgrpo.tensors import full_tensor
+from litgrpo.tensors import full_tensor, local
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -266,20 +266,30 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         yield _strip_peft(name), weight
 
 
+def assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return {name: number of its file, from 1}, for safetensors of at most `MAX_FILE_BYTES`.
+
+    A file is built in memory, and must not hold the same memory twice, as tied weights do.
+    """
+    file_of: dict[str, int] = {}
+    number, size, pointers = 1, 0, set[int]()
+    for name, tensor in state.items():
+        num_bytes, pointer = tensor.numel() * tensor.element_size(), local(tensor).data_ptr()
+        if pointer in pointers or (size and size + num_bytes > MAX_FILE_BYTES):
+            number, size, pointers = number + 1, 0, set()
+        file_of[name] = number
+        size += num_bytes
+        pointers.add(pointer)
+    return file_of
+
+
 def write_weights(state: dict[str, Tensor], folder: Path) -> None:
     """Write sharded tensors as safetensors files; every rank must call this.
 
     The folder is created if missing, and keeps its other files. An OSError if writing fails.
     """
-    file_of, sizes = {}, [0]
-    for name, tensor in state.items():
-        size = tensor.numel() * tensor.element_size()
-        if sizes[-1] and sizes[-1] + size > MAX_FILE_BYTES:
-            sizes.append(0)
-        sizes[-1] += size
-        file_of[name] = len(sizes)
     writer = HuggingFaceStorageWriter(
-        str(folder), file_of, save_distributed=True, enable_consolidation=True
+        str(folder), assign_files(state), save_distributed=True, enable_consolidation=True
     )
     try:
         dcp.save(dict(state), storage_writer=writer)
