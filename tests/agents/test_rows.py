@@ -1,9 +1,11 @@
 """Rows of tokens from calls, by hand."""
 
+import math
+
 import torch
 
 from litgrpo.agents.call_tree import AgentCall
-from litgrpo.agents.episodes import AgentRow
+from litgrpo.agents.episodes import AgentRow, agent_row, split_by_width
 from litgrpo.agents.rows import build_rollout
 from litgrpo.environments.agent import AgentResult
 from litgrpo.rollout.engines.base import RolloutRequest
@@ -109,3 +111,17 @@ def test_tools_are_counted_by_name_whichever_call_came_first():
     rollout = rollout_of(row(first, second), row(second, first))
     counts = [list(each.calls.items()) for each in rollout.episodes]
     assert counts == [[("add", (2, 0)), ("search", (1, 0))]] * 2
+
+
+def test_calls_that_need_positions_for_a_wider_reply_are_sampled_apart():
+    far = AgentCall([0] * 9, [], None, limit=1), torch.zeros(1)
+    near = AgentCall([0], [], None, limit=4), torch.zeros(4)
+    assert [len(calls) for calls in split_by_width([far, near], 10)] == [1, 1]
+    assert [len(calls) for calls in split_by_width([far, near], math.inf)] == [2]
+
+
+def test_an_agent_gets_the_last_message_of_its_row_as_the_prompt():
+    messages = [{"role": "user", "content": "6*7?"}]
+    row = {"prompt": "<user>6*7?<model>", "conversation": messages}
+    assert agent_row(row)["prompt"] == "6*7?"
+    assert agent_row({"prompt": "6*7?"}) == {"prompt": "6*7?"}

@@ -14,35 +14,22 @@ from litgrpo.data.messages import Messages
 
 @dataclass(eq=False)
 class AgentCall:
-    """One reply of the policy, and what it followed.
+    """One reply of the policy, and what it followed."""
 
-    Args:
-        context: tokens that the policy read.
-        added: messages since the parent's reply, or all of them.
-        parent: earlier call whose messages and reply this one's messages begin with.
-        limit: maximal tokens of the reply.
-        ids, logprobs, versions, candidates: sampled tokens, see `Rollout`; set when the reply is
-            sampled.
-        truncated: a token limit ended the reply.
-        has_end: the last token is one of the policy's end tokens.
-        text: of the reply, as the policy wrote it.
-        message: the reply as a message.
-        tools: names of the tools that it calls.
-    """
-
-    context: list[int]
-    added: Messages
-    parent: AgentCall | None
-    limit: int
+    context: list[int]  # tokens that the policy read
+    added: Messages  # since the parent's reply, or all of them
+    parent: AgentCall | None  # whose messages and reply the messages of this one begin with
+    limit: int  # maximal tokens of the reply
+    # Sampled tokens, see `Rollout`; set when the reply is sampled, as all fields below.
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     candidates: list[list[int]] = field(default_factory=list)
-    truncated: bool = False
-    has_end: bool = False
-    text: str = ""
-    message: dict[str, Any] = field(default_factory=dict)
-    tools: list[str] = field(default_factory=list)
+    truncated: bool = False  # a token limit ended the reply
+    has_end: bool = False  # the last token is one of the policy's end tokens
+    text: str = ""  # of the reply, as the policy wrote it
+    message: dict[str, Any] = field(default_factory=dict)  # the reply
+    tools: list[str] = field(default_factory=list)  # names of those that it calls
 
     @property
     def all_ids(self) -> list[int]:
@@ -52,7 +39,10 @@ class AgentCall:
     @property
     def root(self) -> AgentCall:
         """First call of its conversation."""
-        return self if self.parent is None else self.parent.root
+        call = self
+        while call.parent is not None:
+            call = call.parent
+        return call
 
 
 class Continuation(NamedTuple):
@@ -68,16 +58,6 @@ class CallTree:
     A request continues an earlier call if its messages begin with those of that call and exactly
     the message that was returned. Its tokens are then the recorded ones and the new messages: no
     reply is ever tokenized from text.
-
-    Example:
-        >>> tree = CallTree()
-        >>> request = ChatRequest([{"role": "user", "content": "6*7?"}])
-        >>> first = AgentCall([5, 6], request.messages, parent=None, limit=8)
-        >>> first.ids, first.message = [9, 2], {"role": "assistant", "content": "42"}
-        >>> tree.add(request, first)
-        >>> more = [*request.messages, first.message, {"role": "user", "content": "Sure?"}]
-        >>> tree.find(ChatRequest(more)).parent is first
-        True
     """
 
     def __init__(self) -> None:
@@ -87,11 +67,12 @@ class CallTree:
 
     def find(self, request: ChatRequest) -> Continuation:
         """Find the longest earlier conversation that a request continues."""
-        messages, found = request.messages, Continuation(None, request.messages)
+        messages = request.messages
+        continuation = Continuation(None, messages)
         for length, digest in enumerate(_history_digests(request), start=1):
             if length < len(messages) and digest in self.by_history:
-                found = Continuation(self.by_history[digest], messages[length:])
-        return found
+                continuation = Continuation(self.by_history[digest], messages[length:])
+        return continuation
 
     def written(self, message: dict[str, Any]) -> str | None:
         """Return the text that the policy wrote for a message; None for messages of others."""
@@ -100,12 +81,12 @@ class CallTree:
     def add(self, request: ChatRequest, call: AgentCall) -> None:
         """Record an answered call."""
         self.calls.append(call)
-        whole = ChatRequest([*request.messages, call.message], tools=request.tools)
-        *_, digest = _history_digests(whole)
-        known = self.by_history.get(digest)
+        history = ChatRequest([*request.messages, call.message], tools=request.tools)
+        *_, digest = _history_digests(history)
+        earlier = self.by_history.get(digest)
         # Parallel calls may have gotten the same text in other tokens: which of the two a later
         # call continues must not depend on the order in which they were answered.
-        if known is None or call.all_ids < known.all_ids:
+        if earlier is None or call.all_ids < earlier.all_ids:
             self.by_history[digest] = call
         self.by_message[_key(call.message)] = call.text
 

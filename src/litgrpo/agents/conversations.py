@@ -7,7 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from litgrpo.agents.chat_api import ApiError
 from litgrpo.data.messages import Messages
@@ -17,35 +17,22 @@ from litgrpo.environments.tool_calls import CallFormat, ToolCall
 from litgrpo.rollout.chat_format import describe_template_error
 from litgrpo.rollout.turn_format import InlineFormat, TemplateFormat, TurnFormat
 
-if TYPE_CHECKING:  # slow to import; only used in annotations
-    pass
-
-MAX_TOOL_SETS = 64  # turn formats that are kept, one for each list of tools
+MAX_TOOL_SETS = 64  # turn formats that are cached, one for each list of tools
 ID_CHARS = 9  # of the id of a tool call; Mistral's templates want exactly nine
 Schemas = list[dict[str, Any]]
+# Returns the text that the policy wrote for a message of the assistant; None: it did not write it.
+WrittenText = Callable[[dict[str, Any]], str | None]
 
 
 class ConversationFormat(ABC):
-    """Encodes the messages of requests.
-
-    Args:
-        call_format: how the policy writes tool calls, and how inline texts show their results.
-    """
+    """Encodes the messages of requests; `call_format` is how the policy writes tool calls."""
 
     def __init__(self, call_format: CallFormat) -> None:
         self.call_format = call_format
 
     @abstractmethod
-    def encode_opening(
-        self, messages: Messages, tools: Schemas, written: Callable[[dict[str, Any]], str | None]
-    ) -> list[int]:
-        """Return the tokens of a whole conversation, up to where the next reply begins.
-
-        Args:
-            messages: at least one.
-            tools: JSON schemas of the request.
-            written: returns the text that the policy wrote for a message of the assistant; None
-                for messages that it did not write.
+    def encode_opening(self, messages: Messages, tools: Schemas, written: WrittenText) -> list[int]:
+        """Return the tokens of a conversation, up to where the next reply begins.
 
         Raises:
             ApiError: 400, the conversation cannot be expressed.
@@ -55,29 +42,19 @@ class ConversationFormat(ABC):
     def encode_following(
         self, messages: Messages, tools: Schemas, *, turn_has_end: bool, truncated: bool
     ) -> list[int] | None:
-        """Return the tokens between a reply of the policy and its next one.
+        """Return the tokens of messages between a reply of the policy and its next one.
 
-        Args:
-            messages: between the two replies.
-            tools: JSON schemas of the request.
-            turn_has_end: the last token of the reply is one of the policy's end tokens.
-            truncated: a token limit ended the reply.
-
-        Returns:
-            The tokens; None if these messages cannot follow a reply, so that the conversation has
-            to be encoded as a whole.
+        None if these messages cannot follow a reply, so that the conversation has to be encoded
+        from its beginning. A reply `turn_has_end` if its last token is an end token of the policy,
+        and is `truncated` if a token limit ended it.
         """
 
 
 class InlineConversations(ConversationFormat):
     """Concatenates texts, for policies without a chat template.
 
-    Results of tools are written by the call format; `tools` themselves are not shown.
-
-    Args:
-        turn_format: encodes plain texts.
-        call_format: see `ConversationFormat`.
-        closing: token that ends a reply which a token limit cut.
+    Results of tools are written by the call format; `tools` themselves are not shown. `closing` is
+    the token that ends a reply which a token limit cut.
     """
 
     def __init__(self, turn_format: InlineFormat, call_format: CallFormat, closing: int) -> None:
@@ -85,14 +62,11 @@ class InlineConversations(ConversationFormat):
         self.turn_format, self.closing = turn_format, closing
         self.prompt_format = build_prompt_format(None, False)
 
-    def encode_opening(
-        self, messages: Messages, tools: Schemas, written: Callable[[dict[str, Any]], str | None]
-    ) -> list[int]:
-        """See `ConversationFormat.encode_opening`."""
+    def encode_opening(self, messages: Messages, tools: Schemas, written: WrittenText) -> list[int]:
         texts = []
         for run in self._runs(messages):
             if run[0]["role"] != "assistant":
-                texts.append(self._text(run, messages))
+                texts.append(self._text(run))
                 continue
             for message in run:
                 text = written(message)
@@ -112,10 +86,9 @@ class InlineConversations(ConversationFormat):
     def encode_following(
         self, messages: Messages, tools: Schemas, *, turn_has_end: bool, truncated: bool
     ) -> list[int] | None:
-        """See `ConversationFormat.encode_following`."""
-        if not messages or any(each["role"] == "assistant" for each in messages):
+        if not messages or any(message["role"] == "assistant" for message in messages):
             return None
-        text = "".join(self._text(run, messages) for run in self._runs(messages))
+        text = "".join(self._text(run) for run in self._runs(messages))
         closing = [self.closing] if truncated else []
         return closing + self.turn_format.encode(text, turn_has_end)
 
@@ -129,21 +102,20 @@ class InlineConversations(ConversationFormat):
                 runs.append([message])
         return runs
 
-    def _text(self, run: Messages, messages: Messages) -> str:
-        if run[0]["role"] != "tool":
-            return "".join(each["content"] for each in run)
-        results = [ToolResult(each.get("name", "tool"), each["content"]) for each in run]
-        shown = self.call_format.format_results(results)
-        return shown if isinstance(shown, str) else "".join(each["content"] for each in shown)
+    def _text(self, run: Messages) -> str:
+        observation: str | Messages = run
+        if run[0]["role"] == "tool":
+            results = [
+                ToolResult(message.get("name", "tool"), message["content"]) for message in run
+            ]
+            observation = self.call_format.format_results(results)
+        if isinstance(observation, str):
+            return observation
+        return "".join(message["content"] for message in observation)
 
 
 class TemplateConversations(ConversationFormat):
-    """Renders conversations with the chat template.
-
-    Args:
-        turn_format: verified format of the run.
-        call_format: see `ConversationFormat`.
-    """
+    """Renders conversations with the chat template of the run."""
 
     def __init__(self, turn_format: TemplateFormat, call_format: CallFormat) -> None:
         super().__init__(call_format)
@@ -151,7 +123,7 @@ class TemplateConversations(ConversationFormat):
         self.with_tools: dict[str, TemplateFormat] = {}
 
     def _format(self, tools: Schemas) -> TemplateFormat:
-        """Return the turn format for a list of tools, which is verified like that of the run."""
+        """Return the turn format for a list of tools, which is checked like that of the run."""
         if not tools:
             return self.turn_format
         key = json.dumps(tools)
@@ -159,8 +131,8 @@ class TemplateConversations(ConversationFormat):
             if len(self.with_tools) >= MAX_TOOL_SETS:
                 self.with_tools.clear()
             chat_format = self.turn_format.chat_format
-            shown = replace(chat_format, chat=replace(chat_format.chat, tools=tools))
-            turn_format = TemplateFormat(shown)
+            chat = replace(chat_format.chat, tools=tools)
+            turn_format = TemplateFormat(replace(chat_format, chat=chat))
             try:
                 turn_format.check(tools=True)
             except ValueError as error:
@@ -168,12 +140,9 @@ class TemplateConversations(ConversationFormat):
             self.with_tools[key] = turn_format
         return self.with_tools[key]
 
-    def encode_opening(
-        self, messages: Messages, tools: Schemas, written: Callable[[dict[str, Any]], str | None]
-    ) -> list[int]:
-        """See `ConversationFormat.encode_opening`."""
+    def encode_opening(self, messages: Messages, tools: Schemas, written: WrittenText) -> list[int]:
         chat_format = self._format(tools).chat_format
-        prepared = chat_format.to_messages([_for_template(each) for each in messages])
+        prepared = chat_format.to_messages([_for_template(message) for message in messages])
         try:
             safe, placeholders = chat_format.hide(prepared)
             text = chat_format.render(safe)
@@ -184,8 +153,10 @@ class TemplateConversations(ConversationFormat):
     def encode_following(
         self, messages: Messages, tools: Schemas, *, turn_has_end: bool, truncated: bool
     ) -> list[int] | None:
-        """See `ConversationFormat.encode_following`."""
-        observed = [{n: v for n, v in each.items() if n != "tool_call_id"} for each in messages]
+        observed = [
+            {name: value for name, value in message.items() if name != "tool_call_id"}
+            for message in messages
+        ]
         try:
             return self._format(tools).encode(observed, turn_has_end)
         except ValueError:
@@ -195,13 +166,7 @@ class TemplateConversations(ConversationFormat):
 def build_conversation_format(
     turn_format: TurnFormat, call_format: CallFormat, closing: int
 ) -> ConversationFormat:
-    """Build the conversation format of a turn format.
-
-    Args:
-        turn_format: of the run.
-        call_format: how the policy writes tool calls.
-        closing: token that ends a cut reply in plain texts.
-    """
+    """Build the conversation format of a turn format; see `InlineConversations` for `closing`."""
     if isinstance(turn_format, TemplateFormat):
         return TemplateConversations(turn_format, call_format)
     assert isinstance(turn_format, InlineFormat)
@@ -223,37 +188,20 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_tool_names(messages: Messages) -> Messages:
-    """Give results of tools the name of the tool, which the API leaves to the id of the call.
-
-    Example:
-        >>> call = {"id": "1", "function": {"name": "add", "arguments": "{}"}}
-        >>> asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-        >>> result = {"role": "tool", "content": "3", "tool_call_id": "1"}
-        >>> with_tool_names([asked, result])[1]["name"]
-        'add'
-    """
+    """Give results of tools the name of the tool, which the API leaves to the id of the call."""
     names: dict[str, str] = {}
-    named = []
+    with_names = []
     for message in messages:
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
-        known = names.get(message.get("tool_call_id", ""))
-        named.append(message if known is None else message | {"name": known})
-    return named
+        name = names.get(message.get("tool_call_id", ""))
+        with_names.append(message if name is None else message | {"name": name})
+    return with_names
 
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """A reply of the policy as a message of the API.
-
-    Args:
-        message: role, content and tool calls.
-        calls: names of the called tools.
-
-    Example:
-        >>> ParsedReply({"role": "assistant", "content": "42"}).calls
-        []
-    """
+    """A reply of the policy as a message of the API, and the names of the tools that it calls."""
 
     message: dict[str, Any]
     calls: list[str] = field(default_factory=list)
@@ -271,15 +219,14 @@ def parse_reply(text: str, tools: Schemas, call_format: CallFormat, name: str) -
     plain = ParsedReply({"role": "assistant", "content": text})
     if not tools:
         return plain
-    known = {
-        each["function"]["name"]: Tool(each["function"]["name"], print, each) for each in tools
-    }
-    found = call_format.parse_turn(text, known)
-    if not found or any(call.wrong for call in found):
+    functions = {schema["function"]["name"]: schema for schema in tools}
+    tool_of = {tool: Tool(tool, print, schema) for tool, schema in functions.items()}
+    parsed = call_format.parse_turn(text, tool_of)
+    if not parsed or any(call.wrong for call in parsed):
         return plain
     calls = []
-    for number, call in enumerate(found):
-        arguments = _name_arguments(call, known)
+    for number, call in enumerate(parsed):
+        arguments = _name_arguments(call, tool_of)
         if arguments is None:
             return plain
         digest = hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:ID_CHARS]
@@ -287,7 +234,7 @@ def parse_reply(text: str, tools: Schemas, call_format: CallFormat, name: str) -
         calls.append({"id": digest, "type": "function", "function": function})
     before = call_format.text_before_calls(text)
     message = {"role": "assistant", "content": before or None, "tool_calls": calls}
-    return ParsedReply(message, [call.name for call in found])
+    return ParsedReply(message, [call.name for call in parsed])
 
 
 def _name_arguments(call: ToolCall, tools: Mapping[str, Tool]) -> dict[str, Any] | None:
@@ -297,5 +244,7 @@ def _name_arguments(call: ToolCall, tools: Mapping[str, Tool]) -> dict[str, Any]
     names: Sequence[str] = list(tools[call.name].parameters) if call.name in tools else ()
     if len(call.positional) > len(names):
         return None
-    given = dict(zip(names, call.positional, strict=False))
-    return None if given.keys() & call.arguments.keys() else given | dict(call.arguments)
+    by_position = dict(zip(names, call.positional, strict=False))
+    if by_position.keys() & call.arguments.keys():
+        return None
+    return by_position | dict(call.arguments)

@@ -50,48 +50,29 @@ MAX_STOP_SETS = 64  # stop strings of requests that are kept
 
 @dataclass(eq=False)
 class AgentRow:
-    """State of the agent of one row.
+    """State of the agent of one row."""
 
-    Args:
-        start: row, seed and key.
-        tree: its answered calls.
-        num_calls: replies that were asked for, answered or not.
-        contexts: {context: how many replies to it were asked for}.
-        limit: reason why a call was rejected: a limit of the episode; "" if none was.
-        pending: number of calls that wait.
-        result: what the agent returned.
-        failed: why it failed.
-        over: it has ended.
-        seconds: time in which it did not wait for a reply.
-    """
-
-    start: EpisodeStart
-    tree: CallTree = field(default_factory=CallTree)
-    num_calls: int = 0
+    start: EpisodeStart  # row, seed and key
+    tree: CallTree = field(default_factory=CallTree)  # answered calls
+    num_calls: int = 0  # replies that were asked for, answered or not
+    # {context: how many replies to it were asked for}
     contexts: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    limit: str = ""
-    pending: int = 0
+    limit: str = ""  # why a call was rejected: a limit of the episode; "" if none was
+    pending: int = 0  # number of calls that wait
     result: AgentResult = field(default_factory=AgentResult)
-    failed: str = ""
-    over: bool = False
-    seconds: float = 0.0
+    failed: str = ""  # why the agent failed
+    over: bool = False  # it has ended
+    seconds: float = 0.0  # in which it did not wait for a reply
 
 
 @dataclass(eq=False)
 class AdmittedCall:
-    """A request whose replies are to be sampled.
-
-    Args:
-        pending: the request.
-        row: its row.
-        calls: one for each reply.
-        uniforms: [n, limit] random numbers of each reply.
-    """
+    """A request whose replies are to be sampled."""
 
     pending: PendingCall
     row: AgentRow
-    calls: list[AgentCall]
-    uniforms: list[torch.Tensor]
+    calls: list[AgentCall]  # one for each reply
+    uniforms: list[torch.Tensor]  # random numbers [limit] of each reply
 
 
 CallAndNumbers = tuple[AgentCall, torch.Tensor]
@@ -103,19 +84,7 @@ def split_by_width(
     """Yield calls in requests of which every row has positions for the widest reply.
 
     Engines decode rows of a request side by side, also after a row has ended. A model with an
-    embedding per position would fail beyond the last one.
-
-    Args:
-        calls: calls, and the random numbers of their replies.
-        positions: number of positions of the model; infinite for most models.
-
-    Example:
-        >>> far = AgentCall([0] * 9, [], None, limit=1), torch.zeros(1)
-        >>> near = AgentCall([0], [], None, limit=4), torch.zeros(4)
-        >>> [len(each) for each in split_by_width([far, near], 10)]
-        [1, 1]
-        >>> [len(each) for each in split_by_width([far, near], math.inf)]
-        [2]
+    embedding per position would fail beyond the last one; most models have infinitely many.
     """
     waiting = list(calls)
     while waiting:
@@ -137,7 +106,6 @@ class AgentEpisodes(EpisodeRunner):
         agent: runs on each row.
         turn_format: encodes messages between two replies.
         settings: limits.
-        max_prompt_tokens: maximal tokens of the messages that begin a segment.
     """
 
     agent: Agent
@@ -150,7 +118,7 @@ class AgentEpisodes(EpisodeRunner):
     _stops: dict[tuple[str, ...], StopStrings] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Build the pool; processes and server start with the first rollout."""
+        # Processes and server start with the first rollout.
         settings = self.settings
         self.pool = AgentPool(
             self.agent, timeout_s=settings.timeout_s, num_workers=settings.num_workers
@@ -160,12 +128,6 @@ class AgentEpisodes(EpisodeRunner):
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
     ) -> Rollout:
-        """See `EpisodeRunner.play`.
-
-        Raises:
-            ValueError: the agent cannot be sent to a process, or loaded there.
-            EnvironmentFailure: more than half of the agents failed.
-        """
         return AgentRollout(self, engine, requests, rollout_key).play()
 
     @property
@@ -176,7 +138,6 @@ class AgentEpisodes(EpisodeRunner):
         return self._proxy
 
     def close(self) -> None:
-        """See `EpisodeRunner.close`."""
         self.pool.close()
         if self._proxy is not None:
             self._proxy.close()
@@ -191,12 +152,15 @@ class AgentEpisodes(EpisodeRunner):
 
     def warn_of_ignored(self, request: ChatRequest, sampling: Any) -> None:
         """Warn once of each sampling parameter that agents give and that has no effect."""
-        same = {name: getattr(sampling, name, None) for name in SAMPLING_PARAMETERS}
-        given = {name: v for name, v in request.ignored.items() if v != same[name]}
-        new = [name for name in given if name not in self._warned]
-        self._warned.update(new)
-        if new:
-            listed = ", ".join(f"{name}: {json.dumps(given[name]):.40}" for name in new)
+        options = {name: getattr(sampling, name, None) for name in SAMPLING_PARAMETERS}
+        ignored = {
+            name: value
+            for name, value in request.ignored.items()
+            if value != options[name] and name not in self._warned
+        }
+        self._warned.update(ignored)
+        if ignored:
+            listed = ", ".join(f"{name}: {json.dumps(ignored[name]):.40}" for name in ignored)
             log.warning(
                 "the agent asks for %s, which is ignored: replies are sampled with model.sampling, "
                 "the distribution that is trained",
@@ -214,26 +178,13 @@ class AgentEpisodes(EpisodeRunner):
 
 
 def agent_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row that an agent gets: its `prompt` is not rendered by the chat template.
-
-    Example:
-        >>> messages = [{"role": "user", "content": "6*7?"}]
-        >>> agent_row({"prompt": "<user>6*7?<model>", "conversation": messages})["prompt"]
-        '6*7?'
-    """
+    """Return the row that an agent gets: its `prompt` is not rendered by the chat template."""
     messages = row.get("conversation")
     return row | {"prompt": messages[-1]["content"]} if messages else row
 
 
 class AgentRollout:
-    """One rollout of agents.
-
-    Args:
-        episodes: agent, formats and limits.
-        engine: samples the replies.
-        requests: of the rollout.
-        rollout_key: seeds agents and replies.
-    """
+    """One rollout of agents; arguments as of `EpisodeRunner.play`."""
 
     def __init__(
         self,
@@ -251,7 +202,7 @@ class AgentRollout:
         self.format = build_conversation_format(episodes.turn_format, self.agent.calls, closing)
         context = find_context_length(self.policy.bare_model)
         self.positions = context.positions if context is not None and context.hard else math.inf
-        self.rows = [AgentRow(each) for each in episodes.starts(requests, rollout_key)]
+        self.rows = [AgentRow(start) for start in episodes.starts(requests, rollout_key)]
         self.admitted: list[AdmittedCall] = []
 
     def play(self) -> Rollout:
@@ -261,21 +212,23 @@ class AgentRollout:
         requests = []
         for number, row in enumerate(self.rows):
             key = self.proxy.open(number)
-            given = agent_row(row.start.row)
-            requests.append(AgentRequest(given, row.start.seed, self.proxy.base_url, key))
+            columns = agent_row(row.start.row)
+            requests.append(AgentRequest(columns, row.start.seed, self.proxy.base_url, key))
         self.pool.start(requests)
-        started = time.perf_counter()
-        while self._collect():
-            self.episodes.waited += time.perf_counter() - started
+        while self._wait_for_calls():
             self._answer()
-            started = time.perf_counter()
-        self.episodes.waited += time.perf_counter() - started
-        return self._rollout()
+        for number, row in enumerate(self.rows):
+            row.seconds = self.pool.seconds[number]
+        return build_rollout(self.requests, self.rows)
 
     # --- calls ---
 
-    def _collect(self) -> bool:
+    def _wait_for_calls(self) -> bool:
         """Wait until calls are to be answered; return False if all agents have ended."""
+        with self.episodes.waiting():
+            return self._collect()
+
+    def _collect(self) -> bool:
         last_arrival = time.monotonic()
         while True:
             for pending in self._take(POLL_S):
@@ -334,8 +287,8 @@ class AgentRollout:
         context = self._continue(request, parent, added)
         if context is None:
             parent, added = None, request.messages
-            named = with_tool_names(request.messages)
-            context = self.format.encode_opening(named, request.tools, row.tree.written)
+            messages = with_tool_names(request.messages)
+            context = self.format.encode_opening(messages, request.tools, row.tree.written)
         if parent is None and len(context) > self.agent.max_prompt_tokens:
             row.limit = (
                 f"the messages have {len(context)} tokens, more than max_prompt_tokens "
@@ -370,9 +323,9 @@ class AgentRollout:
         if parent is None:
             return None
         # Names of tools are in the calls of the whole conversation.
-        named = with_tool_names(request.messages)[len(request.messages) - len(added) :]
+        new_messages = with_tool_names(request.messages)[len(request.messages) - len(added) :]
         following = self.format.encode_following(
-            named, request.tools, turn_has_end=parent.has_end, truncated=parent.truncated
+            new_messages, request.tools, turn_has_end=parent.has_end, truncated=parent.truncated
         )
         return None if following is None else parent.all_ids + following
 
@@ -380,24 +333,24 @@ class AgentRollout:
         """Sample the replies of all admitted calls."""
         admitted, self.admitted = self.admitted, []
         # Neither the rows of the engine nor the recorded order depend on the order of arrival.
-        admitted.sort(key=lambda each: (each.row.start.key, each.calls[0].context))
-        admitted = [each for each in admitted if not each.row.over]
-        drawn = [
+        admitted.sort(key=lambda request: (request.row.start.key, request.calls[0].context))
+        admitted = [request for request in admitted if not request.row.over]
+        calls = [
             (call, numbers)
-            for each in admitted
-            for call, numbers in zip(each.calls, each.uniforms, strict=True)
+            for request in admitted
+            for call, numbers in zip(request.calls, request.uniforms, strict=True)
         ]
-        for fitting in split_by_width(drawn, self.positions):
-            self._sample(fitting)
-        for each in admitted:
-            self._reply(each)
+        for calls_at_once in split_by_width(calls, self.positions):
+            self._sample(calls_at_once)
+        for request in admitted:
+            self._reply(request)
 
     def _sample(self, drawn: list[CallAndNumbers]) -> None:
         """Sample replies in one request of the engine; equal contexts share their cache."""
         drawn = sorted(drawn, key=lambda pair: pair[0].context)
         counts = Counter(tuple(call.context) for call, _ in drawn)
         size = min(counts.values())
-        group = size if all(each == size for each in counts.values()) else 1
+        group = size if all(count == size for count in counts.values()) else 1
         contexts = [call.context for call, _ in drawn[::group]]
         limits = [call.limit for call, _ in drawn]
         uniforms = torch.zeros(len(drawn), max(limits), dtype=torch.float64)
@@ -457,12 +410,12 @@ class AgentRollout:
         call.text = str(tokenizer.decode(call.ids[: len(call.ids) - ends]))
         if stops is not None:
             call.text = stops.cut(call.text, include=True)
-        shown = call.text
+        text = call.text
         if request.stop:
-            shown = self.episodes.stop_strings(request.stop, self.requests).cut(shown, False)
+            text = self.episodes.stop_strings(request.stop, self.requests).cut(text, False)
         name = f"{call.all_ids} {row.contexts[tuple(call.context)]}"
         tools = request.tools if request.parse_tools else []
-        parsed = parse_reply(shown, tools, self.agent.calls, name)
+        parsed = parse_reply(text, tools, self.agent.calls, name)
         reason = "length" if call.truncated else "tool_calls" if parsed.calls else "stop"
         call.tools = parsed.calls
         call.message = parsed.message | {"content": parsed.message["content"] or ""}
@@ -483,11 +436,3 @@ class AgentRollout:
             return
         row.failed = result.reason
         self.episodes.failures.count({number: result})
-
-    # --- the rollout ---
-
-    def _rollout(self) -> Rollout:
-        """Build the rollout of all rows."""
-        for number, row in enumerate(self.rows):
-            row.seconds = self.pool.seconds[number]
-        return build_rollout(self.requests, self.rows)

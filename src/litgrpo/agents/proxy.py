@@ -45,18 +45,11 @@ OVER = ApiError(410, "the episode of this API key is over", "episode_over")
 
 @dataclass(eq=False)
 class PendingCall:
-    """Request of an agent that waits for its reply.
+    """Request of an agent that waits for its reply."""
 
-    Args:
-        row: row of the rollout.
-        request: the request.
-        reply: set by the thread of the rollout.
-        arrived: `time.monotonic` of its arrival.
-    """
-
-    row: int
+    row: int  # of the rollout
     request: ChatRequest
-    reply: Future[ChatReply] = field(default_factory=Future)
+    reply: Future[ChatReply] = field(default_factory=Future)  # set by the thread of the rollout
     arrived: float = field(default_factory=time.monotonic)
 
     def answer(self, reply: ChatReply | ApiError) -> None:
@@ -70,14 +63,7 @@ class PendingCall:
 class AgentProxy:
     """Answers `/v1/chat/completions` and `/v1/models` on 127.0.0.1.
 
-    Every row of a rollout has its own API key.
-
-    Example::
-
-        proxy = AgentProxy()
-        key = proxy.open(row=0)  # for a client with this key and `base_url=proxy.base_url`
-        for call in proxy.take(timeout_s=1.0):
-            call.answer(ChatReply(call.request, choices, prompt_tokens=12))
+    Every row of a rollout has its own API key: `open` returns it, `take` the calls of all rows.
     """
 
     def __init__(self) -> None:
@@ -106,7 +92,7 @@ class AgentProxy:
     def end(self, row: int) -> None:
         """Reject the row's later calls, and those that wait for a reply."""
         with self.lock:
-            keys = [key for key, its in self.rows.items() if its == row]
+            keys = [key for key, key_row in self.rows.items() if key_row == row]
             self.ended.update(keys)
             for key in keys:
                 del self.rows[key]
@@ -126,17 +112,13 @@ class AgentProxy:
                 self.calls.get_nowait()
 
     def take(self, timeout_s: float) -> list[PendingCall]:
-        """Return the calls that arrived since the last time, of rows that are not over.
-
-        Args:
-            timeout_s: longest time to wait for the first one.
-        """
-        found: list[PendingCall] = []
+        """Return the new calls of rows that are not over; wait up to `timeout_s` for the first."""
+        calls: list[PendingCall] = []
         with suppress(queue.Empty):
-            found.append(self.calls.get(timeout=timeout_s))
+            calls.append(self.calls.get(timeout=timeout_s))
             while True:
-                found.append(self.calls.get_nowait())
-        return [call for call in found if not call.reply.done()]
+                calls.append(self.calls.get_nowait())
+        return [call for call in calls if not call.reply.done()]
 
     def submit(self, key: str, request: ChatRequest) -> PendingCall:
         """Queue a request.
@@ -191,24 +173,23 @@ class _Server(ThreadingMixIn, TCPServer):
         super().__init__((HOST, 0), _Handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection."""
         try:
             return super().get_request()
         except OSError:  # no descriptor is left; the connection stays ready, so the loop would spin
-            self._close_strangers(most=len(self.strangers) // 2)
+            self._close_strangers(limit=len(self.strangers) // 2)
             time.sleep(CLOSE_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection; the oldest without a key is closed if there are too many."""
+        # The oldest connection without a key is closed if there are too many.
         with self.lock:
             self.strangers[request] = time.monotonic() + KEY_S
-        self._close_strangers(most=self.max_strangers)
+        self._close_strangers(limit=self.max_strangers)
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Close connections that sent no key in time; called at each look for `close`."""
-        self._close_strangers(most=self.max_strangers)
+        # Called at each look for `close`: connections that sent no key in time are closed.
+        self._close_strangers(limit=self.max_strangers)
 
     def trust(self, request: socket.socket) -> None:
         """Remember that a connection has sent a valid key."""
@@ -216,32 +197,27 @@ class _Server(ThreadingMixIn, TCPServer):
             self.strangers.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         self.trust(request)
         super().shutdown_request(request)
 
-    def _close_strangers(self, most: int) -> None:
+    def _close_strangers(self, limit: int) -> None:
         """Close connections without a key, the oldest first, whose time is up or above a number."""
         now = time.monotonic()
         with self.lock:
-            late = [each for each, end in self.strangers.items() if end < now]
-            old = [*self.strangers][: max(0, len(self.strangers) - most)]
+            late = [connection for connection, end in self.strangers.items() if end < now]
+            old = [*self.strangers][: max(0, len(self.strangers) - limit)]
             for connection in {*late, *old}:
                 del self.strangers[connection]
                 with suppress(OSError):  # closed by the other side
                     connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log instead of printing a traceback: an agent was killed, or closed its connection."""
+        # An agent was killed, or closed its connection: no traceback on the screen.
         log.debug("a connection of an agent failed", exc_info=True)
 
 
 class _HeadReader:
-    """Reads a connection, with a limit on the bytes of request line and headers.
-
-    Args:
-        stream: the connection.
-    """
+    """Reads a connection, with a limit on the bytes of request line and headers."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.left = stream, MAX_HEAD
@@ -277,12 +253,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_S
 
     def setup(self) -> None:
-        """Read through a limit."""
         super().setup()
         self.rfile: Any = _HeadReader(self.rfile)
 
     def handle_one_request(self) -> None:
-        """Begin to count the bytes of a head."""
         self.rfile.left = MAX_HEAD
         super().handle_one_request()
 
@@ -295,7 +269,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._handle(self._post)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log at level debug instead of printing."""
         log.debug(format, *args)
 
     def _handle(self, answer: Any) -> None:

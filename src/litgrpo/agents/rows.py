@@ -34,10 +34,8 @@ Span = tuple[int, int]
 class RowTokens:
     """Tokens of a row: its segments one after another, without the prompt of the group.
 
-    Args:
-        numbers: {call: its number in the order of the calls}.
-        ids, logprobs, turns, segments, versions, candidates: of each token, see `Rollout`.
-        spans: columns that a call reads and generates; it reads none that the prompt has.
+    `numbers` are those of the calls in their order, and `spans` the columns that a call reads and
+    generates; it reads none that the prompt has. The other fields are of each token, see `Rollout`.
     """
 
     numbers: dict[AgentCall, int]
@@ -51,9 +49,9 @@ class RowTokens:
 
     def add_chain(self, chain: Sequence[AgentCall], segment: int) -> None:
         """Append a chain of calls; segment 0 is without the context of its first call."""
-        known = len(chain[0].context) if segment == 0 else 0
+        num_read = len(chain[0].context) if segment == 0 else 0
         for call in chain:
-            read = call.context[known:]
+            read = call.context[num_read:]
             none = [0.0] * len(read)
             before = self._add(read, none, [[] for _ in read], turn=-1, segment=segment)
             self.versions += [-1] * len(read)
@@ -66,7 +64,7 @@ class RowTokens:
             )
             self.versions += call.versions or [-1] * len(call.ids)
             self.spans[call] = before, sampled
-            known = len(call.context) + len(call.ids)
+            num_read = len(call.context) + len(call.ids)
 
     def _add(
         self,
@@ -106,22 +104,19 @@ def build_rollout(requests: RolloutRequest, rows: Sequence[PlayedRow]) -> Rollou
     The prompt of a group is the context of the first call of its agents, that of most of them if
     they differ. A chain of calls that begins with it is segment 0 of its row; every other chain is
     a further segment with its own prompt.
-
-    Args:
-        requests: of the rollout.
-        rows: N rows.
     """
     size = requests.group_size
     chains = [_main_first(row.tree.chains()) for row in rows]
     groups = [chains[first : first + size] for first in range(0, len(rows), size)]
     openings = [_common_opening(group) for group in groups]
     built = []
-    for number, its in enumerate(chains):
-        row = RowTokens({call: n for n, call in enumerate(rows[number].tree.calls)})
-        shared = bool(its) and its[0][0].context == openings[number // size]
-        for segment, chain in enumerate(its, start=0 if shared else 1):
-            row.add_chain(chain, segment)
-        built.append(row)
+    for number, row in enumerate(rows):
+        tokens = RowTokens({call: n for n, call in enumerate(row.tree.calls)})
+        row_chains = chains[number]
+        is_shared = bool(row_chains) and row_chains[0][0].context == openings[number // size]
+        for segment, chain in enumerate(row_chains, start=0 if is_shared else 1):
+            tokens.add_chain(chain, segment)
+        built.append(tokens)
     device, pad_id = requests.prompts.prompt_ids.device, requests.policy.pad_id
     ids = pad_rows([row.ids for row in built], pad_id, torch.long, device)
     lengths = torch.tensor([len(row.ids) for row in built], device=device)
@@ -218,5 +213,5 @@ def _texts(requests: RolloutRequest, rows: Sequence[PlayedRow]) -> list[str]:
     texts = requests.policy.completion_texts(last, sampling.stop_token_ids)
     if stops is not None:
         texts = [stops.cut(text, sampling.include_stop_str_in_output) for text in texts]
-    given = [row.result.completion for row in rows]
-    return [text if own is None else own for text, own in zip(texts, given, strict=True)]
+    answers = [row.result.completion for row in rows]
+    return [text if answer is None else answer for text, answer in zip(texts, answers, strict=True)]
