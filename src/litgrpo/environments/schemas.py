@@ -117,8 +117,8 @@ def validator_for(schema: str) -> Any:
     except ValueError:
         raise
     except jsonschema.SchemaError as error:
-        place = ".".join(map(str, error.absolute_path))
-        raise ValueError(f"it is malformed: {place}: {error.message:.100}") from error
+        path = ".".join(map(str, error.absolute_path))
+        raise ValueError(f"it is malformed: {path}: {error.message:.100}") from error
     except Exception as error:  # of jsonschema: any, such as RecursionError
         raise ValueError(f"it is malformed: {summarize_error(error)}") from error
 
@@ -169,12 +169,12 @@ class _Copy:
     ) -> tuple[Any, bool]:
         """Copy the value of a keyword: a schema, several, or {name: schema}."""
         if isinstance(part, list):
-            listed = [self.make(one, references, depth + 1) for one in part]
-            return [one for one, _ in listed], all(same for _, same in listed)
+            copies = [self.make(one, references, depth + 1) for one in part]
+            return [one for one, _ in copies], all(same for _, same in copies)
         if name in ("properties", "dependentSchemas"):
-            named = {key: self.make(one, references, depth + 1) for key, one in part.items()}
-            return {key: one for key, (one, _) in named.items()}, all(
-                same for _, same in named.values()
+            by_key = {key: self.make(one, references, depth + 1) for key, one in part.items()}
+            return {key: one for key, (one, _) in by_key.items()}, all(
+                same for _, same in by_key.values()
             )
         return self.make(part, references, depth + 1)
 
@@ -183,14 +183,14 @@ class _Copy:
         require(reference not in references, f"{reference!r:.60} refers to itself")
         inside = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
         require(inside, f"$ref ({reference!r:.60}) must point into it, such as #/$defs/name")
-        found: Any = self.document
+        target: Any = self.document
         for step in reference.split("/")[1:]:
             key = unquote(step).replace("~1", "/").replace("~0", "~")
             try:
-                found = found[int(key) if isinstance(found, list) else key]
+                target = target[int(key) if isinstance(target, list) else key]
             except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"$ref ({reference!r:.60}) points to nothing") from error
-        return self.make(found, (*references, reference), depth + 1)
+        return self.make(target, (*references, reference), depth + 1)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
     name = name_of(function)
     parameters = inspect.signature(function).parameters.values()
-    odd = [str(each) for each in parameters if each.kind not in NAMED]
+    odd = [str(parameter) for parameter in parameters if parameter.kind not in NAMED]
     require(
         not odd,
         f"tool '{name}' has an argument without a name ({''.join(odd[:1])}); {SIGNATURE_HELP}.",
@@ -49,10 +49,10 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     return schema
 
 
-def name_of(given: Any) -> str:
+def name_of(value: Any) -> str:
     """Return the name of a class, function or method, or of the class of another object."""
-    routine = isinstance(given, type) or inspect.isroutine(given)
-    return str(given.__name__ if routine else type(given).__name__)
+    routine = isinstance(value, type) or inspect.isroutine(value)
+    return str(value.__name__ if routine else type(value).__name__)
 
 
 log = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Tool:
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
         """{parameter: schema}, in order."""
-        found: dict[str, dict[str, Any]] = self.schema["function"]["parameters"]["properties"]
-        return found
+        properties: dict[str, dict[str, Any]] = self.schema["function"]["parameters"]["properties"]
+        return properties
 
     @property
     def required(self) -> list[str]:
@@ -103,37 +103,37 @@ class Tool:
     @property
     def line(self) -> str:
         """Name, typed parameters and description in one line."""
-        typed = ", ".join(f"{name}: {_type_of(each)}" for name, each in self.parameters.items())
+        typed = ", ".join(f"{name}: {_type_of(schema)}" for name, schema in self.parameters.items())
         return f"{self.name}({typed}): {self.schema['function']['description']}"
 
-    def arguments(self, named: Mapping[str, Any], positional: Sequence[Any]) -> dict[str, Any]:
+    def arguments(self, keywords: Mapping[str, Any], positional: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments of a call by name; the text of the error is for the policy."""
-        takes = list(self.parameters)
-        takes_what = f"it takes {', '.join(takes) or 'no arguments'}"
-        too_many = len(positional) > len(takes)
+        parameters = list(self.parameters)
+        takes_what = f"it takes {', '.join(parameters) or 'no arguments'}"
+        too_many = len(positional) > len(parameters)
         require(not too_many, f"{self.name} has too many arguments; {takes_what}")
-        given = dict(zip(takes, positional, strict=False))
-        twice = [name for name in given if name in named]
+        arguments = dict(zip(parameters, positional, strict=False))
+        twice = [name for name in arguments if name in keywords]
         require(not twice, f"{self.name}: '{''.join(twice[:1])}' is given twice")
-        given |= named
+        arguments |= keywords
         closed = not self.schema["function"]["parameters"].get("additionalProperties")
-        unknown = [name for name in given if closed and name not in takes]
+        unknown = [name for name in arguments if closed and name not in parameters]
         if unknown:
             name = quote_name(unknown[0], otherwise="of that name")
             raise ValueError(f"{self.name} has no argument {name}; {takes_what}")
-        missing = [name for name in self.required if name not in given]
+        missing = [name for name in self.required if name not in arguments]
         require(not missing, f"{self.name} needs {', '.join(missing)}")
-        wrong = explain_mismatch(self.schema["function"]["parameters"], given)
+        wrong = explain_mismatch(self.schema["function"]["parameters"], arguments)
         require(not wrong, f"{self.name}: {wrong}")
-        return given
+        return arguments
 
 
-def make_tool(given: str | Callable[..., Any]) -> Tool:
+def make_tool(source: str | Callable[..., Any]) -> Tool:
     """Build a tool from a function or its import path."""
-    function = import_object("tool", given)
+    function = import_object("tool", source)
     require(
         callable(function) and not inspect.isclass(function),
-        f"tool must be a function, got {given!r}; pass a class of tools as factory.",
+        f"tool must be a function, got {source!r}; pass a class of tools as factory.",
     )
     if function is run_python:
         require_sandbox()  # at start-up instead of at the first call
@@ -186,9 +186,11 @@ def describe_error(name: str, error: BaseException) -> str:
     # ValueError, RuntimeError and user-defined exceptions carry their author's message. Messages of
     # Python itself differ between versions, and would make rollouts depend on the installation.
     # Only the first line is used, without addresses and paths.
-    own = isinstance(error, ValueError | RuntimeError) or type(error).__module__ != "builtins"
+    is_authored = (
+        isinstance(error, ValueError | RuntimeError) or type(error).__module__ != "builtins"
+    )
     words = VOLATILE.sub("...", str(error).strip().partition("\n")[0][:MOST_ERROR_CHARS])
-    return words if own and words else f"{name} failed ({type(error).__name__})"
+    return words if is_authored and words else f"{name} failed ({type(error).__name__})"
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
@@ -218,8 +220,8 @@ def _log_once(tool: Tool, error: BaseException) -> None:
         return
     _logged.add(kind)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{frame.filename}, line {frame.lineno}"
-    log.warning("the tool %s raised %s: %s (%s)", *kind, error, place)
+    location = f"{frame.filename}, line {frame.lineno}"
+    log.warning("the tool %s raised %s: %s (%s)", *kind, error, location)
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:

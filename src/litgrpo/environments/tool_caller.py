@@ -58,10 +58,10 @@ class ToolCaller(ABC):
         calls = self._format.parse_turn(action, self._tools)
         allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
         results = self._execute(calls[:allowed]) + self._reject_excess(calls[allowed:], allowed)
-        results = [replace(each, text=self._observation_text(each)) for each in results]
+        results = [replace(result, text=self._observation_text(result)) for result in results]
         self._num_calls += len(calls[:allowed])
-        called = Counter(each.tool for each in results)
-        failed = Counter(each.tool for each in results if each.failed)
+        called = Counter(result.tool for result in results)
+        failed = Counter(result.tool for result in results if result.failed)
         return StepResult(
             observation=self._format.format_results(results) if results else "",
             reward=self._reward(len(calls)),

@@ -60,7 +60,7 @@ class CallFormat(ABC):
 
     def format_results(self, results: Sequence[ToolResult]) -> str | list[Message]:
         """Return the observation: one message with the role `tool` per result."""
-        return [{"role": "tool", "name": each.tool, "content": each.text} for each in results]
+        return [{"role": "tool", "name": result.tool, "content": result.text} for result in results]
 
 
 @check_field_types
@@ -121,13 +121,13 @@ class TagFormat(CallFormat):
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
         only = self._short(tools)
-        known = re.compile(rf"\s*({'|'.join(map(re.escape, tools))})\s*\(")
+        has_name = re.compile(rf"\s*({'|'.join(map(re.escape, tools))})\s*\(")
         how = f"write <{self.call_tag}>name(arguments)</{self.call_tag}>"
 
-        def parse_one(each: str) -> ToolCall:
-            if only and not known.match(each):
-                return ToolCall(only, positional=(each,))
-            return _one_expression(each, how)
+        def parse_one(call: str) -> ToolCall:
+            if only and not has_name.match(call):
+                return ToolCall(only, positional=(call,))
+            return _one_expression(call, how)
 
         return _parse_tagged(text, self.call_tag, parse_one)
 
@@ -141,7 +141,9 @@ class TagFormat(CallFormat):
 
     def format_results(self, results: Sequence[ToolResult]) -> str:
         """Return the observation: the results in tags, as one text."""
-        return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in results)
+        return "".join(
+            f"<{self.result_tag}>{result.text}</{self.result_tag}>" for result in results
+        )
 
     def _short(self, tools: Mapping[str, Tool]) -> str:
         """Return the name of the only tool, if a bare text can call it; else ""."""
@@ -168,7 +170,7 @@ class PythonFormat(CallFormat):
     """
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-        return [call for each in self._texts(text) for call in _expressions(each)]
+        return [call for calls in self._texts(text) for call in _expressions(calls)]
 
     def example(self, tool: Tool) -> str:
         return f"[{tool.name}({', '.join(f'{name}=...' for name in tool.parameters)})]"
@@ -257,8 +259,8 @@ def _from_json(text: str) -> ToolCall:
 
 def _one_expression(text: str, how: str) -> ToolCall:
     """Parse exactly one call; on failure the message is `how` to write it."""
-    found = _expressions(f"[{text.strip()}]", how)
-    return found[0] if len(found) == 1 else ToolCall(wrong=how)
+    calls = _expressions(f"[{text.strip()}]", how)
+    return calls[0] if len(calls) == 1 else ToolCall(wrong=how)
 
 
 def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> list[ToolCall]:
@@ -278,13 +280,13 @@ def _calls_of(body: ast.expr) -> Iterator[ToolCall]:
     """Yield calls with literal arguments; ValueError for any other element."""
     require(isinstance(body, ast.List), "not a list")
     assert isinstance(body, ast.List)
-    for each in body.elts:
-        require(isinstance(each, ast.Call), "not a call")
-        assert isinstance(each, ast.Call)
-        name = ast.unparse(each.func)
+    for call in body.elts:
+        require(isinstance(call, ast.Call), "not a call")
+        assert isinstance(call, ast.Call)
+        name = ast.unparse(call.func)
         require(re.fullmatch(NAME, name) is not None, "not a name")
-        named = [(keyword.arg or "**", _plain(keyword.value)) for keyword in each.keywords]
-        yield ToolCall(name, unique_keys(named), tuple(map(_plain, each.args)))
+        keywords = [(keyword.arg or "**", _plain(keyword.value)) for keyword in call.keywords]
+        yield ToolCall(name, unique_keys(keywords), tuple(map(_plain, call.args)))
 
 
 def _plain(node: ast.expr) -> Any:

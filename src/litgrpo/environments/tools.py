@@ -40,8 +40,10 @@ class EpisodeTools:
 
     def bind(self, instance: object) -> dict[str, Tool]:
         """Return the tools with methods bound to the instance."""
-        own = {name: getattr(instance, name) for name in self.methods}
-        return self.tools | {name: replace(self.tools[name], function=own[name]) for name in own}
+        functions = {name: getattr(instance, name) for name in self.methods}
+        return self.tools | {
+            name: replace(self.tools[name], function=functions[name]) for name in functions
+        }
 
 
 @check_field_types
@@ -94,12 +96,12 @@ class Tools(ToolCaller):
         require(not (alone and self.kwargs), "kwargs are arguments of factory, which is not given.")
         self._mcp = McpTools(self.mcp_servers)
         self._kinds = self._describe_tools()
-        every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
+        tools = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
         require(
-            bool(every),
+            bool(tools),
             "Tools has no tools; give functions: [my_tools.f], factory: my.Class, or mcp_servers.",
         )
-        self.tools = without_repeats(tool.schema for tool in every)
+        self.tools = without_repeats(tool.schema for tool in tools)
         self._instance: Any = None
         self._clear()
 
@@ -112,8 +114,8 @@ class Tools(ToolCaller):
         """
         self.close()
         name = row.get(COLUMN) if self._is_several else ""
-        known = ", ".join(self._kinds)
-        require(name in self._kinds, f"{COLUMN} of a row is {name!r}; factory has: {known}.")
+        names = ", ".join(self._kinds)
+        require(name in self._kinds, f"{COLUMN} of a row is {name!r}; factory has: {names}.")
         self._kind = self._kinds[str(name)]
         self._instance = self._kind.factory() if self._kind.factory else None
         self._tools |= self._kind.bind(self._instance) | self._mcp.begin(row, seed)
@@ -149,13 +151,13 @@ class Tools(ToolCaller):
         if self.factory is None:
             return {"": EpisodeTools(None, functions)}
         makes = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
-        return {str(name): self._of_class(given, functions) for name, given in makes.items()}
+        return {str(name): self._of_class(factory, functions) for name, factory in makes.items()}
 
-    def _of_class(self, given: Function, functions: dict[str, Tool]) -> EpisodeTools:
+    def _of_class(self, source: Function, functions: dict[str, Tool]) -> EpisodeTools:
         """Return the tools of a class; one instance is created and closed to inspect it."""
-        factory = import_object("factory", given)
-        require(callable(factory), f"factory is {given!r}; it must be a class, or make instances.")
-        named = name_of(factory)
+        factory = import_object("factory", source)
+        require(callable(factory), f"factory is {source!r}; it must be a class, or make instances.")
+        class_name = name_of(factory)
 
         make = partial(factory, **self.kwargs)
         try:
@@ -163,18 +165,18 @@ class Tools(ToolCaller):
         except Exception as error:  # a user's class may raise anything
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
-                f"Could not construct factory {named}: {why}. Check kwargs."
+                f"Could not construct factory {class_name}: {why}. Check kwargs."
             ) from error
         members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
-        require("reset" in members, f"factory: {named} has no method reset(self, **columns).")
+        require("reset" in members, f"factory: {class_name} has no method reset(self, **columns).")
         public = [name for name in members if name[0] != "_" and name not in NOT_TOOLS]
-        own = [
+        methods = [
             Tool(name, getattr(type(instance), name), schema_of(getattr(instance, name)))
             for name in public
         ]
         if "close" in members:
             resolve(instance.close())
-        tools = _by_name([*functions.values(), *own])
+        tools = _by_name([*functions.values(), *methods])
         return EpisodeTools(make, tools, frozenset(public), "get_reward" in members)
 
     def _reset_instance(self, columns: dict[str, Any], seed: int) -> Any:
@@ -182,24 +184,28 @@ class Tools(ToolCaller):
         if self._instance is None:
             return None
         parameters = inspect.signature(self._instance.reset).parameters.values()
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         # A parameter `seed` receives the group's seed, unless the data have such a column.
-        given = {"seed": seed} | columns
-        named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+        values = {"seed": seed} | columns
+        names = {
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
         missing = [
-            each.name
-            for each in parameters
-            if each.name in named - {*given}
-            and each.default is each.empty
-            and each.kind is not each.VAR_POSITIONAL
+            parameter.name
+            for parameter in parameters
+            if parameter.name in names - {*values}
+            and parameter.default is parameter.empty
+            and parameter.kind is not parameter.VAR_POSITIONAL
         ]
         require(
             not missing,
             f"reset of {name_of(type(self._instance))} needs the column '{''.join(missing[:1])}';"
             f" the data have: {', '.join(columns)}.",
         )
-        wanted = named | ({*columns} if takes_all else set())
-        return self._instance.reset(**{name: given[name] for name in given if name in wanted})
+        taken = names | ({*columns} if takes_all else set())
+        return self._instance.reset(**{name: values[name] for name in values if name in taken})
 
     def _reward(self, num_calls: int) -> float | None:
         """Return the reward of the turn; None if the class abstains and no call costs anything."""

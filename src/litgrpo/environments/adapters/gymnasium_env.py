@@ -136,11 +136,11 @@ class TextEnv(ExternalEnvironment):
 
     def step(self, action: str) -> StepResult:
         fixed = self.invalid_message.replace("{actions}", self._actions).strip()
-        found = self._action(action)
-        if found is None:
+        game_action = self._action(action)
+        if game_action is None:
             return reject_action(fixed)
         try:
-            observation, reward, terminated, truncated, info = self._game.step(found)
+            observation, reward, terminated, truncated, info = self._game.step(game_action)
         except ValueError:
             return reject_action(fixed)
         text = self._observe(observation, info)
@@ -191,8 +191,8 @@ class TextEnv(ExternalEnvironment):
         """Return the action of a turn, or None."""
         text: str | None = turn
         if self.action_pattern is not None:
-            found = [match[1] for match in re.finditer(self.action_pattern, after_thoughts(turn))]
-            text = found[-1] if found else None
+            matches = [match[1] for match in re.finditer(self.action_pattern, after_thoughts(turn))]
+            text = matches[-1] if matches else None
         if text is None or not self._numbers:
             return text
         words = re.findall(r"[\w.-]+", after_thoughts(text).casefold())

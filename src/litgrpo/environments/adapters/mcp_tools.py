@@ -210,19 +210,19 @@ class McpConnection:
         return "; ".join(filter(None, [reason.removeprefix("ValueError: "), hint, written]))
 
     async def _list_tools(self) -> list[Any]:
-        found: list[Any] = []
+        tools: list[Any] = []
         cursor, size = None, 0
         for _ in range(MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor)
-            found += page.tools
+            tools += page.tools
             size += sum(len(tool.model_dump_json()) for tool in page.tools)
             require(
-                len(found) <= MAX_TOOLS and size <= MAX_BYTES,
+                len(tools) <= MAX_TOOLS and size <= MAX_BYTES,
                 f"its list of tools has more than {MAX_TOOLS:,} tools or {MAX_BYTES:,} bytes",
             )
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return tools
         raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
 
     def _ask(self, request: Any, timeout_s: float) -> Any:
@@ -259,10 +259,10 @@ class McpTools:
     """
 
     def __init__(self, servers: Mapping[str, Any]) -> None:
-        self.servers = {str(name): _server(str(name), given) for name, given in servers.items()}
+        self.servers = {str(name): _server(str(name), entry) for name, entry in servers.items()}
         self._filled: dict[str, McpServer] = {}
         self._open: dict[str, McpConnection] = {}
-        self.tools = [each for name in self.servers for each in self._list(name)]
+        self.tools = [tool for name in self.servers for tool in self._list(name)]
 
     def begin(self, row: Mapping[str, Any], seed: int) -> dict[str, Tool]:
         """Begin an episode; return {name: tool}, callable."""
@@ -336,18 +336,18 @@ def _import_mcp() -> Any:
     return mcp
 
 
-def _server(name: str, given: Any) -> McpServer:
-    keys = [each.name for each in fields(McpServer)]
+def _server(name: str, entry: Any) -> McpServer:
+    keys = [option.name for option in fields(McpServer)]
     require(
-        isinstance(given, Mapping),
-        f"mcp_servers: {name!r} is {given!r}; it must have command or url.",
+        isinstance(entry, Mapping),
+        f"mcp_servers: {name!r} is {entry!r}; it must have command or url.",
     )
-    for key in given:
+    for key in entry:
         hint = f"{did_you_mean(str(key), keys)}; an entry has: {', '.join(keys)}"
         require(key in keys, f"mcp_servers: {name!r} has the unknown key {key!r}{hint}.")
     try:
         # Before `fill`: a row must not name a variable.
-        return McpServer(**fill_variables(dict(given)))
+        return McpServer(**fill_variables(dict(entry)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"mcp_servers: {name!r}: {error}") from error
 

@@ -105,8 +105,8 @@ class OpenEnv(ExternalEnvironment):
         """Build the action of a turn; ValueError or TypeError if it has none."""
         values = {self.action_field: turn}
         if not self.action_field:
-            found = re.search(r"\{.*\}", turn, re.DOTALL)
-            values = json.loads(found[0] if found else "")
+            match = re.search(r"\{.*\}", turn, re.DOTALL)
+            values = json.loads(match[0] if match else "")
         return (
             values
             if self.action_class is None
@@ -118,10 +118,10 @@ class OpenEnv(ExternalEnvironment):
             return json.dumps(
                 {name: seen[name] for name in seen if name not in NOT_SEEN}, default=str
             )
-        known = ", ".join(seen)
+        names = ", ".join(seen)
         require(
             self.observation_field in seen,
-            f"an observation has no {self.observation_field!r}; it has: {known}.",
+            f"an observation has no {self.observation_field!r}; it has: {names}.",
         )
         return str(seen[self.observation_field])
 
@@ -129,18 +129,18 @@ class OpenEnv(ExternalEnvironment):
 def _fields(answer: Any) -> dict[str, Any]:
     """Return the fields of an observation or of a server's response, with `reward` and `done`."""
     if hasattr(answer, "model_dump"):
-        found = dict(answer.model_dump())
+        fields = dict(answer.model_dump())
     else:
         observation = answer.observation
         require(
             isinstance(observation, dict),
             f"the observation is {type(observation).__name__}; expected an object",
         )
-        found = {**observation, "reward": answer.reward, "done": answer.done}
-    reward, done = found.get("reward"), found.get("done")
+        fields = {**observation, "reward": answer.reward, "done": answer.done}
+    reward, done = fields.get("reward"), fields.get("done")
     is_number = isinstance(reward, Real) and isfinite(reward)
     require(reward is None or is_number, f"reward is {reward!r:.60}; expected a finite number")
     # A bool of numpy is none of Python; "false" is a true text.
     is_bool = not isinstance(done, str) and done in (None, False, True)
     require(is_bool, f"done is {done!r:.60}; expected true or false")
-    return {**found, "reward": reward, "done": bool(done)}
+    return {**fields, "reward": reward, "done": bool(done)}

@@ -58,14 +58,14 @@ class OpenReward(ToolCaller):
         terminal = construct(what, lambda: call_within(CALL_S, server.terminal_tool))
         self._has_terminal = terminal is not None
         self._listed = {
-            each.name: Tool(
-                each.name,
+            tool.name: Tool(
+                tool.name,
                 no_connection,
-                schema_of(each.name, each.description, each.input_schema),
+                schema_of(tool.name, tool.description, tool.input_schema),
             )
-            for each in listed
+            for tool in listed
         }
-        self.tools = [each.schema for each in self._listed.values()]
+        self.tools = [tool.schema for tool in self._listed.values()]
         self._session: Any = None
         self._clear()
 
@@ -82,8 +82,8 @@ class OpenReward(ToolCaller):
         )
         self._task: Mapping[str, Any] = json.loads(row[TASK_DATA])
         self._tools = {
-            name: replace(each, function=partial(self._call, name))
-            for name, each in self._listed.items()
+            name: replace(tool, function=partial(self._call, name))
+            for name, tool in self._listed.items()
         }
         return self._description() if self.list_tools_in_prompt and self._tools else ""
 
@@ -152,7 +152,7 @@ def open_session(url: str, environment: str, variant: str | None, task: Mapping[
 
 def text_of(blocks: Sequence[Any]) -> str:
     """Return blocks of a prompt or result as text; images are named only."""
-    return "\n".join(str(getattr(each, "text", f"[{each.type}]")) for each in blocks)
+    return "\n".join(str(getattr(block, "text", f"[{block.type}]")) for block in blocks)
 
 
 @functools.cache

@@ -62,10 +62,10 @@ class SkyRL(ExternalEnvironment):
         self.close()
         extras = dict(row) | self.extras
         for entry, column in self.extras_from_columns.items():
-            known = ", ".join(row)
+            columns = ", ".join(row)
             require(
                 column in row,
-                f"extras_from_columns: the data have no column {column!r}; they have: {known}.",
+                f"extras_from_columns: the data have no column {column!r}; they have: {columns}.",
             )
             _put(extras, entry.split("."), row[column])
         kwargs = {**self.kwargs, "extras": extras}
@@ -75,18 +75,20 @@ class SkyRL(ExternalEnvironment):
         prompt = [{"role": "user", "content": str(row.get("prompt", ""))}]
         messages, _ = self._game.init(list(prompt))
         self._conversation = [*messages]
-        kept = list(messages[:1]) == prompt
-        require(kept, "init changed the prompt; it may only add messages. Put it into the data.")
+        is_unchanged = list(messages[:1]) == prompt
+        require(
+            is_unchanged, "init changed the prompt; it may only add messages. Put it into the data."
+        )
         new = _text_or_messages(messages[1:])
         return format_opening(row, new) if new and isinstance(new, str) else new
 
     def step(self, action: str) -> StepResult:
-        given = self._game.step(action)
-        new = [dict(each) for each in given["observations"]]
+        output = self._game.step(action)
+        new = [dict(message) for message in output["observations"]]
         self._conversation += [{"role": "assistant", "content": action}, *new]
         state = repr(self._conversation)
         return game_result(
-            _text_or_messages(new), given["reward"], done=bool(given["done"]), state=state
+            _text_or_messages(new), output["reward"], done=bool(output["done"]), state=state
         )
 
     def _make_game(self, kwargs: dict[str, Any]) -> Any:
@@ -97,8 +99,8 @@ class SkyRL(ExternalEnvironment):
 
 def _text_or_messages(messages: Sequence[Message]) -> str | list[Message]:
     """Return one text if all messages are a user's, which inline turns can use as well."""
-    alone = all(each["role"] == "user" for each in messages)
-    return "\n\n".join(each["content"] for each in messages) if alone else [*messages]
+    alone = all(message["role"] == "user" for message in messages)
+    return "\n\n".join(message["content"] for message in messages) if alone else [*messages]
 
 
 def _put(entries: dict[str, Any], path: list[str], value: Any) -> None:
