@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,12 @@ class CausalPolicy(Policy):
         PACKED: (attend_packed, None),
         STATIC: (attend_static, None),
     }
-    _decoder: FusedDecoder | None = None  # set within `decoding` if it supports the model
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Set within `decoding` if it supports the model. Always an attribute of the object, because
+        # compiled steps look at it.
+        self._decoder: FusedDecoder | None = None
 
     @property
     def computes_prompts_once(self) -> bool:
@@ -223,9 +229,16 @@ class CausalPolicy(Policy):
         return self.head(output.last_hidden_state[:, -1]), cache
 
     @property
-    def recorded_decoder(self) -> FixedDecoder | None:
-        """See `Policy.recorded_decoder`."""
-        return None if self._decoder is None else FusedFixedDecoder(self, self._decoder)
+    def fixed_decoder(self) -> FixedDecoder:
+        """The fused step within `decoding`, if it supports the model; else transformers' layers."""
+        if self._decoder is None:
+            return self.static_decoder
+        return FusedFixedDecoder(self, self._decoder)
+
+    @property
+    def can_record(self) -> bool:
+        """See `Policy.can_record`."""
+        return self._decoder is not None
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """See `Policy.decode_step`."""

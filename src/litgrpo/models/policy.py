@@ -238,9 +238,18 @@ class Policy(nn.Module, ABC):
         """
 
     @property
-    def recorded_decoder(self) -> FixedDecoder | None:
-        """Within `decoding`: decoder whose steps a device can record; None if unsupported."""
-        return None
+    def fixed_decoder(self) -> FixedDecoder:
+        """Decoder in fixed shapes.
+
+        Raises:
+            ValueError: this kind of policy has none.
+        """
+        return self.static_decoder
+
+    @property
+    def can_record(self) -> bool:
+        """True within `decoding` if a device can record the steps of `fixed_decoder`."""
+        return False
 
     def make_row_offloader(self, state: DecodeState) -> RowOffloader | None:
         """Return the store of rows that leave the batch between turns; None if unsupported."""

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from litgrpo.distributed.device import Backend
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading.load import LoRA, build_policy
+from litgrpo.rollout.engines import fixed
 from litgrpo.rollout.engines import static as static_engine
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
@@ -159,9 +160,10 @@ def test_elsewhere_prompts_and_unused_columns_are_as_the_local_engine_has_them(s
         assert found.candidate_ids.shape == (12, int(found.lengths.max()), width)
 
 
-def test_no_more_steps_are_taken_once_all_rows_have_ended():
+@pytest.mark.parametrize("ends", [150, 250])
+def test_no_more_steps_are_taken_once_all_rows_have_ended(ends):
     policy = tiny_policy("qwen2")
-    policy.eos_ids = tuple(range(2, 250))
+    policy.eos_ids = tuple(range(2, ends))
     steps = []
 
     class Counted(policy.static_decoder_class):
@@ -171,7 +173,9 @@ def test_no_more_steps_are_taken_once_all_rows_have_ended():
 
     policy.static_decoder_class = Counted
     lengths = said(policy, StaticEngine(sync_every_tokens=3)).lengths
-    assert len(steps) == -(-int(lengths.max()) // 3) * 3 - 1 < 11
+    longest = int(lengths.max())
+    assert (longest == 1) == (ends == 250)
+    assert len(steps) == (0 if longest == 1 else -(-longest // 3) * 3 - 1) < 11
 
 
 def test_prompts_are_padded_to_the_smallest_bucket():
@@ -237,9 +241,9 @@ def test_where_memory_is_short_groups_decode_one_after_another(sampling, keeps_s
 
 def test_a_limit_on_rows_halves_what_decodes_at_once(monkeypatch):
     seen = []
-    prefill = static_engine._prefill
+    prefill = fixed._prefill
     monkeypatch.setattr(
-        static_engine, "_prefill", lambda *args: seen.append(len(args[1])) or prefill(*args)
+        fixed, "_prefill", lambda *args: seen.append(len(args[1])) or prefill(*args)
     )
     prompts = prompt_batch(*TEXTS)
     asked = RolloutRequest(tiny_policy("qwen2"), prompts, GROUP, uniforms_for(prompts), Sampling())

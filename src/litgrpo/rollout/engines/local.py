@@ -1,6 +1,6 @@
 """Engine for CPU and CUDA: groups share their prompt's cache, finished rows leave the batch.
 
-On devices that record steps, single-turn rows are decoded by `recorded`.
+On devices that record steps, single-turn rows are decoded by `fixed`.
 
 Multi-turn rows are decoded in the same loop. A short observation that arrives in time is fed
 token by token in place of sampled ones. If it is long, or still missing, the row leaves the batch
@@ -24,8 +24,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.models.decode.shared_prefix import RowOffloader
 from litgrpo.models.policy import DecodeState
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
-from litgrpo.rollout.engines.recorded import RecordedDecoder
-from litgrpo.rollout.engines.static import DecodeBuffer
+from litgrpo.rollout.engines.fixed import FixedRows, FixedShapeLoop
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compact_rows
 from litgrpo.types import PromptBatch, Rollout
@@ -113,24 +112,21 @@ class LocalEngine(RolloutEngine):
         """
         sampling, records = request.sampling, backend(request.policy.model.device).records_steps
         return (
-            records
-            and request.policy.recorded_decoder is not None
-            and bool(sampling.top_k or not sampling.truncated)
+            records and request.policy.can_record and bool(sampling.top_k or not sampling.truncated)
         )
 
     def _decode_recorded(self, sampler: Sampler, slots: int, buffer: CompletionBuffer) -> None:
         """Decode in recorded steps; groups that do not fit start when all others have ended."""
         request = sampler.request
         at_once = slots // request.group_size
-        decoder = RecordedDecoder(
-            request,
-            sampler.is_end,
-            backend(request.policy.model.device),
-            self._sync_every(request),
-            buffer.write_rows,
-        )
+        device, check_every = backend(request.policy.model.device), self._sync_every(request)
+        loop = FixedShapeLoop(request, sampler.is_end, device, check_every, buffer.write_rows)
         for first in range(0, len(request.prompts), at_once):
-            decoder.decode(first, min(at_once, len(request.prompts) - first))
+            part = slice(first, first + at_once)
+            prompts, row = request.prompts, first * request.group_size
+            uniforms = request.uniforms[row : row + at_once * request.group_size]
+            rows = loop.decode(prompts.prompt_ids[part], prompts.prompt_mask[part], uniforms, row)
+            buffer.write_rows(rows, [True] * len(rows.numbers))
 
     def _decode_steps(self, sampler: Sampler, slots: int) -> Iterator[DecodeStep]:
         """Sample and feed tokens until every row of every group has ended or is full."""
@@ -564,16 +560,19 @@ class CompletionBuffer:
                 rows, columns = cursor[row_active] // length, cursor[row_active] % length
                 self.candidate_ids.append((columns, rows, drawn.candidate_ids[row_active]))
 
-    def write_rows(self, rows: list[int], own: list[int], output: DecodeBuffer) -> None:
-        """Write complete rows.
-
-        Args:
-            rows: their numbers in the rollout.
-            own: their numbers in `output`.
-            output: sampled tokens.
-        """
-        row, index = (torch.tensor(each, device=self.ids.device) for each in (rows, own))
-        output = output.select(index)
+    def write_rows(self, rows: FixedRows, complete: list[bool]) -> None:
+        """Write the rows whose cells are complete."""
+        numbers = {
+            cell: number
+            for cell, (number, is_complete) in enumerate(zip(rows.numbers, complete, strict=True))
+            if number is not None and is_complete
+        }
+        if not numbers:
+            return
+        device = self.ids.device
+        cell = torch.tensor(list(numbers), device=device)
+        row = torch.tensor(list(numbers.values()), device=device)
+        output = rows.output.select(cell)
         mask = torch.arange(self.ids.shape[1], device=row.device) < output.lengths[:, None]
         self.ids[row], self.logprobs[row], self.mask[row] = output.ids, output.logprobs, mask
         self.ended[row] = output.ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from torch.nn.functional import pad
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
-from litgrpo.models.decode.fixed import FixedState, index_copy
-from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
-from litgrpo.rollout.sampling import Drawn, Sampling, sample
-from litgrpo.rollout.stop_sequences import StopStrings
+from litgrpo.rollout.engines.fixed import DecodeBuffer, FixedShapeLoop
 from litgrpo.types import PromptBatch, Rollout, stack_rows
 
 
@@ -95,133 +92,20 @@ class StaticEngine(RolloutEngine):
         if len(parts) > 1:
             return _concatenate([self.generate(part) for part in parts], requests)
         policy, prompts, uniforms = requests.policy, requests.prompts, requests.uniforms
-        group_size, sampling = requests.group_size, requests.sampling
         device = backend(policy.model.device)
-        prefill = device.compile(_prefill)
-        step = device.compile(_decode_step)
         padded = self.pad_prompts(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
-        with torch.inference_mode(False), torch.no_grad(), policy.static_decoder.attention():
-            ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
+        with torch.inference_mode(False), torch.no_grad(), policy.fixed_decoder.attention():
             is_end = _is_end(requests).to(device.device)
-            sampler = TokenSampler(_plain(uniforms, device), is_end, sampling)
-            output, state = prefill(policy, ids, mask, sampler, group_size)
-            for column in range(1, uniforms.shape[1]):
-                if column % self.sync_every_tokens == 0 and _all_ended(output, requests.stops):
-                    break
-                output, state = step(policy, output, state, sampler)
+            loop = FixedShapeLoop(requests, is_end, device, self.sync_every_tokens)
+            ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
+            output = loop.decode(ids, mask, _plain(uniforms, device)).output
             if device.static_shapes:
                 # Shapes of the learning step follow from the rollout's, so unused columns are kept.
                 output, prompts = DecodeBuffer(*device.to_host(list(output))), padded.to("cpu")
-                return output.rollout(prompts, group_size, columns=uniforms.shape[1])
+                return output.rollout(prompts, requests.group_size, columns=uniforms.shape[1])
             used = max(1, int(output.lengths.max()))
-            return output.rollout(prompts, group_size, columns=used)
-
-
-class TokenSampler(NamedTuple):
-    """Random numbers and settings for drawing tokens.
-
-    Args:
-        uniforms: [N, C] float64.
-        is_end: [V] True for tokens that end a completion.
-        sampling: temperature and filters.
-    """
-
-    uniforms: Tensor
-    is_end: Tensor
-    sampling: Sampling
-
-    def draw(self, logits: Tensor, column: Tensor) -> Drawn:
-        """Draw the tokens of a column [1] from their logits [N, V]."""
-        uniforms = self.uniforms.index_select(1, column).squeeze(1)
-        return sample(logits, uniforms, self.sampling, static_shapes=True)
-
-    def num_candidates(self, vocab_size: int) -> int:
-        """Return S, the size of the candidate set; 0 if every token is a candidate."""
-        most = min(self.sampling.top_k or vocab_size, vocab_size)
-        return most if self.sampling.truncated else 0
-
-
-class DecodeBuffer(NamedTuple):
-    """The tokens sampled so far.
-
-    Args:
-        tokens: [N] those of the last column.
-        column: [1] the next one.
-        ids: [N, C] token ids, padded.
-        logprobs: [N, C] float32 log-probabilities at sampling; 0 on padding.
-        candidate_ids: [N, C, S] int32 tokens that could be sampled, filled up with -1; S is 0
-            if every token is.
-        lengths: [N] number of real tokens.
-        ended: [N] True if the end token was sampled.
-    """
-
-    tokens: Tensor
-    column: Tensor
-    ids: Tensor
-    logprobs: Tensor
-    candidate_ids: Tensor
-    lengths: Tensor
-    ended: Tensor
-
-    @staticmethod
-    def empty(uniforms: Tensor, pad_id: int, num_candidates: int) -> DecodeBuffer:
-        """Allocate a buffer without tokens, with the shape [N, C] of the uniforms."""
-        rows, device = uniforms.shape[0], uniforms.device
-        candidate_ids = (*uniforms.shape, num_candidates)
-        return DecodeBuffer(
-            tokens=torch.zeros(rows, dtype=torch.long, device=device),
-            column=torch.zeros(1, dtype=torch.long, device=device),
-            ids=torch.full_like(uniforms, pad_id, dtype=torch.long),
-            logprobs=torch.zeros_like(uniforms, dtype=torch.float32),
-            candidate_ids=torch.full(candidate_ids, -1, dtype=torch.int32, device=device),
-            lengths=torch.zeros(rows, dtype=torch.long, device=device),
-            ended=torch.zeros(rows, dtype=torch.bool, device=device),
-        )
-
-    def append(self, drawn: Drawn, pad_id: int, is_end: Tensor) -> DecodeBuffer:
-        """Return the buffer with one more token per row; rows that have ended get padding."""
-        live, candidate_ids = ~self.ended, self.candidate_ids
-        tokens = torch.where(live, drawn.tokens, pad_id)
-        logprobs = torch.where(live, drawn.logprobs, 0.0)
-        if drawn.candidate_ids is not None:
-            candidates = torch.where(live[:, None], drawn.candidate_ids, -1)
-            candidate_ids = index_copy(candidate_ids, 1, self.column, candidates[:, None])
-        return DecodeBuffer(
-            tokens=tokens,
-            column=self.column + 1,
-            ids=index_copy(self.ids, 1, self.column, tokens[:, None]),
-            logprobs=index_copy(self.logprobs, 1, self.column, logprobs[:, None]),
-            candidate_ids=candidate_ids,
-            lengths=self.lengths + live,
-            ended=self.ended | is_end.index_select(0, drawn.tokens),
-        )
-
-    def select(self, rows: Tensor) -> DecodeBuffer:
-        """Return a copy of some rows [m]."""
-        of_rows = {name: each[rows] for name, each in self._asdict().items() if name != "column"}
-        return self._replace(**of_rows)
-
-    def rollout(self, prompts: PromptBatch, group_size: int, columns: int) -> Rollout:
-        """Return the first columns as a rollout, on the device of the prompts.
-
-        Copied, because the next rollout may write into the same memory.
-        """
-        device = prompts.prompt_ids.device
-        ids, logprobs, candidate_ids = (
-            each[:, :columns].to(device, copy=True)
-            for each in (self.ids, self.logprobs, self.candidate_ids)
-        )
-        places = torch.arange(columns, device=device)
-        return Rollout(
-            prompts=prompts,
-            group_size=group_size,
-            completion_ids=ids,
-            completion_mask=places < self.lengths[:, None].to(device),
-            sampler_logprobs=logprobs,
-            truncated=~self.ended.to(device),
-            candidate_ids=candidate_ids if candidate_ids.shape[-1] else None,
-        )
+            return output.rollout(prompts, requests.group_size, columns=used)
 
 
 def _plain(tensor: Tensor, device: Backend) -> Tensor:
@@ -233,38 +117,6 @@ def _plain(tensor: Tensor, device: Backend) -> Tensor:
 def _is_end(requests: RolloutRequest) -> Tensor:
     """Return [V] True for tokens that end a completion, on the host."""
     return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
-
-
-def _all_ended(output: DecodeBuffer, stops: StopStrings | None) -> bool:
-    """Return True if every row has an end token, or a stop string if the request has some."""
-    if stops is None:
-        return bool(output.ended.all())
-    waiting, ids = output.ended.logical_not().tolist(), output.ids.tolist()
-    lengths = output.lengths.tolist()
-    rows = zip(waiting, ids, lengths, strict=True)
-    return all(stops.found(row[:length]) for waits, row, length in rows if waits)
-
-
-def _prefill(
-    policy: Policy, prompt_ids: Tensor, prompt_mask: Tensor, sampler: TokenSampler, group_size: int
-) -> tuple[DecodeBuffer, FixedState]:
-    """Read the prompts and draw the first token of each row."""
-    capacity = sampler.uniforms.shape[1]
-    logits, state = policy.static_decoder.prefill(prompt_ids, prompt_mask, group_size, capacity)
-    output = DecodeBuffer.empty(
-        sampler.uniforms, policy.pad_id, sampler.num_candidates(logits.shape[1])
-    )
-    drawn = sampler.draw(logits, output.column)
-    return output.append(drawn, policy.pad_id, sampler.is_end), state
-
-
-def _decode_step(
-    policy: Policy, output: DecodeBuffer, state: FixedState, sampler: TokenSampler
-) -> tuple[DecodeBuffer, FixedState]:
-    """Feed the last token of each row and draw the next one."""
-    logits, state = policy.static_decoder.decode_step(output.tokens, state)
-    drawn = sampler.draw(logits, output.column)
-    return output.append(drawn, policy.pad_id, sampler.is_end), state
 
 
 def _split(requests: RolloutRequest) -> list[RolloutRequest]:

@@ -9,9 +9,8 @@ import torch
 
 from litgrpo.distributed.device import Backend
 from litgrpo.models import causal
-from litgrpo.models.decode.fixed import FixedState
 from litgrpo.models.loading.load import build_policy
-from litgrpo.rollout.engines import local, recorded
+from litgrpo.rollout.engines import fixed, local
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
@@ -42,7 +41,8 @@ class Recorder(Backend):
 
     def record(self, run):
         assert not any(each() is not None for each in self.alive), "two recordings at once"
-        state = next(cell.cell_contents for cell in run.__closure__ if is_state(cell.cell_contents))
+        (rows,) = (c.cell_contents for c in run.__closure__ if is_rows(c.cell_contents))
+        state = rows.state
         self.recorded.append((len(state.prompt_mask), state.group_size, state.columns))
 
         def replay():
@@ -53,8 +53,8 @@ class Recorder(Backend):
         return replay
 
 
-def is_state(value):
-    return isinstance(value, FixedState)
+def is_rows(value):
+    return isinstance(value, fixed.FixedRows)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def recorder(monkeypatch):
     """Record on the CPU, with few columns in a bucket."""
     device = Recorder(torch.device("cpu"))
     monkeypatch.setattr(local, "backend", lambda _: device)
-    monkeypatch.setattr(recorded, "COLUMNS", 4)
+    monkeypatch.setattr(fixed, "COLUMNS", 4)
     return device
 
 
@@ -191,7 +191,7 @@ def test_nothing_is_kept_after_a_rollout_or_an_error(recorder, monkeypatch):
     gc.collect()
     assert recorder.alive
     assert not any(each() for each in recorder.alive)
-    assert policy.recorded_decoder is None
+    assert not policy.can_record
 
     def fail(run):
         raise torch.OutOfMemoryError("CUDA out of memory")
