@@ -82,8 +82,8 @@ def test_a_turn_that_continues_after_its_end_is_found(monkeypatch):
 
     right = TurnRows.__init__
 
-    def late(self, request, is_end):
-        right(self, request, is_end)
+    def late(self, request, is_end, buffer):
+        right(self, request, is_end, buffer)
         self.is_end = torch.zeros_like(is_end)
 
     monkeypatch.setattr(TurnRows, "__init__", late)

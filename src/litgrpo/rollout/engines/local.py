@@ -10,6 +10,7 @@ Column t of row n always uses uniform [n, t], so a row's tokens do not depend on
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -92,13 +93,11 @@ class LocalEngine(RolloutEngine):
         with policy.decoding(rows, dtype=dtype, fused=self.fused_decode):
             if request.listener is not None:
                 return TurnDecoder(sampler, request.listener, slots).rollout()
-            buffer = CompletionBuffer.empty(request.uniforms.shape, policy.pad_id, device)
             if self._can_record(sampler.request):
-                self._decode_recorded(sampler, slots, buffer)
-            else:
-                steps = list(self._decode_steps(sampler, slots))  # runs the decoding loop
-                buffer.write_steps(steps, sampler.is_end)
-        return buffer.rollout(prompts, request.group_size)
+                return self._decode_recorded(sampler, slots)
+            # Ended rows hold slots until the next check, so short completions check more often.
+            check_every = min(self._sync_every(request), max(1, request.uniforms.shape[1] // 4))
+            return SingleTurnDecoder(sampler, slots, check_every, self.compaction_frac).rollout()
 
     def _sync_every(self, request: RolloutRequest) -> int:
         """Return the number of tokens between checks for finished rows."""
@@ -115,9 +114,10 @@ class LocalEngine(RolloutEngine):
             records and request.policy.can_record and bool(sampling.top_k or not sampling.truncated)
         )
 
-    def _decode_recorded(self, sampler: Sampler, slots: int, buffer: CompletionBuffer) -> None:
+    def _decode_recorded(self, sampler: Sampler, slots: int) -> Rollout:
         """Decode in recorded steps; groups that do not fit start when all others have ended."""
         request = sampler.request
+        buffer = sampler.empty_buffer()
         at_once = slots // request.group_size
         device, check_every = backend(request.policy.model.device), self._sync_every(request)
         loop = FixedShapeLoop(request, sampler.is_end, device, check_every, buffer.write_rows)
@@ -127,42 +127,7 @@ class LocalEngine(RolloutEngine):
             uniforms = request.uniforms[row : row + at_once * request.group_size]
             rows = loop.decode(prompts.prompt_ids[part], prompts.prompt_mask[part], uniforms, row)
             buffer.write_rows(rows, [True] * len(rows.numbers))
-
-    def _decode_steps(self, sampler: Sampler, slots: int) -> Iterator[DecodeStep]:
-        """Sample and feed tokens until every row of every group has ended or is full."""
-        request = sampler.request
-        group_size, length = request.group_size, request.uniforms.shape[1]
-        waiting, batch, step, full = len(request.prompts), None, 0, 0
-        # Finished rows occupy slots until the next check, so short completions check more often.
-        sync_every = min(self._sync_every(request), max(1, length // 4))
-        watch = None if request.stops is None else request.stops.watch(request.uniforms)
-        while waiting or batch is not None:
-            free = slots - (0 if batch is None else len(batch.cursor))
-            if waiting and free >= group_size and (batch is None or batch.state.can_join):
-                groups = min(waiting, free // group_size)
-                newcomers = sampler.prefill(len(request.prompts) - waiting, groups)
-                batch = newcomers if batch is None else batch.join(newcomers)
-                waiting -= groups
-                full = step + length  # after this step every row has reached the length limit
-            assert batch is not None
-            drawn = sampler.draw(batch)
-            yield batch.cursor, batch.active, drawn
-            tokens, step = drawn.tokens, step + 1
-            if watch is not None:
-                watch.note(batch.cursor, batch.active, tokens)
-            batch = batch.advance(tokens, sampler.is_end)
-            if step % sync_every == 0 or step == full:
-                if watch is not None:
-                    batch = replace(batch, active=watch.still_active(batch.cursor, batch.active))
-                active = int(batch.active.sum())
-                ended = len(tokens) - active
-                if active == 0:
-                    batch = None
-                    continue
-                if ended >= self.compaction_frac * len(tokens) or (waiting and ended >= group_size):
-                    kept = compact_rows(batch.active, active)
-                    batch, tokens = batch.select(kept), tokens[kept]
-            batch = replace(batch, logits=request.policy.decode_step(tokens, batch.state))
+        return buffer.rollout(request.prompts, request.group_size)
 
 
 @dataclass(frozen=True)
@@ -244,31 +209,150 @@ class Sampler:
             active=torch.ones_like(rows, dtype=torch.bool),
         )
 
+    def empty_buffer(self) -> CompletionBuffer:
+        """Allocate a buffer for the tokens of all rows."""
+        uniforms = self.request.uniforms
+        return CompletionBuffer.empty(uniforms.shape, self.request.policy.pad_id, uniforms.device)
+
     def draw(self, batch: DecodingBatch) -> Drawn:
         """Draw the next token of each row."""
         numbers = self.request.uniforms.reshape(-1).index_select(0, batch.cursor)
         return sample(batch.logits, numbers, self.request.sampling)
 
 
+class RowDecoder(ABC):
+    """The decoding loop: rows leave the batch when they end, and waiting groups fill their slots.
+
+    Args:
+        sampler: reads prompts and draws tokens.
+        slots: maximal number of rows that hold keys and values.
+    """
+
+    def __init__(self, sampler: Sampler, slots: int) -> None:
+        self.sampler, self.slots = sampler, slots
+        self.request, self.policy = sampler.request, sampler.request.policy
+        self.buffer = sampler.empty_buffer()
+        self.waiting = len(self.request.prompts)  # groups that have not begun
+        self.step = 0
+
+    def rollout(self) -> Rollout:
+        """Decode all rows."""
+        steps = list(self._decode_steps())  # runs the decoding loop
+        self.buffer.write_steps(steps, self.sampler.is_end)
+        return self.buffer.rollout(self.request.prompts, self.request.group_size)
+
+    def _decode_steps(self) -> Iterator[DecodeStep]:
+        """Sample and feed tokens until every row of every group is complete."""
+        batch = self._start_groups(None)
+        while batch is not None:
+            drawn = self._draw(batch)
+            yield batch.cursor, batch.active, drawn
+            self.step += 1
+            batch, tokens = self._finish_rows(batch, drawn.tokens)
+            if len(tokens):
+                batch = replace(batch, logits=self.policy.decode_step(tokens, batch.state))
+            batch = self._start_groups(self._rejoin(batch))
+
+    def _start_groups(self, batch: DecodingBatch | None) -> DecodingBatch | None:
+        """Start waiting groups if slots are free.
+
+        Returns:
+            The batch; None if no row is left.
+        """
+        if batch is not None and not len(batch):
+            batch = None
+        groups = min(self.waiting, (self.slots - self._num_rows(batch)) // self.request.group_size)
+        if groups <= 0 or (batch is not None and not batch.state.can_join):
+            return batch
+        newcomers = self.sampler.prefill(len(self.request.prompts) - self.waiting, groups)
+        self.waiting -= groups
+        return newcomers if batch is None else batch.join(newcomers)
+
+    def _num_rows(self, batch: DecodingBatch | None) -> int:
+        """Count the rows that hold keys and values."""
+        return 0 if batch is None else len(batch)
+
+    def _draw(self, batch: DecodingBatch) -> Drawn:
+        """Draw the next token of each row."""
+        return self.sampler.draw(batch)
+
+    @abstractmethod
+    def _finish_rows(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
+        """Handle rows that end with these tokens [n].
+
+        Returns:
+            The rows to feed next, and [m] their tokens.
+        """
+
+    def _rejoin(self, batch: DecodingBatch) -> DecodingBatch:
+        """Return rows to the batch that have left it for a while."""
+        return batch
+
+
+class SingleTurnDecoder(RowDecoder):
+    """Decodes single-turn rows.
+
+    Args:
+        sampler: reads prompts and draws tokens.
+        slots: maximal number of rows that hold keys and values.
+        check_every: tokens between checks for rows that have ended.
+        compaction_frac: rows that have ended leave once they are this fraction of the batch.
+    """
+
+    def __init__(
+        self, sampler: Sampler, slots: int, check_every: int, compaction_frac: float
+    ) -> None:
+        super().__init__(sampler, slots)
+        self.check_every, self.compaction_frac = check_every, compaction_frac
+        stops, uniforms = self.request.stops, self.request.uniforms
+        self.watch = None if stops is None else stops.watch(uniforms)
+        self.full = 0  # after this step every row has reached the length limit
+
+    def _start_groups(self, batch: DecodingBatch | None) -> DecodingBatch | None:
+        waiting = self.waiting
+        batch = super()._start_groups(batch)
+        if self.waiting < waiting:
+            self.full = self.step + self.request.uniforms.shape[1]  # of the groups just started
+        return batch
+
+    def _finish_rows(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
+        """Mark the rows that end with these tokens; at a check they leave."""
+        if self.watch is not None:
+            self.watch.note(batch.cursor, batch.active, tokens)
+        batch = batch.advance(tokens, self.sampler.is_end)
+        if self.step % self.check_every and self.step != self.full:
+            return batch, tokens
+        if self.watch is not None:
+            batch = replace(batch, active=self.watch.still_active(batch.cursor, batch.active))
+        active = int(batch.active.sum())
+        ended = len(tokens) - active
+        if active == 0:  # the keys and values of no row are needed any more
+            return replace(batch, cursor=batch.cursor[:0]), tokens[:0]
+        many = ended >= self.compaction_frac * len(tokens)
+        if many or (self.waiting and ended >= self.request.group_size):
+            remaining = compact_rows(batch.active, active)
+            batch, tokens = batch.select(remaining), tokens[remaining]
+        return batch, tokens
+
+
 class TurnRows:
-    """Tokens of all multi-turn rows, and where the current turn of each row begins.
+    """Where the turns of multi-turn rows are.
 
     Args:
         request: a request with a listener.
         is_end: [V] True for tokens that end a turn.
+        buffer: the tokens of all rows.
     """
 
-    def __init__(self, request: RolloutRequest, is_end: Tensor) -> None:
+    def __init__(self, request: RolloutRequest, is_end: Tensor, buffer: CompletionBuffer) -> None:
         (rows, self.length), device = request.uniforms.shape, request.uniforms.device
         assert request.listener is not None
         self.listener = request.listener
         self.stops, self.is_end = request.stops, is_end
-        shape = (rows, self.length)
-        self.ids = torch.full(shape, request.policy.pad_id, dtype=torch.long, device=device)
-        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.ids, self.mask = buffer.ids, buffer.mask
         # Observation tokens ahead of the cursor, fed instead of sampled tokens.
         self.forced = torch.zeros_like(self.mask)
-        self.turns = torch.full(shape, -1, dtype=torch.int16, device=device)
+        self.turns = torch.full_like(self.ids, -1, dtype=torch.int16)
         self.turn = torch.zeros(rows, dtype=torch.int16, device=device)
         self.turn_start = torch.arange(rows, device=device) * self.length  # in [N * C]
         self.truncated = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -346,7 +430,7 @@ class PausedRow:
     over: bool = False
 
 
-class TurnDecoder:
+class TurnDecoder(RowDecoder):
     """Decodes multi-turn rows.
 
     A row is decoding in the batch, or offloaded and waiting for its observation, or offloaded with
@@ -360,66 +444,33 @@ class TurnDecoder:
     """
 
     def __init__(self, sampler: Sampler, listener: TurnListener, slots: int) -> None:
-        self.sampler, self.listener, self.slots = sampler, listener, slots
-        self.request, self.policy = sampler.request, sampler.request.policy
-        self.rows = TurnRows(self.request, sampler.is_end)
-        self.waiting = len(self.request.prompts)  # groups that have not begun
+        super().__init__(sampler, slots)
+        self.listener = listener
+        self.rows = TurnRows(self.request, sampler.is_end, self.buffer)
         self.offloaded: dict[int, PausedRow] = {}  # in the order in which the rows left
         self.store: RowOffloader | None = None  # their keys and values, in the same order
-        self.step = 0
 
     def rollout(self) -> Rollout:
         """Decode all rows."""
-        request, rows = self.request, self.rows
-        buffer = CompletionBuffer.empty(rows.ids.shape, self.policy.pad_id, rows.ids.device)
-        steps = list(self._decode_steps())  # runs the decoding loop
-        buffer.write_steps(steps, self.sampler.is_end)
-        buffer.ids, buffer.mask, buffer.ended = rows.ids, rows.mask, ~rows.truncated
-        rollout = buffer.rollout(request.prompts, request.group_size)
-        turns = rows.turns[:, : rollout.completion_ids.shape[1]]
-        return replace(rollout, turns=turns)
-
-    def _decode_steps(self) -> Iterator[DecodeStep]:
-        """Sample and feed tokens until every episode is over."""
-        batch = self._start_groups(None)
-        while batch is not None:
-            drawn = self.rows.next_tokens(self.sampler.draw(batch), batch.cursor)
-            yield batch.cursor, batch.active, drawn
-            self.step += 1
-            batch, tokens = self._finish_turns(batch, drawn.tokens)
-            if len(tokens):
-                batch = replace(batch, logits=self.policy.decode_step(tokens, batch.state))
-            batch = self._rejoin(batch)
-            while self.offloaded and not len(batch):  # all rows wait for observations
-                self._take_observations({}, batch, wait=True)
-                batch = self._rejoin(batch)
-            batch = self._start_groups(batch)
+        rollout = super().rollout()
+        columns = rollout.completion_ids.shape[1]
+        turns, truncated = self.rows.turns[:, :columns], self.rows.truncated
+        return replace(rollout, truncated=truncated, turns=turns)
 
     def _start_groups(self, batch: DecodingBatch | None) -> DecodingBatch | None:
-        """Start waiting groups if slots are free.
+        started = super()._start_groups(batch)
+        if started is not None and (batch is None or started.state is not batch.state):
+            self.store = self.policy.make_row_offloader(started.state)
+        return started
 
-        Returns:
-            The batch; None if no row is left.
-        """
-        if batch is not None and not len(batch):
-            batch = None
-        used = len(self.offloaded) + (0 if batch is None else len(batch))
-        groups = min(self.waiting, (self.slots - used) // self.request.group_size)
-        if groups <= 0 or (batch is not None and not batch.state.can_join):
-            return batch
-        newcomers = self.sampler.prefill(len(self.request.prompts) - self.waiting, groups)
-        self.waiting -= groups
-        if batch is not None:
-            return batch.join(newcomers)
-        self.store = self.policy.make_row_offloader(newcomers.state)
-        return newcomers
+    def _num_rows(self, batch: DecodingBatch | None) -> int:
+        return len(self.offloaded) + super()._num_rows(batch)
 
-    def _finish_turns(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
-        """Handle rows whose turn has ended: they get an observation, leave the batch, or are over.
+    def _draw(self, batch: DecodingBatch) -> Drawn:
+        return self.rows.next_tokens(super()._draw(batch), batch.cursor)
 
-        Returns:
-            The rows to feed next, and [n] their tokens.
-        """
+    def _finish_rows(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
+        """Rows whose turn has ended get an observation, leave the batch, or are over."""
         ended = self.rows.end_turns(tokens, batch.cursor)
         batch = replace(batch, cursor=batch.cursor + 1)
         if not (ended or self.offloaded):
@@ -479,22 +530,30 @@ class TurnDecoder:
         return replace(batch, logits=batch.logits[:0]), tokens[kept]
 
     def _rejoin(self, batch: DecodingBatch) -> DecodingBatch:
-        """Return offloaded rows with an observation to the batch, which they read on the way."""
+        """Return offloaded rows with an observation; wait for one if no other row decodes."""
+        batch = self._restore(batch)
+        while self.offloaded and not len(batch):
+            self._take_observations({}, batch, wait=True)
+            batch = self._restore(batch)
+        return batch
+
+    def _restore(self, batch: DecodingBatch) -> DecodingBatch:
+        """Append offloaded rows with an observation to the batch, which they read on the way."""
         if self.store is None:
             return batch
         rows = list(self.offloaded.items())
-        self.store.discard([number for number, (_, each) in enumerate(rows) if each.over])
-        self.offloaded = {row: each for row, each in rows if not each.over}
+        self.store.discard([number for number, (_, paused) in enumerate(rows) if paused.over])
+        self.offloaded = {row: paused for row, paused in rows if not paused.over}
         rows = list(self.offloaded.items())
-        ready = [number for number, (_, each) in enumerate(rows) if each.observation is not None]
+        ready = [n for n, (_, paused) in enumerate(rows) if paused.observation is not None]
         due = len(ready) == len(rows) or self.step % REJOIN_EVERY == 0 or not len(batch)
         if not ready or not due:
             return batch
         ids = [[rows[n][1].token, *(rows[n][1].observation or ())] for n in ready]
         logits = self.store.restore(ready, ids)
         for n in ready:
-            row, each = rows[n]
-            self.rows.write_observation(row, each.position, each.observation or [])
+            row, paused = rows[n]
+            self.rows.write_observation(row, paused.position, paused.observation or [])
             del self.offloaded[row]
         number = torch.tensor([rows[n][0] for n in ready], device=batch.cursor.device)
         active = torch.ones(len(batch.cursor) + len(ready), dtype=torch.bool)
@@ -512,7 +571,7 @@ class CompletionBuffer:
     """Tokens sampled so far.
 
     Args:
-        ids: [N, C] token ids.
+        ids: [N, C] token ids, padded.
         logprobs: [N, C] float32 log-probabilities at sampling.
         mask: [N, C] True marks a real token.
         ended: [N] True where the end token was sampled.
