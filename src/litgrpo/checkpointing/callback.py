@@ -304,8 +304,8 @@ class IterationCheckpoint(Checkpoint):
         """Log size and time of each finished save, once."""
         while self.io.stats:
             numbers = asdict(self.io.stats.pop(0))
-            named = {f"checkpoint/{name}": value for name, value in numbers.items()}
-            pl_module.log_dict(named, rank_zero_only=True)
+            metrics = {f"checkpoint/{name}": value for name, value in numbers.items()}
+            pl_module.log_dict(metrics, rank_zero_only=True)
 
     def state_dict(self) -> dict[str, Any]:
         scores = {str(n): list(score) for n, score in self.scores.items()}

@@ -174,10 +174,10 @@ def import_option_class(path: str) -> Any:
 def import_optimizer(path: str) -> Any:
     """Return an optimizer or schedule of `OPTIMIZERS`; None for any other path."""
     module, _, name = path.rpartition(".")
-    for place in OPTIMIZERS:
-        kind = vars(import_module(place)).get(name)
+    for module_path in OPTIMIZERS:
+        kind = vars(import_module(module_path)).get(name)
         is_kind = inspect.isclass(kind) and issubclass(kind, OPTIMIZER_KINDS)
-        if is_kind and module in (place, kind.__module__):
+        if is_kind and module in (module_path, kind.__module__):
             return kind
     return None
 
@@ -295,9 +295,9 @@ def load_trained_policy(path: Path) -> Policy:
 
 def _missing_error(path: Path, kind: str, missing: Mapping[str, str]) -> ValueError:
     """Build the error for arguments that a checkpoint does not provide; {argument: reason}."""
-    named = ", ".join(name + (f" ({why})" if why else "") for name, why in missing.items())
+    listed = ", ".join(name + (f" ({why})" if why else "") for name, why in missing.items())
     return ValueError(
-        f"{path} does not provide {named} of {kind}: lambdas and objects in memory are not saved, "
+        f"{path} does not provide {listed} of {kind}: lambdas and objects in memory are not saved, "
         "and a checkpoint may only name options of litgrpo, optimizers and schedules of torch, and "
         "built-in rewards without texts among their arguments. Pass "
         f"{', '.join(missing)} to load_from_checkpoint; `export` takes --recipe."
