@@ -128,8 +128,8 @@ def average_over_ranks(
     if extremes:
         largest = comm.max(torch.stack(list(extremes.values())))
         is_measured = (largest != -torch.inf).tolist()
-        for name, value, known in zip(extremes, largest, is_measured, strict=True):
-            if known:
+        for name, value, has_value in zip(extremes, largest, is_measured, strict=True):
+            if has_value:
                 averaged[name] = -value if name.endswith(SMALLEST) else value
     return averaged
 
@@ -139,7 +139,7 @@ def _collect_extremes(seen: Stats, reports: list[StepReport], device: torch.devi
 
     It is minus infinity if there is nothing.
     """
-    found = {
+    extremes = {
         name: [-value if name.endswith(SMALLEST) else value]
         for name, value in seen.items()
         if name.endswith(SMALLEST + LARGEST) and not value.dim()
@@ -148,9 +148,9 @@ def _collect_extremes(seen: Stats, reports: list[StepReport], device: torch.devi
         for name in WITH_EXTREMES & report.sums.keys():
             total, count = report.sums[name].unbind()
             for end, fraction in (("_min", -total / count), ("_max", total / count)):
-                found.setdefault(name + end, []).append(fraction.where(count > 0, -torch.inf))
+                extremes.setdefault(name + end, []).append(fraction.where(count > 0, -torch.inf))
     # float64, as in SumsAndCounts.
-    on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
+    on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in extremes.items()}
     return {name: torch.stack(values).max().float() for name, values in on_device.items()}
 
 

@@ -843,9 +843,10 @@ def move_to_positions(values: Tensor, places: Tensor, shape: torch.Size) -> Tens
         >>> move_to_positions(values, places, torch.Size((1, 4)))
         tensor([[1., 2., 0., 3.]])
     """
-    real = places >= 0
+    is_token = places >= 0
     flat = values.new_zeros(shape.numel(), *values.shape[2:])
-    return flat.index_copy(0, places[real], values[real]).view(*shape, *values.shape[2:])
+    flat = flat.index_copy(0, places[is_token], values[is_token])
+    return flat.view(*shape, *values.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -887,8 +888,12 @@ class TokenLogprobs:
 
         Arguments as of `move_to_positions`.
         """
-        fields = self.row_fields().items()
-        return TokenLogprobs(**{n: move_to_positions(each, places, shape) for n, each in fields})
+        return TokenLogprobs(
+            **{
+                name: move_to_positions(values, places, shape)
+                for name, values in self.row_fields().items()
+            }
+        )
 
     @classmethod
     def from_columns(

@@ -115,10 +115,11 @@ class Agent:
         at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
         self.calls = format_of(self.call_format)
         # Imported here, so that unpickling imports the agent's libraries once for all workers.
-        given = self.function
-        self._function = None if given is None else import_object("function", given)
+        self._function = None
+        if self.function is not None:
+            self._function = import_object("function", self.function)
         require(
-            given is None or callable(self._function),
+            self.function is None or callable(self._function),
             f"function is {self.function!r}; it must be a function, or its import path.",
         )
 

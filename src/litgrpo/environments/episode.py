@@ -99,9 +99,9 @@ def check_observation(observation: object) -> Observation:
     if isinstance(observation, str):
         observation.encode()
         return observation
-    if isinstance(observation, list) and all(type(each) is dict for each in observation):
-        for each in observation:
-            str(each.get("content")).encode()
+    if isinstance(observation, list) and all(type(message) is dict for message in observation):
+        for message in observation:
+            str(message.get("content")).encode()
         return observation
     kind = type(observation).__name__
     raise TypeError(f"the environment returned {kind}, expected a text or a list of messages")

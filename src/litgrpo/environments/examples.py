@@ -113,12 +113,12 @@ class Search:
         # per line.
         scores: dict[int, float] = {}
         for word in sorted(set(_words(words))):
-            found = lines.places.get(word, [])
-            for place in found:
-                more = math.log1p(len(lines.texts) / len(found))
-                scores[place] = scores.get(place, 0.0) + more
-        best = sorted(scores, key=lambda place: (-scores[place], place))[: self.max_results]
-        return "\n".join(lines.texts[place] for place in best) or "nothing found"
+            numbers = lines.places.get(word, [])
+            for number in numbers:
+                more = math.log1p(len(lines.texts) / len(numbers))
+                scores[number] = scores.get(number, 0.0) + more
+        best = sorted(scores, key=lambda number: (-scores[number], number))[: self.max_results]
+        return "\n".join(lines.texts[number] for number in best) or "nothing found"
 
 
 @lru_cache(maxsize=4)

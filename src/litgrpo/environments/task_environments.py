@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from litgrpo.argument_types import check_field_types
@@ -45,7 +46,7 @@ class TaskEnvironments:
     def __post_init__(self) -> None:
         require(bool(self.environments), "environments is {}; give {task: environment}")
         self.environments = {
-            str(task): instantiate_environment(given) for task, given in self.environments.items()
+            str(task): instantiate_environment(entry) for task, entry in self.environments.items()
         }
         for task, environment in self.environments.items():
             require(
@@ -53,13 +54,15 @@ class TaskEnvironments:
                 f"the environment of task {task!r} is {environment!r:.80}, which has no "
                 "`reset(row, seed)` or `step(action)`",
             )
-        schemas = (each for one in self.environments.values() for each in schemas_of(one))
-        self.tools = without_repeats(schemas)
+        schemas = map(schemas_of, self.environments.values())
+        self.tools = without_repeats(chain.from_iterable(schemas))
 
     @property
     def shown_tools(self) -> Mapping[str, list[dict[str, Any]]]:
         """{task: schemas of the tools that the chat template shows}."""
-        return {task: shown_schemas_of(each) for task, each in self.environments.items()}
+        return {
+            task: shown_schemas_of(environment) for task, environment in self.environments.items()
+        }
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
         """Begin an episode in the environment of the row's task; see `Environment.reset`."""

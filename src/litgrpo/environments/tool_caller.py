@@ -89,15 +89,15 @@ class ToolCaller(ABC):
     def _execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run the valid calls; return results in the order of the calls."""
         checked = [self._check(call) for call in calls]
-        good = [each for each in checked if not isinstance(each, ToolResult)]
-        outcomes = run_calls([(tool.function, arguments) for tool, arguments in good])
+        valid = [call for call in checked if not isinstance(call, ToolResult)]
+        outcomes = run_calls([(tool.function, arguments) for tool, arguments in valid])
         for _, error in outcomes:
             if isinstance(error, EpisodeError):
                 raise error
         results = iter(outcomes)
         return [
-            each if isinstance(each, ToolResult) else to_result(each[0], next(results))
-            for each in checked
+            call if isinstance(call, ToolResult) else to_result(call[0], next(results))
+            for call in checked
         ]
 
     def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | ToolResult:

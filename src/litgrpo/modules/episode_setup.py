@@ -95,11 +95,11 @@ def check_agent_settings(episode: EpisodeSettings) -> None:
         ValueError: another one is set.
     """
     defaults = EpisodeSettings()
-    given = [n for n in NOT_FOR_AGENTS if getattr(episode, n) != getattr(defaults, n)]
-    if given:
+    changed = [n for n in NOT_FOR_AGENTS if getattr(episode, n) != getattr(defaults, n)]
+    if changed:
         raise ValueError(
-            f"model.episode.{given[0]} has no effect with litgrpo.environments.Agent: its requests "
-            "are not cut, and its time limit always ends it. Leave it out."
+            f"model.episode.{changed[0]} has no effect with litgrpo.environments.Agent: its "
+            "requests are not cut, and its time limit always ends it. Leave it out."
         )
     if episode.num_workers == 0:
         raise ValueError(
@@ -114,8 +114,8 @@ def check_own_reward(rewards: Mapping[str, Any]) -> None:
     Raises:
         ValueError: it is.
     """
-    own = rewards.get(OWN_REWARD)
-    if own is not None and not own.function:
+    reward = rewards.get(OWN_REWARD)
+    if reward is not None and not reward.function:
         raise ValueError(
             f"model.rewards.{OWN_REWARD} without a function is the environment's own reward, but "
             "model.environment is not set."
@@ -143,7 +143,7 @@ def build_episodes(
                 "first messages of a conversation."
             )
         return AgentEpisodes(environment, turn_format, settings)
-    tools = [str(each.get("function", each)["name"]) for each in schemas_of(environment)]
+    tools = [str(schema.get("function", schema)["name"]) for schema in schemas_of(environment)]
     pool = build_episode_pool(module, settings)
     turn_format = _build_turn_format(module, settings, policy, has_tools=bool(tools))
     return Episodes(pool, turn_format, settings, PromptOpener(module, settings, policy), tools)

@@ -344,13 +344,13 @@ def _keep_text(text: str, include: bool) -> str:
 
 def _common_opening(opened: Sequence[str | list[Message] | FailedEpisode]) -> str | list[Message]:
     """Return what the environment adds to the prompt of a group."""
-    said = [each for each in opened if not isinstance(each, FailedEpisode)] or [""]
+    openings = [opening for opening in opened if not isinstance(opening, FailedEpisode)] or [""]
     require(
-        all(each == said[0] for each in said),
+        all(opening == openings[0] for opening in openings),
         "The environment begins two episodes of one row and seed differently: "
-        f"{said[0]!r:.80} and others. `reset` must be a function of row and seed.",
+        f"{openings[0]!r:.80} and others. `reset` must be a function of row and seed.",
     )
-    return said[0]
+    return openings[0]
 
 
 class EpisodeListener:

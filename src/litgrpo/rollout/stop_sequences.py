@@ -58,11 +58,11 @@ class StopStrings:
         Also for those whose text is no whole character: the rest of it may be in the next token.
         """
         lasts = {stop[-1] for stop in self.stops} | {"\ufffd"}
-        known = min(self.vocab_size, len(self.tokenizer))
-        texts = self.tokenizer.batch_decode([[token] for token in range(known)])
+        num_texts = min(self.vocab_size, len(self.tokenizer))
+        texts = self.tokenizer.batch_decode([[token] for token in range(num_texts)])
         # Behind others a token may read otherwise: with a space in front, which may be the last.
-        found = [bool(lasts & {*text, " "}) for text in texts]
-        return torch.tensor(found + [False] * (self.vocab_size - known))
+        may_complete = [bool(lasts & {*text, " "}) for text in texts]
+        return torch.tensor(may_complete + [False] * (self.vocab_size - num_texts))
 
     def found(self, ids: list[int]) -> bool:
         """Return True if these tokens contain a stop string."""
@@ -75,11 +75,11 @@ class StopStrings:
 
     def length(self, ids: list[int]) -> int:
         """Count tokens up to the one that completes a stop string; len(ids) + 1 if none does."""
-        whole = self.tokenizer.decode(ids)
-        if not any(stop in whole for stop in self.stops):
+        text = self.tokenizer.decode(ids)
+        if not any(stop in text for stop in self.stops):
             return len(ids) + 1
         suspects = self.may_complete[torch.tensor(ids, dtype=torch.long)].nonzero().flatten()
-        ends = (place + 1 for place in suspects.tolist())
+        ends = (position + 1 for position in suspects.tolist())
         return next((end for end in ends if self.completes(ids[:end])), len(ids) + 1)
 
     def watch(self, uniforms: Tensor) -> Watch:
@@ -88,39 +88,33 @@ class StopStrings:
 
     def cut(self, text: str, include: bool) -> str:
         """Cut a text at its first stop string, or behind it with `include`."""
-        found = [(text.find(stop), stop) for stop in self.stops if stop in text]
-        place, stop = min(found, default=(len(text), ""))
-        return text[: place + len(stop) * include]
+        positions = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        start, stop = min(positions, default=(len(text), ""))
+        return text[: start + len(stop) * include]
 
     def cut_tokens(self, rollout: Rollout, pad_id: int, *, static_shapes: bool) -> Rollout:
         """End completions behind the token that completes a stop string.
 
         No token depends on later ones, so this equals not having sampled them, even with an engine
-        that knows nothing of stop strings.
-
-        Args:
-            rollout: N sampled completions.
-            pad_id: token that fills the rest.
-            static_shapes: keep columns that are all padding.
+        that knows nothing of stop strings. With `static_shapes`, columns that are all padding stay.
         """
         ids, device = rollout.token_lists(), rollout.completion_ids.device
         ends = torch.tensor([self.length(row) for row in ids], device=device)
         columns = torch.arange(rollout.completion_ids.shape[1], device=device)
         mask = rollout.completion_mask & (columns < ends[:, None])
-        used = len(columns) if static_shapes else max(1, int(mask.sum(1).max()))
-        found = ends <= torch.tensor([len(row) for row in ids], device=device)
-        kept, candidates = mask[:, :used], rollout.candidate_ids
-        versions = rollout.token_versions
+        width = len(columns) if static_shapes else max(1, int(mask.sum(1).max()))
+        is_stopped = ends <= torch.tensor([len(row) for row in ids], device=device)
+        mask, candidates, versions = mask[:, :width], rollout.candidate_ids, rollout.token_versions
         if candidates is not None:
-            candidates = candidates[:, :used].masked_fill(~kept[..., None], -1)
+            candidates = candidates[:, :width].masked_fill(~mask[..., None], -1)
         return replace(
             rollout,
-            completion_ids=rollout.completion_ids[:, :used].masked_fill(~kept, pad_id),
-            completion_mask=kept,
-            sampler_logprobs=rollout.sampler_logprobs[:, :used].masked_fill(~kept, 0.0),
-            truncated=rollout.truncated & ~found,
+            completion_ids=rollout.completion_ids[:, :width].masked_fill(~mask, pad_id),
+            completion_mask=mask,
+            sampler_logprobs=rollout.sampler_logprobs[:, :width].masked_fill(~mask, 0.0),
+            truncated=rollout.truncated & ~is_stopped,
             candidate_ids=candidates,
-            token_versions=None if versions is None else versions[:, :used],
+            token_versions=None if versions is None else versions[:, :width],
         )
 
     def cut_all(self, texts: list[str], rollout: Rollout, include: bool) -> list[str]:
@@ -167,7 +161,7 @@ class Watch:
         asked = (active & self.suspects[rows]).nonzero().flatten().tolist()
         self.suspects.zero_()
         active, ends = active.clone(), cursor.tolist()
-        for place in asked:
-            start = (ends[place] - 1) // length * length
-            active[place] = not self.stops.found(self.ids[start : ends[place]].tolist())
+        for index in asked:
+            start = (ends[index] - 1) // length * length
+            active[index] = not self.stops.found(self.ids[start : ends[index]].tolist())
         return active

@@ -115,8 +115,9 @@ def _build_conversation(
     for number, (reply, observation) in enumerate(turns, start=1):
         ending = suffix if number == len(turns) else ""
         observed = chat_format.to_messages(observation)
-        made = [make_call(each, f"1{ending}") for each in observed if each["role"] == "tool"]
-        if calls and made:
+        results = [message for message in observed if message["role"] == "tool"]
+        if calls and results:
+            made = [make_call(result, f"1{ending}") for result in results]
             messages.append({"role": "assistant", "content": "", "tool_calls": made})
         else:
             messages.append({"role": "assistant", "content": f"{reply}{ending}"})

@@ -90,10 +90,10 @@ def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] 
     """Return a tool of a server as chat templates show it, and check its JSON schema."""
     says = " ".join((description or name).split())
     try:
-        given = {"type": "object", "properties": {}, **(parameters or {})}
-        if given["type"] != "object" or not isinstance(given["properties"], Mapping):
+        schema = {"type": "object", "properties": {}, **(parameters or {})}
+        if schema["type"] != "object" or not isinstance(schema["properties"], Mapping):
             raise ValueError("it is not the schema of an object with named properties")
-        validator_for(json.dumps(given, allow_nan=False))
+        validator_for(json.dumps(schema, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"the server's schema of the tool {name!r:.60} cannot be used: "
@@ -101,12 +101,12 @@ def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] 
             "correct its schema."
         ) from error
     # Prompts show the type of each argument, which the schemas `true` and `false` do not have.
-    whole: dict[Any, Any] = {True: {}, False: {"not": {}}}
-    given["properties"] = {
-        key: whole[one] if isinstance(one, bool) else one
-        for key, one in given["properties"].items()
+    as_objects: dict[Any, Any] = {True: {}, False: {"not": {}}}
+    schema["properties"] = {
+        key: as_objects[part] if isinstance(part, bool) else part
+        for key, part in schema["properties"].items()
     }
     return {
         "type": "function",
-        "function": {"name": name, "description": says, "parameters": given},
+        "function": {"name": name, "description": says, "parameters": schema},
     }

@@ -32,8 +32,8 @@ CLIFF = (4, 12)  # rows, columns
 def frozen_lake(observation: Any, game: Any) -> str:
     """Draw the map: F frozen, H hole, G goal, P the player."""
     rows = [[cell.decode() for cell in row] for row in game.desc]
-    place = divmod(int(observation), len(rows[0]))
-    return f"{_draw(rows, place, 'P')}\nP is you, S start, F ice, H hole, G goal."
+    position = divmod(int(observation), len(rows[0]))
+    return f"{_draw(rows, position, 'P')}\nP is you, S start, F ice, H hole, G goal."
 
 
 def cliff_walking(observation: Any, game: Any) -> str:
@@ -41,13 +41,13 @@ def cliff_walking(observation: Any, game: Any) -> str:
     height, width = CLIFF
     rows = [["."] * width for _ in range(height)]
     rows[-1] = ["S", *"C" * (width - 2), "G"]
-    place = divmod(int(observation), width)
-    return f"{_draw(rows, place, 'P')}\nP is you, S start, C cliff, G goal."
+    position = divmod(int(observation), width)
+    return f"{_draw(rows, position, 'P')}\nP is you, S start, C cliff, G goal."
 
 
 def taxi(observation: Any, game: Any) -> str:
     """Draw the map with its walls, and describe the passenger's place and destination."""
-    row, column, passenger, goal = (int(each) for each in game.decode(int(observation)))
+    row, column, passenger, goal = (int(number) for number in game.decode(int(observation)))
     rows = [[cell.decode() for cell in line] for line in game.desc]
     where = f"at {STANDS[passenger]}" if passenger < len(STANDS) else "in the taxi"
     map_ = _draw(rows, (row + 1, 2 * column + 1), "T")
@@ -56,8 +56,8 @@ def taxi(observation: Any, game: Any) -> str:
 
 def blackjack(observation: Any, game: Any) -> str:
     """Describe the player's sum and the dealer's open card."""
-    total, shown, ace = (int(each) for each in observation)
-    return f"You have {total}{' with a usable ace' if ace else ''}. The dealer shows {shown}."
+    total, dealer, ace = (int(number) for number in observation)
+    return f"You have {total}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
 
 
 DESCRIBERS: dict[str, Callable[[Any, Any], str]] = {
@@ -68,8 +68,8 @@ DESCRIBERS: dict[str, Callable[[Any, Any], str]] = {
 }
 
 
-def _draw(rows: list[list[str]], place: tuple[int, int], mark: str) -> str:
-    rows[place[0]][place[1]] = mark
+def _draw(rows: list[list[str]], position: tuple[int, int], mark: str) -> str:
+    rows[position[0]][position[1]] = mark
     return "\n".join("".join(row) for row in rows)
 
 

@@ -102,11 +102,11 @@ class McpServer:
         """Replace `{column}` by the values of a row."""
 
         def fill(text: str) -> str:
-            return re.sub(r"\{(\w+)\}", lambda found: str(columns.get(found[1], found[0])), text)
+            return re.sub(r"\{(\w+)\}", lambda match: str(columns.get(match[1], match[0])), text)
 
         return replace(
             self,
-            args=[fill(each) for each in self.args],
+            args=[fill(argument) for argument in self.args],
             env={name: fill(value) for name, value in self.env.items()},
             cwd=self.cwd and fill(self.cwd),
             url=fill(self.url),
@@ -268,10 +268,10 @@ class McpTools:
         """Begin an episode; return {name: tool}, callable."""
         self.close()
         columns = {**row, "seed": seed}
-        self._filled = {name: each.fill(columns) for name, each in self.servers.items()}
+        self._filled = {name: server.fill(columns) for name, server in self.servers.items()}
         return {
-            each.name: replace(each, function=partial(self._call, each.server, each.name))
-            for each in self.tools
+            tool.name: replace(tool, function=partial(self._call, tool.server, tool.name))
+            for tool in self.tools
         }
 
     def close(self) -> None:
@@ -301,27 +301,26 @@ class McpTools:
         try:
             connection = McpConnection(name, self.servers[name])
             try:
-                listed = connection.list_tools(max(0.0, end - time.monotonic()))
+                server_tools = connection.list_tools(max(0.0, end - time.monotonic()))
             finally:
                 connection.close()
         except EpisodeError as error:
             raise ValueError(f"mcp_servers: {error}") from error
-        tools = {each.name: each for each in listed}
-        wanted = self.servers[name].tools or list(tools)
-        made = []
-        for each in wanted:
-            if each not in tools:
-                known = f"{did_you_mean(each, tools)}; it has: {excerpt(', '.join(tools))}"
-                raise ValueError(f"mcp_servers: {name!r} has no tool {each!r}{known}.")
+        by_name = {tool.name: tool for tool in server_tools}
+        tools = []
+        for tool_name in self.servers[name].tools or list(by_name):
+            if tool_name not in by_name:
+                hint = f"{did_you_mean(tool_name, by_name)}; it has: {excerpt(', '.join(by_name))}"
+                raise ValueError(f"mcp_servers: {name!r} has no tool {tool_name!r}{hint}.")
             late = f"mcp_servers: {name!r}: its schemas took more than {START_S:g} s to check."
             require(time.monotonic() < end, late)
-            given = tools[each]
+            tool = by_name[tool_name]
             try:
-                schema = schema_of(each, given.description, given.input_schema)
+                schema = schema_of(tool_name, tool.description, tool.input_schema)
             except ValueError as error:
                 raise ValueError(f"mcp_servers: {name!r}: {error}") from error
-            made.append(McpTool(each, no_connection, schema, name))
-        return made
+            tools.append(McpTool(tool_name, no_connection, schema, name))
+        return tools
 
 
 @functools.cache

@@ -205,9 +205,9 @@ def check_result(request: SampleRequest, result: SampleResult) -> None:
             raise MalformedReply(problem)
 
     ids, logprobs, reason = result.ids, result.logprobs, result.finish_reason
-    most, ends = request.max_tokens, set(request.end_ids)
+    max_tokens, ends = request.max_tokens, set(request.end_ids)
     check(bool(ids), "no tokens")
-    check(len(ids) <= most, f"{len(ids)} tokens; at most {most} were requested")
+    check(len(ids) <= max_tokens, f"{len(ids)} tokens; at most {max_tokens} were requested")
     check(len(ids) == len(logprobs), f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
     for token in ids:
         valid = type(token) is int and 0 <= token < request.vocab_size
@@ -223,7 +223,7 @@ def check_result(request: SampleRequest, result: SampleResult) -> None:
         "finish_reason 'stop' without an end token",
     )
     check(
-        reason != "length" or len(ids) == most,
+        reason != "length" or len(ids) == max_tokens,
         f"a row that ends after {len(request.ids) + len(ids)} tokens, but rows of "
-        f"{len(request.ids) + most} must fit",
+        f"{len(request.ids) + max_tokens} must fit",
     )

@@ -35,17 +35,17 @@ class Uniforms(LogitsProcessor):
         """Apply the batch changes in vLLM's order: removed, added, moved."""
         if batch_update is None:
             return
-        for place in batch_update.removed:
-            self.rows.pop(place, None)
-        for place, params, _, generated in batch_update.added:
-            self.rows.pop(place, None)
+        for index in batch_update.removed:
+            self.rows.pop(index, None)
+        for index, params, _, generated in batch_update.added:
+            self.rows.pop(index, None)
             numbers = (params.extra_args or {}).get("uniforms")
             if numbers is not None:
-                self.rows[place] = (numbers, generated)
+                self.rows[index] = (numbers, generated)
         for source, target, how in batch_update.moved:
             one, other = self.rows.pop(source, None), self.rows.pop(target, None)
             swapped = {target: one, source: other if how == MoveDirectionality.SWAP else None}
-            self.rows |= {place: row for place, row in swapped.items() if row is not None}
+            self.rows |= {index: row for index, row in swapped.items() if row is not None}
 
     def apply(self, logits: Tensor) -> Tensor:
         """Set all logits [n, V] to minus infinity except those of the drawn tokens."""
@@ -55,7 +55,7 @@ class Uniforms(LogitsProcessor):
         numbers = [numbers[len(generated)] for numbers, generated in self.rows.values()]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         tokens = sample(logits[places], uniforms, Sampling()).tokens
-        kept = logits[places, tokens]
+        drawn_logits = logits[places, tokens]
         logits[places] = -torch.inf
-        logits[places, tokens] = kept
+        logits[places, tokens] = drawn_logits
         return logits

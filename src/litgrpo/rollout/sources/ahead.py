@@ -256,14 +256,14 @@ def _rollout_of(pending: PendingRollout, prompts: PromptBatch, iteration: int) -
         ValueError: it was sampled for other prompts.
     """
     rollout = pending.future.result()
-    sampled, wanted = rollout.prompts.index.cpu().tolist(), prompts.index.cpu().tolist()
-    if pending.iteration != iteration or not set(wanted) <= set(sampled):
+    sampled, indices = rollout.prompts.index.cpu().tolist(), prompts.index.cpu().tolist()
+    if pending.iteration != iteration or not set(indices) <= set(sampled):
         raise ValueError(
             f"The rollout that was generated ahead is for iteration {pending.iteration} and other "
             f"prompts than those of iteration {iteration}: the data have changed."
         )
-    if sampled != wanted:  # a checkpoint holds the prompts of all ranks
-        rollout = select_groups(rollout, [sampled.index(index) for index in wanted])
+    if sampled != indices:  # a checkpoint holds the prompts of all ranks
+        rollout = select_groups(rollout, [sampled.index(index) for index in indices])
     # An environment may have extended the prompts.
     extended = replace(rollout.prompts, columns=prompts.columns, set_name=prompts.set_name)
     return move_rollout(replace(rollout, prompts=extended), prompts.prompt_ids.device)

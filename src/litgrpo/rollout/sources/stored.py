@@ -201,10 +201,10 @@ def find_impossible(rollout: Rollout, vocab_size: int) -> str:
     ids = {"prompt_ids": prompts.prompt_ids, "completion_ids": rollout.completion_ids}
     if rollout.candidate_ids is not None:
         ids["candidate_ids"] = rollout.candidate_ids.clamp(min=0)  # -1 fills the tensor
-    for name, each in ids.items():
-        least, most = (int(bound) for bound in each.aminmax()) if each.numel() else (0, 0)
-        if least < 0 or most >= vocab_size:
-            return f"{name} are {least} to {most}, expected 0 to {vocab_size - 1}"
+    for name, tokens in ids.items():
+        low, high = (int(bound) for bound in tokens.aminmax()) if tokens.numel() else (0, 0)
+        if low < 0 or high >= vocab_size:
+            return f"{name} are {low} to {high}, expected 0 to {vocab_size - 1}"
     if not bool(rollout.loss_mask.any()) or bool((rollout.loss_mask & ~mask).any()):
         return "its masks select no sampled token, or others than those of the completions"
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
@@ -213,7 +213,7 @@ def find_impossible(rollout: Rollout, vocab_size: int) -> str:
     if bool((sampled > MAX_LOGPROB).any()):
         return f"log-probability {float(sampled.nan_to_num(0.0).max()):g}, expected at most 0"
     texts = [*prompts.prompts, *rollout.completions]
-    return "" if all(isinstance(each, str) for each in texts) else "a completion is not a text"
+    return "" if all(isinstance(text, str) for text in texts) else "a completion is not a text"
 
 
 def check_not_in_use(folder: Path) -> None:
