@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.types import Episode, RewardTable, TokenRows, TrainingBatch
+from litgrpo.types import Episode, RewardTable, TokenRows, TrainingBatch, move_to_positions
 from tests.support.by_hand import prompts, rollout, with_turns
 
 
@@ -190,3 +190,20 @@ def test_tokens_with_a_term_weight_are_predicted():
     expected[0, 1] = True
     assert torch.equal(given.tokens.predicted, expected)
     assert torch.equal(given.tokens.on_host.predicted, expected)
+
+
+def test_a_segment_becomes_a_row_whose_prompt_ends_before_its_first_generated_token():
+    rows = TokenRows(
+        torch.tensor([[5]]),
+        torch.tensor([[True]]),
+        torch.tensor([0]),
+        completion_ids=torch.tensor([[7, 8, 3, 9]]),
+        completion_mask=torch.tensor([[True, True, True, True]]),
+        predicted=torch.tensor([[True, True, False, True]]),
+        segments=torch.tensor([[0, 0, 1, 1]]),
+    )
+    split, positions = rows.split_segments()
+    assert split.prompt_ids[split.prompt_of].tolist() == [[5], [3]]
+    assert split.completion_ids.tolist() == [[7, 8], [9, 0]]
+    values = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    assert move_to_positions(values, positions, torch.Size((1, 4))).tolist() == [[1, 2, 0, 3]]

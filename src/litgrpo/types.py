@@ -80,21 +80,7 @@ class HostMasks(NamedTuple):
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids of unequal length on the left.
-
-    Args:
-        rows: M lists of token ids.
-        pad_id: id of the pad token.
-        length: smallest length of the result.
-
-    Returns:
-        [M, T] ids and [M, T] bool mask.
-
-    Example:
-        >>> pad_left([[5, 6], [7]], pad_id=0)[0]
-        tensor([[5, 6],
-                [0, 7]])
-    """
+    """Return [M, T] token ids and mask of rows, padded on the left to `length` or more columns."""
     width = max([length, *map(len, rows)])
     ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -230,19 +216,6 @@ class TokenRows:
         Returns:
             m rows without segments, and [m, c] the position in [M * C] of each of their tokens, -1
             on padding.
-
-        Example:
-            >>> one = torch.tensor([[True, True, True, True]])
-            >>> rows = TokenRows(
-            ...     torch.tensor([[5]]), torch.tensor([[True]]), torch.tensor([0]),
-            ...     completion_ids=torch.tensor([[7, 8, 3, 9]]),
-            ...     completion_mask=one,
-            ...     predicted=torch.tensor([[True, True, False, True]]),
-            ...     segments=torch.tensor([[0, 0, 1, 1]]),
-            ... )
-            >>> split, _ = rows.split_segments()
-            >>> split.prompt_ids[split.prompt_of].tolist(), split.completion_ids.tolist()
-            ([[5], [3]], [[7, 8], [9, 0]])
         """
         assert self.segments is not None
         masks, device = self.on_host, self.completion_ids.device
@@ -286,11 +259,7 @@ class TokenRows:
         return split.select(torch.arange(len(rows))), positions  # without prompts of no row
 
     def select(self, rows: Tensor) -> TokenRows:
-        """Select completions and their prompts, trimming columns that are all padding.
-
-        Args:
-            rows: [m] row numbers, in any order; at least one.
-        """
+        """Select rows [m] and their prompts, in any order, without columns that are all padding."""
         masks, device = self.on_host, self.completion_ids.device
         rows = rows.cpu()
         used_prompts, prompt_of = torch.unique(masks.prompt_of[rows], return_inverse=True)
@@ -351,7 +320,6 @@ class PromptBatch:
     set_name: str = ""
 
     def __post_init__(self) -> None:
-        """Check ranks and sizes."""
         num_prompts, length = self.prompt_ids.shape
         _check_shape("prompt_mask", self.prompt_mask, num_prompts, length)
         _check_shape("index", self.index, num_prompts)
@@ -640,7 +608,6 @@ class RewardTable:
     tasks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check shapes and keys."""
         if not self.processed:
             object.__setattr__(self, "processed", self.components)
         for name, keys in (("weights", self.weights.keys()), ("processed", self.processed.keys())):
@@ -700,11 +667,6 @@ class RolloutLogprobs:
             vocabulary (`Objective.divergence`).
         score_norms: [N, C] see `TokenLogprobs`, under the policy before the first optimizer step;
             None unless the advantages need them.
-
-    Example:
-        One completion of two tokens that the reference finds less likely::
-
-            RolloutLogprobs(old=tensor([[-0.1, -0.2]]), ref=tensor([[-0.4, -0.2]]))
     """
 
     old: Tensor | None = None
@@ -815,11 +777,7 @@ class TrainingBatch:
         return replace(self, term_weights=weights, tokens=replace(self.tokens, predicted=predicted))
 
     def select(self, rows: Tensor) -> TrainingBatch:
-        """Select completions and their prompts, trimming columns that are all padding.
-
-        Args:
-            rows: [m] row numbers, in any order; at least one.
-        """
+        """Select rows [m] and their prompts, in any order, without columns that are all padding."""
         tokens = self.tokens.select(rows)
         width = tokens.completion_ids.shape[1]
         (index,) = to_device([rows.cpu()], self.advantages.device)
@@ -837,11 +795,6 @@ def move_to_positions(values: Tensor, places: Tensor, shape: torch.Size) -> Tens
 
     Returns:
         [M, C, ...], 0 elsewhere.
-
-    Example:
-        >>> values, places = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[0, 1], [3, -1]])
-        >>> move_to_positions(values, places, torch.Size((1, 4)))
-        tensor([[1., 2., 0., 3.]])
     """
     is_token = places >= 0
     flat = values.new_zeros(shape.numel(), *values.shape[2:])
@@ -860,13 +813,6 @@ class TokenLogprobs:
             without a `Divergence`.
         score_norms: [M, C] float32 squared norm of the gradient of a token's log-probability by the
             logits; None unless they were asked for.
-
-    Example:
-        One completion of two tokens in three columns::
-
-            TokenLogprobs(
-                logprobs=tensor([[-0.1, -1.6, 0.0]]), entropy=tensor([[0.3, 1.4, 0.0]])
-            )
     """
 
     logprobs: Tensor
@@ -884,10 +830,7 @@ class TokenLogprobs:
         )
 
     def to_positions(self, places: Tensor, shape: torch.Size) -> TokenLogprobs:
-        """Move the entries of split rows back to the rows that they are from.
-
-        Arguments as of `move_to_positions`.
-        """
+        """Move the entries of split rows back to their rows; see `move_to_positions`."""
         return TokenLogprobs(
             **{
                 name: move_to_positions(values, places, shape)
@@ -899,13 +842,7 @@ class TokenLogprobs:
     def from_columns(
         cls, columns: Sequence[Tensor], *, compared: bool, score_norms: bool
     ) -> TokenLogprobs:
-        """Name what `token_logprobs` returned, [M, C] each.
-
-        Args:
-            columns: in its order.
-            compared: there are divergences.
-            score_norms: there are squared norms.
-        """
+        """Name what `token_logprobs` returned, [M, C] each, with or without the last two."""
         names = ["logprobs", "entropy", *["divergence"] * compared, *["score_norms"] * score_norms]
         return cls(**dict(zip(names, columns, strict=True)))
 
@@ -918,11 +855,6 @@ class LossOutput:
         loss: [] sum over tokens of loss weight times token loss, minus the entropy bonus.
         stats: {name: [2]} a sum over tokens (or rows) and the count to divide it by, so that sums
             over micro-batches and ranks give exact averages.
-
-    Example:
-        A KL of 0.02 nats on average over 128 tokens::
-
-            LossOutput(loss=tensor(-0.013), stats={"policy/kl": tensor([2.56, 128.0])})
     """
 
     loss: Tensor
@@ -939,10 +871,6 @@ class StepReport:
             without a gradient are left out); empty if the step was skipped.
         skipped: None if the step was taken. It is skipped if a loss or gradient is not finite:
             {row of the rollout: the number that is not finite}, empty if no single row explains it.
-
-    Example:
-        >>> StepReport(lr=1e-6, skipped={3: "gradient"}).skipped
-        {3: 'gradient'}
     """
 
     lr: float

@@ -76,7 +76,6 @@ class EpisodeSettings:
     max_observation_chars: int = 20_000
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         at_least("model.episode.max_turns", self.max_turns, 1)
         at_least("model.episode.max_turn_tokens", self.max_turn_tokens, 1)
         at_least("model.episode.max_observation_chars", self.max_observation_chars, 1)
@@ -92,25 +91,15 @@ class EpisodeSettings:
 
 @dataclass
 class PlayedRow:
-    """State of a row while its episode is played.
-
-    Args:
-        episode: its record.
-        used: tokens in the row.
-        cut: a token limit ended its last turn.
-        closed: its last token is an end token of the policy.
-        full: its next observation did not fit into the row.
-        last_ids: tokens of its last turn.
-        asked: when the environment got that turn.
-    """
+    """State of a row while its episode is played."""
 
     episode: Episode = field(default_factory=Episode)
-    used: int = 0
-    cut: bool = False
-    closed: bool = False
-    full: bool = False
-    last_ids: list[int] = field(default_factory=list)
-    asked: float = 0.0
+    used: int = 0  # tokens in the row
+    cut: bool = False  # a token limit ended its last turn
+    closed: bool = False  # its last token is an end token of the policy
+    full: bool = False  # its next observation did not fit into the row
+    last_ids: list[int] = field(default_factory=list)  # of its last turn
+    asked: float = 0.0  # when the environment got that turn
 
     def add(self, messages: list[Message], length: int) -> None:
         """Append messages that occupy the next columns."""
@@ -159,9 +148,7 @@ CUT = " ... "  # replaces the removed middle of a long observation
 def episode_seed(rollout_key: RolloutKey, prompt: int) -> int:
     """Return the seed of a prompt's episodes, below 2**31, from a counter-based stream (Philox).
 
-    Args:
-        rollout_key: key of the rollout.
-        prompt: the prompt's position in its data set.
+    `prompt` is the prompt's position in its data set.
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
     """
@@ -189,15 +176,7 @@ class EpisodeRunner(ABC):
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
     ) -> Rollout:
-        """Sample episodes.
-
-        Args:
-            engine: samples the turns.
-            requests: N rows.
-            rollout_key: seeds the environments.
-
-        Returns:
-            The rollout with its episodes, and the rewards and states of their turns.
+        """Sample N rows as episodes, whose turns `engine` samples.
 
         Raises:
             ValueError: the environment begins episodes of one row and seed in different ways, or
@@ -261,20 +240,12 @@ class EpisodeRunner(ABC):
 
 @dataclass
 class Episodes(EpisodeRunner):
-    """Plays a rollout's rows as episodes of an environment.
+    """Plays a rollout's rows as episodes of an environment."""
 
-    Args:
-        pool: plays the environments.
-        turn_format: encodes observations.
-        settings: limits.
-        opener: renders a prompt with what an environment adds to it.
-        tools: names of the tools that the policy has, for statistics.
-    """
-
-    pool: EpisodePool
+    pool: EpisodePool  # of the environments
     turn_format: TurnFormat
     settings: EpisodeSettings
-    opener: Opener
+    opener: Opener  # renders a prompt with what an environment adds to it
     tools: Sequence[str] = ()
     waited: float = field(default=0.0, init=False)
     failures: EpisodeFailures = field(default_factory=EpisodeFailures, init=False)
@@ -282,7 +253,6 @@ class Episodes(EpisodeRunner):
     def play(
         self, engine: RolloutEngine, requests: RolloutRequest, rollout_key: RolloutKey
     ) -> Rollout:
-        """See `EpisodeRunner.play`."""
         starts = self.starts(requests, rollout_key)
         self.failures.reset(starts)
         with self.waiting():
@@ -303,7 +273,6 @@ class Episodes(EpisodeRunner):
         return listener.complete_rollout(replace(rollout, prompts=prompts))
 
     def close(self) -> None:
-        """See `EpisodeRunner.close`."""
         self.pool.close()
 
     def _extend_prompts(
@@ -354,13 +323,7 @@ def _common_opening(opened: Sequence[str | list[Message] | FailedEpisode]) -> st
 
 
 class EpisodeListener:
-    """Passes turns to the environments, and encodes their observations.
-
-    Args:
-        episodes: pool, turn_format and limits.
-        requests: of the rollout.
-        rows: N rows.
-    """
+    """Passes the turns of N rows to the environments, and encodes their observations."""
 
     def __init__(self, episodes: Episodes, requests: RolloutRequest, rows: list[PlayedRow]) -> None:
         self.episodes, self.rows = episodes, rows
@@ -375,7 +338,6 @@ class EpisodeListener:
         self.asked: set[int] = set()
 
     def on_turn_end(self, row: int, ids: list[int], *, truncated: bool) -> None:
-        """See `TurnListener.on_turn_end`."""
         state = self.rows[row]
         state.cut, state.closed, state.last_ids = truncated, ids[-1] in self.eos_ids, ids
         text = str(self.tokenizer.decode(ids[: len(ids) - (ids[-1] in self.end_ids)]))
@@ -390,7 +352,6 @@ class EpisodeListener:
             self.episodes.pool.send(row, text)
 
     def take_observations(self, *, wait: bool) -> dict[int, list[int] | None]:
-        """See `TurnListener.take_observations`."""
         observations, self.over = self.over, {}
         with self.episodes.waiting():
             wait = wait and not observations and bool(self.asked)

@@ -29,31 +29,21 @@ def rollout_row_limit() -> RowLimit:
 
 @dataclass
 class PendingRollout:
-    """A rollout that is being sampled.
+    """A rollout that is being sampled."""
 
-    Args:
-        iteration: that trains on it.
-        future: of the rollout, without texts; from a checkpoint, of the prompts of all ranks.
-    """
-
-    iteration: int
-    future: Future[Rollout]
+    iteration: int  # that trains on it
+    future: Future[Rollout]  # without texts; from a checkpoint, of the prompts of all ranks
 
 
 @dataclass
 class PendingRollouts:
-    """Rollouts that are sampled in the background, which others must not disturb.
+    """Rollouts that are sampled in the background, which others must not disturb."""
 
-    Args:
-        queue: in the order of their iterations.
-        current: the rollout that the current iteration trains on. A signal may drop this iteration;
-            it then repeats with the same rollout, which the checkpoint holds.
-        in_flight: the engine gets new weights while it samples.
-    """
-
-    queue: deque[PendingRollout] = field(default_factory=deque)
+    queue: deque[PendingRollout] = field(default_factory=deque)  # in the order of iterations
+    # That of the current iteration. A signal may drop this iteration; it then repeats with the same
+    # rollout, which the checkpoint holds.
     current: PendingRollout | None = None
-    in_flight: bool = False
+    in_flight: bool = False  # the engine gets new weights while it samples
 
     @property
     def with_current(self) -> list[PendingRollout]:

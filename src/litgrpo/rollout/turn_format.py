@@ -46,13 +46,7 @@ IMAGE_TEMPLATE = (
 
 
 class TurnFormat(ABC):
-    """Encodes an observation as the tokens between two turns of the policy.
-
-    Example::
-
-        turn_format = InlineFormat(tokenizer)
-        ids = turn_format.encode(" -> 42", turn_has_end=True)
-    """
+    """Encodes an observation as the tokens between two turns of the policy."""
 
     @abstractmethod
     def encode(self, observation: str | list[Message], turn_has_end: bool) -> list[int]:
@@ -86,7 +80,6 @@ class InlineFormat(TurnFormat):
         return special_token_texts(self.tokenizer) if self.split_special_tokens else []
 
     def encode(self, observation: str | list[Message], turn_has_end: bool) -> list[int]:
-        """See `TurnFormat.encode`."""
         require(
             isinstance(observation, str),
             f"The environment returned messages ({observation!r:.60}), but "
@@ -148,7 +141,7 @@ class TemplateFormat(TurnFormat):
             )
 
     def encode(self, observation: str | Messages, turn_has_end: bool) -> list[int]:
-        """See `TurnFormat.encode`; a text becomes a user message."""
+        # A text becomes a user message.
         messages = self.chat_format.to_messages(observation)
         # Rendering is slow, and the rows of a group often get equal observations.
         key = repr(messages)

@@ -39,11 +39,7 @@ class WeightsRejected(ServerUnavailable):
 
 
 class StaleWeights(Exception):
-    """A server sampled with other weights than the published ones.
-
-    Args:
-        sampled: version that sampled.
-    """
+    """A server sampled with other weights, `sampled`, than the published ones."""
 
     def __init__(self, sampled: str) -> None:
         super().__init__(sampled)
@@ -63,10 +59,6 @@ class Weights:
         tensors: {name: tensor} to be sent by a collective, instead of `folder`; rank 0 has them
             while it publishes.
         sender: address of rank 0 as servers see it, for this collective; empty: its host name.
-
-    Example:
-        >>> Weights("3-4-5f0c9a1be2d4", folder="/shared/weights/3-4-5f0c9a1be2d4").in_flight
-        False
     """
 
     version: str
@@ -97,11 +89,6 @@ class SampleRequest:
         seed: of the turn, for servers with random numbers of their own.
         uniforms: [max_tokens] random numbers in [0, 1), for servers that draw tokens with them as
             `sampling.sample` does; None: the server draws by its `seed`.
-
-    Example:
-        >>> request = SampleRequest(9, 1, [1, 306], max_tokens=64, end_ids=(2,), vocab_size=32000)
-        >>> request.temperature, request.uniforms
-        (1.0, None)
     """
 
     row: int
@@ -128,10 +115,6 @@ class SampleResult:
             what the server says.
         versions: number of finished iterations of the weights that sampled each token; filled in
             by `Servers`. Empty: those of the last `sync_weights` sampled all.
-
-    Example:
-        >>> SampleResult(ids=[29896, 2], logprobs=[-0.11, -0.02], finish_reason="stop").ids
-        [29896, 2]
     """
 
     ids: list[int]
