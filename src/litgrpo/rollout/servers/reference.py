@@ -56,7 +56,6 @@ class ReferenceServers:
     max_concurrent_requests: int = 256
 
     def __post_init__(self) -> None:
-        """Check addresses and ranges."""
         require(bool(self.urls), "model.reference.urls is empty; set the address of a vLLM server.")
         above("model.reference.timeout_s", self.timeout_s, 0)
         at_least("model.reference.wait_s", self.wait_s, 0)

@@ -257,7 +257,6 @@ class RemoteEngine(ServedEngine):
     allow_public: bool = False
 
     def __post_init__(self) -> None:
-        """Check addresses and ranges."""
         require(bool(self.addresses), "model.engine.urls is empty; set the address of a server.")
         above("model.engine.timeout_s", self.timeout_s, 0)
         at_least("model.engine.wait_s", self.wait_s, 0)
@@ -270,7 +269,6 @@ class RemoteEngine(ServedEngine):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `RolloutEngine.addresses`."""
         return tuple(normalize_url(url, self.allow_public) for url in self.urls)
 
     @cached_property

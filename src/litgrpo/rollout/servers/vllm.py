@@ -69,7 +69,6 @@ class ServerEngine(RemoteEngine):
         return self.send_uniforms
 
     def connect(self, url: str) -> VllmServer:
-        """See `RemoteEngine.connect`."""
         # A server that draws with litgrpo's random numbers masks all tokens but the drawn one, so
         # its processed log-probabilities would all be 0.
         mode = "raw_logprobs" if self.send_uniforms else "processed_logprobs"
@@ -120,7 +119,6 @@ class ColocatedEngine(ServedEngine):
     _started: list[RunningVllm] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         require(
             self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization < 1,
             f"model.engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be "

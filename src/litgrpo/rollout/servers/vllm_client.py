@@ -240,7 +240,6 @@ class VllmServer(HttpServer):
     # --- weights ---
 
     def has(self, weights: Weights) -> bool:
-        """See `ServerClient.has`."""
         if weights.is_adapter:
             return weights.version in self.list_models()
         return self.version == weights.version
@@ -319,7 +318,6 @@ class VllmServer(HttpServer):
     # --- samples ---
 
     def sample(self, request: SampleRequest, weights: Weights) -> SampleResult:
-        """See `ServerClient.sample`."""
         body = {"token_ids": request.ids, "sampling_params": sampling_params(request)}
         if weights.is_adapter:
             body["model"] = weights.version
@@ -354,7 +352,6 @@ class VllmServer(HttpServer):
         return SampleResult(ids, [one.logprob for one in logprobs], reply.finish_reason, spans)
 
     def tokenize(self, text: str) -> tuple[list[int], int]:
-        """See `ServerClient.tokenize`."""
         body = {"prompt": text, "add_special_tokens": False}
         reply = self.read(Tokens, "POST", TOKENIZE, body)
         return reply.tokens, reply.max_model_len

@@ -153,7 +153,6 @@ class AdapterSender(FolderSender):
     """Writes the trained adapter in PEFT's format, which servers load beside the base model."""
 
     def prepare(self, policy: Policy, version: str) -> Weights:
-        """See `WeightSender.prepare`."""
         check_adapter(policy)
         folder = self.root / version if rank() == 0 else Path()
         save_adapter(policy.model, folder)

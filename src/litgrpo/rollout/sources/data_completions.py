@@ -47,7 +47,6 @@ class DataCompletions(RolloutSource):
     fixed_shapes = False
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 <= self.on_policy_frac < 1:
             raise ValueError(
                 f"model.source.on_policy_frac is {self.on_policy_frac}; it must be from "
