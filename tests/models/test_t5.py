@@ -78,15 +78,16 @@ def test_prompts_are_computed_once_unless_shapes_are_static():
     assert not policy.computes_prompts_once
 
 
+@torch.no_grad()
 def test_cross_attention_keys_are_held_once_per_prompt_and_leave_with_its_last_row():
     policy, prompts = tiny_policy("t5"), prompt_batch(*TEXTS)
     _, state = policy.prefill(prompts.prompt_ids, prompts.prompt_mask, 4, capacity=5)
     length = prompts.prompt_ids.shape[1]
-    assert {layer.keys.shape[0] for layer in state.cross.layers} == {3}
-    assert {keys.shape[:3] for keys, _ in state.own} == {(12, 4, 6)}  # rows, heads, C + start
+    assert {keys.shape[0] for keys in state.prompt_keys} == {3}
+    assert {keys.shape[:3] for keys in state.keys} == {(12, 4, 6)}  # rows, heads, C + start
     state.select(torch.tensor([8, 1, 11, 9]))
-    for layer in state.cross.layers:
-        assert layer.keys.shape[:3] == layer.values.shape[:3] == (2, 4, length)
+    for keys, values in zip(state.prompt_keys, state.prompt_values, strict=True):
+        assert keys.shape[:3] == values.shape[:3] == (2, 4, length)
     logits = policy.decode_step(torch.tensor([70, 71, 72, 73]), state)
     plain = policy.dense_logits(
         prompts.prompt_ids[[2, 0, 2, 2]],

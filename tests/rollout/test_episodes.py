@@ -6,15 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.environments.base import EnvironmentFailure, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import EpisodeWorkers
+from litgrpo.models.loading.load import build_policy
 from litgrpo.rollout.episodes import EpisodeSettings, PlayedRow, RolloutKey, episode_seed
 from litgrpo.rollout.groups import with_groups
 from litgrpo.rollout.sampling import Purpose, draw_uniforms
 from tests.learning.parts import learner_of, rewards_of, rollouter_of
-from tests.support.models import prompt_batch, tiny_policy
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_policy
+from tests.support.packing import SPECIAL
 from tests.support.playing import Echo, episodes_of
 from tests.support.raises import raises_for
 
@@ -252,12 +255,22 @@ def test_a_turn_may_abstain_and_an_episode_may_end_at_once():
     assert all(each.done for each in rollout.episodes)
 
 
-@pytest.mark.parametrize(("architecture", "num_workers"), [("qwen2", 2), ("t5", 4)])
+def policy_of(architecture):
+    """A policy; rows of Bloom, which transformers decodes, cannot leave their batch."""
+    if architecture != "bloom":
+        return tiny_policy(architecture)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL))
+    return build_policy(bloom, byte_tokenizer()).eval()
+
+
+@pytest.mark.parametrize(("architecture", "num_workers"), [("qwen2", 2), ("t5", 2), ("bloom", 4)])
 def test_episodes_that_wait_for_a_process_are_the_same(architecture, num_workers):
     """Also where the rows of a group cannot leave the batch, and where a group waits in parts."""
     rollouts = []
     for pool in (InProcessEpisodes(Echo()), EpisodeWorkers(Echo(), num_workers=num_workers)):
-        policy = tiny_policy(architecture)
+        policy = policy_of(architecture)
         rollouter = rollouter_of(policy, episodes=episodes_of(pool), max_completion_length=60)
         rollouts.append(rollouter.generate(PROMPTS, "train"))
         pool.close()
@@ -271,7 +284,7 @@ def test_episodes_that_wait_for_a_process_are_the_same(architecture, num_workers
 def test_a_group_that_decodes_together_needs_a_process_for_each_row():
     pool = EpisodeWorkers(Echo(), num_workers=2)
     rollouter = rollouter_of(
-        tiny_policy("t5"), episodes=episodes_of(pool), max_completion_length=60
+        policy_of("bloom"), episodes=episodes_of(pool), max_completion_length=60
     )
     with raises_for("model.episode.num_workers is 2", "model.group_size"):
         rollouter.generate(PROMPTS, "train")

@@ -19,6 +19,7 @@ from litgrpo.models.decode.fixed import STATIC, FixedDecoder, FixedState, attend
 from litgrpo.models.decode.fused import FusedDecoder, is_supported
 from litgrpo.models.decode.shared_prefix import (
     SHARED_PREFIX,
+    CausalRowOffloader,
     RowOffloader,
     SharedPrefixCache,
     attend_shared_prefix,
@@ -265,7 +266,7 @@ class CausalPolicy(Policy):
         """See `Policy.make_row_offloader`."""
         assert isinstance(state, SharedPrefixCache)
         order = None if self._decoder is None else self._decoder.pairs
-        return RowOffloader(self.bare_model.base_model, self.head, state, order)
+        return CausalRowOffloader(self.bare_model.base_model, self.head, state, order)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor

@@ -7,14 +7,13 @@ training; all other attention is transformers' own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -23,10 +22,19 @@ from litgrpo.models.decode.fixed import (
     STATIC,
     FixedSeq2SeqCache,
     FixedState,
+    Seq2SeqCache,
     attend_static,
     make_state,
 )
-from litgrpo.models.decode.shared_prefix import PromptGrid
+from litgrpo.models.decode.shared_prefix import (
+    NewTokens,
+    OffloadedRow,
+    PromptGrid,
+    RowOffloader,
+    SharedPrefixCache,
+    gather_own,
+    split_rows,
+)
 from litgrpo.models.decode.static import StaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.packing import pack_left
@@ -89,73 +97,92 @@ class GroupedCrossAttention(CrossAttention):
         return cells if self.in_place else cells.index_select(0, self.cell)
 
 
-class SharedEncoderCache(Cache, DecodeState):
-    """KV cache with the cross-attention of each prompt stored once, and each live row's own tokens.
+class CrossPrefixCache(SharedPrefixCache):
+    """A shared-prefix cache whose prompts are read by cross-attention.
+
+    A row's own tokens begin with the decoder's start token.
 
     Args:
-        started: caches of one forward pass over the decoder's start token, a row for each prompt.
-        encoded: [B, P, E] encoder output of the prompts.
+        started: caches of one forward pass over the start token, a row for each prompt.
         prompt_mask: [B, P] True marks a real token.
         group_size: G rows answer each prompt.
         capacity: maximum number of tokens that a row is fed, C; the start token is extra.
     """
 
-    def __init__(
-        self,
-        started: EncoderDecoderCache,
-        encoded: Tensor,
-        prompt_mask: Tensor,
-        group_size: int,
-        capacity: int,
-    ) -> None:
-        own: Any = started.self_attention_cache
-        # The base class reads only the flags of its layers; the tensors are kept here.
-        super().__init__(layers=[DynamicLayer() for _ in own.layers])
-        rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
-        self.prompt_of = rows.repeat_interleave(group_size)
-        self.prompt_mask = prompt_mask
-        self.encoded = encoded
-        self.cross: Any = started.cross_attention_cache
-        first = [(layer.keys, layer.values) for layer in own.layers]  # each [B, H, 1, D]
-        self.own = [
-            tuple(_allocate(each, self.prompt_of, capacity) for each in pair) for pair in first
-        ]
-        self.fed = 1
-        self.grouped = GroupedCrossAttention(prompt_mask, self.prompt_of)
-        # The type that transformers' decoder expects: own tokens in self, prompts in `cross`.
-        self.both = EncoderDecoderCache(self, self.cross)
+    can_join = True
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the given rows and their prompts."""
-        prompts, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
-        if len(prompts) < len(self.prompt_mask):
-            self.prompt_mask = self.prompt_mask[prompts]
-            for layer in self.cross.layers:
-                layer.keys, layer.values = layer.keys[prompts], layer.values[prompts]
-        self.own = [tuple(each[rows] for each in pair) for pair in self.own]
+    def __init__(
+        self, started: EncoderDecoderCache, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> None:
+        super().__init__(started.cross_attention_cache, prompt_mask, group_size, capacity + 1)
+        own: Any = started.self_attention_cache
+        for number, layer in enumerate(own.layers):  # each [B, H, 1, D]
+            keys, values = layer.keys.squeeze(2), layer.values.squeeze(2)
+            self.write(number, keys[self.prompt_of], values[self.prompt_of])
+        self.fed = 1
+
+    def _arrange(self) -> None:
+        super()._arrange()
         self.grouped = GroupedCrossAttention(self.prompt_mask, self.prompt_of)
+
+    def _view(self) -> None:
+        super()._view()
+        cross = zip(self.prompt_keys, self.prompt_values, strict=True)
+        self.both = Seq2SeqCache(self, list(cross))
 
     def update(  # type: ignore[override]
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one token's keys and values [n, H, 1, D]; return all of the row's own so far."""
-        own_keys, own_values = self.own[layer]  # each [n, H, C + 1, D]
-        end = self.fed + 1
-        own_keys[:, :, self.fed : end] = keys
-        own_values[:, :, self.fed : end] = values
-        return own_keys[:, :, :end], own_values[:, :, :end]
+        """Store one token's keys and values [n, H, 1, D]; return those from the first start on."""
+        super().update(keys, values, layer)
+        columns = slice(self.first_start, self.fed + 1)
+        return self.keys[layer][:, :, columns], self.values[layer][:, :, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens fed so far; the prompt is in the encoder."""
-        return self.fed
+        """Return the number of tokens before this one, from the first start on."""
+        return self.fed - self.first_start
+
+    def columns_before_start(self) -> Tensor | None:
+        """Return [n, 1, 1, t] True where a column precedes a row's start; None if none does."""
+        if self.first_start == self.last_start:
+            return None
+        columns = torch.arange(self.first_start, self.fed + 1, device=self.start.device)
+        return (columns < self.start[:, None])[:, None, None]
 
 
-def _allocate(start: Tensor, prompt_of: Tensor, capacity: int) -> Tensor:
-    """Allocate [n, H, C + 1, D] that begins with the start token [B, H, 1, D] of each prompt."""
-    heads, _, size = start.shape[1:]
-    room = start.new_empty(len(prompt_of), heads, capacity + 1, size)
-    room[:, :, :1] = start[prompt_of]
-    return room
+class Seq2SeqRowOffloader(RowOffloader):
+    """Rows of an encoder-decoder model."""
+
+    def __init__(self, policy: Seq2SeqPolicy, cache: CrossPrefixCache) -> None:
+        super().__init__(cache)
+        self.policy = policy
+
+    @torch.no_grad()
+    def extend(
+        self, rows: Sequence[OffloadedRow], prompt_of: Tensor, ids: Sequence[list[int]]
+    ) -> tuple[Tensor, list[OffloadedRow]]:
+        """See `RowOffloader.extend`."""
+        cache = self.cache
+        new = NewTokens(rows, ids, cache.prompt_mask.device)
+        width = new.own_mask.shape[1]
+        past = DynamicCache()
+        (own,) = gather_own(cache, rows, width)  # all layers have one shape
+        for layer in range(len(own) // 2):
+            past.update(own[2 * layer], own[2 * layer + 1], layer)
+        cross = [
+            (keys[prompt_of], values[prompt_of])
+            for keys, values in zip(cache.prompt_keys, cache.prompt_values, strict=True)
+        ]
+        output = self.policy.decoder(
+            input_ids=new.ids,
+            attention_mask=torch.cat([new.own_mask, new.mask], 1).long(),
+            encoder_hidden_states=cross[0][0][:, 0],  # only its shape matters
+            encoder_attention_mask=cache.prompt_mask[prompt_of].long(),
+            past_key_values=Seq2SeqCache(past, cross),
+            use_cache=True,
+        )
+        logits = self.policy.head(new.last(output.last_hidden_state))
+        return logits, split_rows(cache, past, width, new.lengths, None)
 
 
 def attend_shared_encoder(
@@ -169,6 +196,7 @@ def attend_shared_encoder(
     position_bias: Tensor,
     dropout: float = 0.0,
     cross: CrossAttention | None = None,
+    before_start: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of the decoder to its own tokens, or to prompts that rows share.
@@ -184,6 +212,7 @@ def attend_shared_encoder(
         position_bias: [1, H, q, t] is added to the scores of own tokens; 0 for prompts.
         dropout: of the weights.
         cross: attention to the prompts; None: transformers' attention (encoder, prefill).
+        before_start: [n, 1, 1, t] True marks columns before a row's own tokens; None: none is.
         kwargs: arguments of other attention functions.
 
     Returns:
@@ -199,6 +228,8 @@ def attend_shared_encoder(
     if length > 1:
         future = torch.ones(length, total, dtype=torch.bool, device=query.device)
         scores = scores.masked_fill(future.triu(total - length + 1), -torch.inf)
+    if before_start is not None:
+        scores = scores.masked_fill(before_start, -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     weights = torch.nn.functional.dropout(weights.to(values.dtype), dropout)
     return (weights @ values).transpose(1, 2), None
@@ -373,21 +404,28 @@ class Seq2SeqPolicy(Policy):
             past_key_values=started,
             use_cache=True,
         )
-        state = SharedEncoderCache(started, encoded, prompt_mask, group_size, capacity)
+        state = CrossPrefixCache(started, prompt_mask, group_size, capacity)
         return self.head(output.last_hidden_state[:, -1]), state
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """See `Policy.decode_step`."""
-        assert isinstance(state, SharedEncoderCache)
+        assert isinstance(state, CrossPrefixCache)
+        state.begin_step()
         output = self.decoder(
             input_ids=tokens[:, None],
-            encoder_hidden_states=state.encoded,  # its keys are cached; only `is not None` matters
+            encoder_hidden_states=state.prompt_keys[0][:, 0],  # only `is not None` matters
             past_key_values=state.both,
             use_cache=True,
             cross=state.grouped,
+            before_start=state.columns_before_start(),
         )
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
+
+    def make_row_offloader(self, state: DecodeState) -> RowOffloader:
+        """See `Policy.make_row_offloader`."""
+        assert isinstance(state, CrossPrefixCache)
+        return Seq2SeqRowOffloader(self, state)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from litgrpo.models.decode import shared_prefix
-from litgrpo.models.decode.shared_prefix import PromptGrid, RowOffloader, SharedPrefixCache
+from litgrpo.models.decode.shared_prefix import PromptGrid, SharedPrefixCache
 from tests.support.models import prompt_batch, tiny_policy
 
 
@@ -25,7 +25,7 @@ def feed(policy, state, logits, fed, ids):
     return policy.decode_step(torch.tensor(list(ids.values())), state)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen2", "llama", "gpt2", "t5"])
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
 def test_a_restored_row_continues_where_it_was(name, fused):
@@ -64,16 +64,16 @@ def test_a_restored_row_continues_where_it_was(name, fused):
     assert (final[0] - expected[2][11]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("name", "fused"), [("llama", True), ("llama", False), ("t5", False)])
 @torch.no_grad()
-def test_memory_that_was_never_written_is_never_read(fused, monkeypatch):
+def test_memory_that_was_never_written_is_never_read(name, fused, monkeypatch):
     allocate = shared_prefix._allocate
 
     def allocate_nan(*arguments):
         return allocate(*arguments).fill_(torch.nan)
 
     monkeypatch.setattr(shared_prefix, "_allocate", allocate_nan)
-    policy, fed = tiny_policy("llama"), {row: [] for row in range(4)}
+    policy, fed = tiny_policy(name), {row: [] for row in range(4)}
     with policy.decoding(4, fused=fused):
         logits, state = policy.prefill(PROMPTS.prompt_ids, PROMPTS.prompt_mask, GROUP, 12)
         offloader = policy.make_row_offloader(state)
@@ -96,9 +96,18 @@ def plain(policy, row, fed):
     return policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([fed]))[0]
 
 
-def test_rows_can_be_offloaded_from_the_shared_prefix_cache_only():
-    prompts = prompt_batch("a")
-    for name, can in (("llama", True), ("gemma2", True), ("t5", False)):
-        policy = tiny_policy(name)
-        _, state = policy.prefill(prompts.prompt_ids, prompts.prompt_mask, 2, 4)
-        assert isinstance(policy.make_row_offloader(state), RowOffloader) == can
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@torch.no_grad()
+def test_rows_that_join_later_continue_their_own_prompts(name):
+    policy, fed = tiny_policy(name), {row: [] for row in range(4)}
+    half = PROMPTS.prompt_ids.split(1), PROMPTS.prompt_mask.split(1)
+    with policy.decoding(4):
+        logits, state = policy.prefill(half[0][0], half[1][0], GROUP, 12)
+        feed(policy, state, logits, fed, {0: 5, 1: 6})
+        feed(policy, state, logits, fed, {0: 7, 1: 8})
+        state.join(policy.prefill(half[0][1], half[1][1], GROUP, 12)[1])
+        feed(policy, state, logits, fed, {0: 9, 1: 10, 2: 11, 3: 12})
+        state.select(torch.tensor([3, 1]))
+        logits = feed(policy, state, logits, fed, {3: 13, 1: 14})
+    for place, row in enumerate((3, 1)):
+        assert (logits[place] - plain(policy, row, fed[row])[-1]).abs().max() < 1e-4

@@ -283,20 +283,40 @@ class FixedCache:
         return self.masks[window]
 
 
-class FixedCrossLayer(NamedTuple):
+class CrossLayer(NamedTuple):
     """Keys and values of the prompts [B, H, P, D], under the names that transformers' T5 reads."""
 
     keys: Tensor
     values: Tensor
 
 
-class FixedCrossCache(NamedTuple):
+class CrossLayers(NamedTuple):
     """Cross-attention cache of all layers."""
 
-    layers: list[FixedCrossLayer]
+    layers: list[CrossLayer]
 
 
-class FixedSeq2SeqCache(EncoderDecoderCache):
+class Seq2SeqCache(EncoderDecoderCache):
+    """KV cache of an encoder-decoder model whose cross-attention is complete.
+
+    Args:
+        own: cache of the decoder's own tokens.
+        cross: keys and values of the prompts, for each layer.
+    """
+
+    def __init__(self, own: Any, cross: Sequence[tuple[Tensor, Tensor]]) -> None:
+        # The attributes of `EncoderDecoderCache` that transformers' decoder reads.
+        layers = CrossLayers([CrossLayer(keys, values) for keys, values in cross])
+        self.self_attention_cache: Any = own
+        self.cross_attention_cache: Any = layers
+        self.is_updated = dict.fromkeys(range(len(layers.layers)), True)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the number of tokens fed so far."""
+        return self.self_attention_cache.get_seq_length(layer_idx)
+
+
+class FixedSeq2SeqCache(Seq2SeqCache):
     """KV cache of one decoding step of an encoder-decoder model.
 
     The state's `prompts` are keys and values of cross-attention, which takes no position; a row's
@@ -304,17 +324,9 @@ class FixedSeq2SeqCache(EncoderDecoderCache):
     """
 
     def __init__(self, state: FixedState) -> None:
-        # The attributes of `EncoderDecoderCache` that transformers' decoder reads.
         self.rows = FixedCache(state)
         pairs = zip(state.prompts[::2], state.prompts[1::2], strict=True)
-        cross = FixedCrossCache([FixedCrossLayer(keys, values) for keys, values in pairs])
-        self.self_attention_cache: Any = self.rows
-        self.cross_attention_cache: Any = cross
-        self.is_updated = dict.fromkeys(range(len(cross.layers)), True)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens fed so far, [1]."""
-        return self.rows.before.fed
+        super().__init__(self.rows, list(pairs))
 
     def attend_module(
         self,

@@ -187,14 +187,17 @@ class SharedPrefixCache(Cache, DecodeState):
         self._arrange()
 
     def join(self, newcomers: DecodeState) -> None:
-        """Append the rows of a cache that has not been fed yet."""
+        """Append the rows of a cache fresh from prefill, which may have fed a start token (T5)."""
         assert isinstance(newcomers, SharedPrefixCache)
-        assert newcomers.fed == 0
-        rows = len(self.prompt_of)
+        rows, begun = len(self.prompt_of), newcomers.fed
         self._grow(rows + len(newcomers.prompt_of))
         for own in self._own:  # 0 * NaN is NaN: masked entries must be finite
             own[:, rows:].zero_()
-        self.start = torch.cat([self.start, newcomers.start + self.fed])
+        if begun:
+            last = slice(self.fed - begun, self.fed)
+            for own, new in zip(self._own, newcomers._own, strict=True):
+                own[:, rows : rows + new.shape[1], :, last] = new[:, :, :, :begun]
+        self.start = torch.cat([self.start, newcomers.start + self.fed - begun])
         self.prompt_of = torch.cat([self.prompt_of, newcomers.prompt_of + len(self.prompt_mask)])
         self.prompt_mask = torch.cat([self.prompt_mask, newcomers.prompt_mask])
         both = zip(self._prompts, newcomers._prompts, strict=True)
@@ -390,30 +393,35 @@ class OffloadedRow:
     tokens: int
 
 
-class RowOffloader:
+class RowOffloader(ABC):
     """Rows outside the batch, numbered in the order in which they left.
 
     Args:
-        model: the transformers model without its head.
-        head: hidden states [m, E] to logits [m, V].
         cache: of the batch.
-        order: [D] transformers' index of each entry of the cache's keys (the fused decoder permutes
-            them); None: the same order.
 
     Example:
         `offloader.offload(3)` when row 3 ends its turn; once its observation is known,
         `logits = offloader.restore([0], [observation_ids])` appends it to the batch.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        head: Callable[[Tensor], Tensor],
-        cache: SharedPrefixCache,
-        order: Tensor | None,
-    ) -> None:
-        self.model, self.head, self.cache, self.order = model, head, cache, order
+    def __init__(self, cache: SharedPrefixCache) -> None:
+        self.cache = cache
         self.rows: list[OffloadedRow] = []
+
+    @abstractmethod
+    def extend(
+        self, rows: Sequence[OffloadedRow], prompt_of: Tensor, ids: Sequence[list[int]]
+    ) -> tuple[Tensor, list[OffloadedRow]]:
+        """Compute new tokens of offloaded rows in one forward pass.
+
+        Args:
+            rows: m rows.
+            prompt_of: [m] their prompts.
+            ids: new tokens of each, at least one.
+
+        Returns:
+            [m, V] logits after the last token of each, and the keys and values of its new tokens.
+        """
 
     def offload(self, row: int) -> None:
         """Copy a live row's keys and values; the next `select` of the cache must drop it."""
@@ -442,11 +450,11 @@ class RowOffloader:
         """
         rows = [self.rows[number] for number in numbers]
         prompt_of = self.cache.offloaded[list(numbers)]
-        hidden, added = extend_rows(self.model, self.cache, rows, prompt_of, ids, self.order)
+        logits, added = self.extend(rows, prompt_of, ids)
         _insert_rows(self.cache, rows, added, prompt_of)
         self.discard(numbers)
         self.cache._arrange()
-        return self.head(hidden)
+        return logits
 
 
 def _insert_rows(
@@ -487,61 +495,101 @@ def _shift_columns(cache: SharedPrefixCache, columns: int) -> None:
     cache.first_start += columns
 
 
-@torch.no_grad()
-def extend_rows(
-    model: Any,
-    cache: SharedPrefixCache,
-    rows: Sequence[OffloadedRow],
-    prompt_of: Tensor,
-    ids: Sequence[list[int]],
-    order: Tensor | None = None,
-) -> tuple[Tensor, list[OffloadedRow]]:
-    """Compute new tokens of offloaded rows in one transformers forward pass.
+class CausalRowOffloader(RowOffloader):
+    """Rows of a decoder-only model.
 
     Args:
         model: the transformers model without its head.
-        cache: has the prompts.
-        rows: m rows.
-        prompt_of: [m] their prompts.
-        ids: new tokens of each, at least one.
-        order: [D] transformers' index of each entry of the cache's keys; None: the same.
-
-    Returns:
-        [m, E] hidden states after the last token of each, and the keys and values of its new
-        tokens.
+        head: hidden states [m, E] to logits [m, V].
+        cache: of the batch.
+        order: [D] transformers' index of each entry of the cache's keys (the fused decoder permutes
+            them); None: the same order.
     """
-    prompt_mask, own = cache.prompt_mask[prompt_of], max(row.tokens for row in rows)
-    device = prompt_mask.device
-    pad = torch.arange(own, device=device) >= torch.tensor(
-        [[own - row.tokens] for row in rows], device=device
-    )
-    # Prompts and own tokens without gaps, padded on the left, as prompts are.
-    before = torch.cat([prompt_mask, pad], 1)
-    real = torch.argsort(before.long(), dim=1, stable=True)
-    width, longest = before.shape[1], max(map(len, ids))
-    tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
-    new = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, each in enumerate(ids):
-        tokens[row, : len(each)] = torch.tensor(each, device=device)
-        new[row, : len(each)] = True
-    mask = torch.cat([before.gather(1, real), new], 1)
-    past = DynamicCache()
-    tensors = _gather_past(cache, rows, prompt_of, own, real)
-    inverse = None if order is None else order.argsort()
-    dtype = next(model.parameters()).dtype
-    for layer in range(len(tensors) // 2):
-        keys, values = tensors[2 * layer].to(dtype), tensors[2 * layer + 1].to(dtype)
-        past.update(keys if inverse is None else keys[..., inverse], values, layer)
-    output = model(
-        input_ids=tokens,
-        attention_mask=mask.long(),
-        position_ids=positions(mask)[:, width:],
-        past_key_values=past,
-        use_cache=True,
-    )
-    lasts = new.sum(1) - 1
-    hidden = output.last_hidden_state[torch.arange(len(rows), device=device), lasts]
-    return hidden, _split_rows(cache, past, width, [len(each) for each in ids], order)
+
+    def __init__(
+        self,
+        model: Any,
+        head: Callable[[Tensor], Tensor],
+        cache: SharedPrefixCache,
+        order: Tensor | None,
+    ) -> None:
+        super().__init__(cache)
+        self.model, self.head, self.order = model, head, order
+
+    @torch.no_grad()
+    def extend(
+        self, rows: Sequence[OffloadedRow], prompt_of: Tensor, ids: Sequence[list[int]]
+    ) -> tuple[Tensor, list[OffloadedRow]]:
+        """See `RowOffloader.extend`."""
+        new = NewTokens(rows, ids, self.cache.prompt_mask.device)
+        # Prompts and own tokens without gaps, padded on the left, as prompts are.
+        before = torch.cat([self.cache.prompt_mask[prompt_of], new.own_mask], 1)
+        real = torch.argsort(before.long(), dim=1, stable=True)
+        width = before.shape[1]
+        mask = torch.cat([before.gather(1, real), new.mask], 1)
+        past = DynamicCache()
+        tensors = _gather_past(self.cache, rows, prompt_of, new.own_mask.shape[1], real)
+        inverse = None if self.order is None else self.order.argsort()
+        dtype = next(self.model.parameters()).dtype
+        for layer in range(len(tensors) // 2):
+            keys, values = tensors[2 * layer].to(dtype), tensors[2 * layer + 1].to(dtype)
+            past.update(keys if inverse is None else keys[..., inverse], values, layer)
+        output = self.model(
+            input_ids=new.ids,
+            attention_mask=mask.long(),
+            position_ids=positions(mask)[:, width:],
+            past_key_values=past,
+            use_cache=True,
+        )
+        logits = self.head(new.last(output.last_hidden_state))
+        return logits, split_rows(self.cache, past, width, new.lengths, self.order)
+
+
+class NewTokens:
+    """New tokens of m rows, padded on the right.
+
+    Args:
+        rows: m rows as they left.
+        ids: new tokens of each, at least one.
+        device: of the tensors.
+
+    Attributes:
+        ids: [m, t] new tokens.
+        mask: [m, t] True marks a new token.
+        own_mask: [m, o] True marks a token that the row has been fed, padded on the left.
+        lengths: number of new tokens of each row.
+    """
+
+    def __init__(
+        self, rows: Sequence[OffloadedRow], ids: Sequence[list[int]], device: torch.device
+    ) -> None:
+        self.lengths = [len(row_ids) for row_ids in ids]
+        self.ids = torch.zeros(len(rows), max(self.lengths), dtype=torch.long, device=device)
+        self.mask = torch.zeros_like(self.ids, dtype=torch.bool)
+        for row, row_ids in enumerate(ids):
+            self.ids[row, : len(row_ids)] = torch.tensor(row_ids, device=device)
+            self.mask[row, : len(row_ids)] = True
+        own = max(row.tokens for row in rows)
+        padding = torch.tensor([[own - row.tokens] for row in rows], device=device)
+        self.own_mask = torch.arange(own, device=device) >= padding
+
+    def last(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states [m, E] of the last new tokens, of all of them [m, t, E]."""
+        rows = torch.arange(len(hidden), device=hidden.device)
+        return hidden[rows, self.mask.sum(1) - 1]
+
+
+def gather_own(
+    cache: SharedPrefixCache, rows: Sequence[OffloadedRow], columns: int
+) -> list[Tensor]:
+    """Return the own tokens of rows, for each set of tensors of one shape [k, m, H, columns, D]."""
+    gathered = []
+    for group, own in enumerate(cache._own):
+        room = own.new_zeros(own.shape[0], len(rows), own.shape[2], columns, own.shape[4])
+        for place, row in enumerate(rows):
+            room[:, place, :, columns - row.tokens :] = row.own[group]
+        gathered.append(room)
+    return gathered
 
 
 def _gather_past(
@@ -552,19 +600,18 @@ def _gather_past(
     real: Tensor,
 ) -> list[Tensor]:
     """Return keys and values of every layer [m, H, P + own, D], real ones on the right."""
-    found: dict[int, Tensor] = {}
-    for group, numbers in enumerate(cache._numbers):
-        filled = cache._prompts[group][:, prompt_of]  # [k, m, H, P, D]
-        room = filled.new_zeros(*filled.shape[:3], own, filled.shape[4])
-        for place, row in enumerate(rows):
-            room[:, place, :, own - row.tokens :] = row.own[group]
-        whole = torch.cat([filled, room], 3)
-        index = real[None, :, None, :, None].expand_as(whole)
-        found |= dict(zip(numbers, whole.gather(3, index), strict=True))
-    return [found[number] for number in range(len(found))]
+    tensors: dict[int, Tensor] = {}
+    own_tokens = gather_own(cache, rows, own)
+    for numbers, prompts, own_of_rows in zip(
+        cache._numbers, cache._prompts, own_tokens, strict=True
+    ):
+        joined = torch.cat([prompts[:, prompt_of], own_of_rows], 3)
+        index = real[None, :, None, :, None].expand_as(joined)
+        tensors |= dict(zip(numbers, joined.gather(3, index), strict=True))
+    return [tensors[number] for number in range(len(tensors))]
 
 
-def _split_rows(
+def split_rows(
     cache: SharedPrefixCache,
     past: DynamicCache,
     width: int,
