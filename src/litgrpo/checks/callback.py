@@ -26,24 +26,12 @@ from litgrpo.types import PromptBatch
 
 
 class InvariantChecks(Callback):
-    """Measures that sampling, learning and reference agree, and raises if they do not.
-
-    The checks leave no trace: parameters, gradients, random state and position in the data stay
-    unchanged.
-
-    Example:
-        `Trainer(callbacks=[InvariantChecks()])`; `GRPO.configure_callbacks` adds it.
-    """
+    """Measures that sampling, learning and reference agree, and raises if they do not."""
 
     batch_class: ClassVar[type[Any]] = PromptBatch
     checked: ClassVar[str] = "sampling, training and reference agree"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the checks, and log each with its error.
-
-        Raises:
-            ValueError: a check failed.
-        """
         module: Any = pl_module
         if backend(module.device).static_shapes:
             rank_zero_info(
@@ -78,33 +66,22 @@ class InvariantChecks(Callback):
 
 
 class TargetChecks(InvariantChecks):
-    """Measures that the targets of supervised fine-tuning are scored as by a plain forward pass.
-
-    Example:
-        `Trainer(callbacks=[TargetChecks()])`; `SFT.configure_callbacks` adds it.
-    """
+    """Measures that the targets of supervised fine-tuning are scored as by a plain forward pass."""
 
     batch_class = PairBatch
     checked = "targets have the log-probabilities of a plain forward pass"
 
     def measure(self, module: Any, batch: Any) -> list[CheckResult]:
-        """Measure it on a few short rows of the first batch."""
         return measure_targets(module.policy, module.target_logprobs, batch, TrainerComm(module))
 
 
 def first_batch(trainer: Any) -> Any:
-    """The first batch of the training data, without moving the position of the training.
-
-    A data module makes a new loader. The iterator of a loader that was passed to `fit` is new, and
-    the state of its generator is restored.
-
-    Returns:
-        The batch; None if there is none.
-    """
+    """Return the first batch of the training data, or None; the training still starts with it."""
     if trainer.datamodule is not None:
         loader = trainer.datamodule.train_dataloader()
     else:
         loader = find_training_loader(trainer)
+    # A data module makes a new loader. That of `fit` is used again: restore its generator.
     generator = loader.generator if isinstance(loader, DataLoader) else None
     if generator is None:
         return next(iter(loader), None)

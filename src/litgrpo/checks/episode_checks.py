@@ -34,11 +34,9 @@ class ConstantEnvironment:
     """Environment with a constant observation; the reward of a turn is its length."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Add nothing to the prompt."""
         return ""
 
     def step(self, action: str) -> StepResult:
-        """Return the constant observation."""
         return StepResult(" ok", reward=float(len(action)))
 
 
@@ -57,12 +55,7 @@ def small_episodes(policy: Policy) -> Episodes:
 
 
 def count_unreproducible_responses(episodes: EpisodeRunner | None, prompts: PromptBatch) -> float:
-    """Count observations that are not a function of row, seed and actions; 0 for agents.
-
-    Args:
-        episodes: of the run.
-        prompts: a few; the first is played three times, at last after the others.
-    """
+    """Count observations that are not a function of row, seed and actions; 0 for agents."""
     if not isinstance(episodes, Episodes):
         return 0.0
     rows = [
@@ -71,6 +64,7 @@ def count_unreproducible_responses(episodes: EpisodeRunner | None, prompts: Prom
     ]
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(rows)]
     actions = [prompts.prompts[0], "1", "<answer>2</answer>"]
+    # The first episode is played three times, at last after the others.
     deviations = find_deviations(episodes.pool, starts, actions)
     for line in deviations[:1]:
         log.warning("the environment, %s", line)
@@ -84,20 +78,10 @@ Transcript = list[str | list[Message] | StepResult | FailedEpisode]
 def find_deviations(
     pool: EpisodePool, starts: Sequence[EpisodeStart], actions: Sequence[str]
 ) -> list[str]:
-    """Play an episode, play it again, and after others; describe responses that differ.
-
-    One process plays them one after the other. This reveals state that outlives an episode (class
-    attributes, module variables) and non-deterministic inputs (clock, network, system random
-    numbers). Worker processes seed the global random generators for each episode.
-
-    Args:
-        pool: plays single episodes.
-        starts: the first is compared; the others are played before it.
-        actions: turns of every episode.
-
-    Returns:
-        One line for each response that differs.
-    """
+    """Play the first episode, again, and after all others; describe each response that differs."""
+    # One process plays them in turn, which reveals state that outlives an episode (class
+    # attributes, module variables) and other inputs (clock, network, system random numbers).
+    # Worker processes seed the global random generators for each episode.
     first, again, *_, last = (
         play_episode(pool, start, actions) for start in (starts[0], *starts, starts[0])
     )
@@ -118,17 +102,18 @@ def play_episode(pool: EpisodePool, start: EpisodeStart, actions: Sequence[str])
     return transcript
 
 
-def _find_differences(first: Transcript, second: Transcript, how: str) -> list[str]:
+def _find_differences(first: Transcript, second: Transcript, occasion: str) -> list[str]:
     """Describe differing responses; a missing one counts as different."""
-    missing = FailedEpisode("nothing")
+    no_response = FailedEpisode("nothing")
     longer = max(len(first), len(second))
     padded = [
-        [*transcript, *[missing] * (longer - len(transcript))] for transcript in (first, second)
+        [*transcript, *[no_response] * (longer - len(transcript))] for transcript in (first, second)
     ]
     return [
-        f"{f'turn {turn}' if turn else 'reset'}, {how}: got {two!r:.80}, expected {response!r:.80}"
-        for turn, (response, two) in enumerate(zip(*padded, strict=True))
-        if response != two
+        f"{f'turn {turn}' if turn else 'reset'}, {occasion}: got {actual!r:.80}, "
+        f"expected {expected!r:.80}"
+        for turn, (expected, actual) in enumerate(zip(*padded, strict=True))
+        if actual != expected
     ]
 
 
@@ -140,29 +125,23 @@ def mark_stop_strings(rollout: Rollout, stops: StopStrings | None) -> Tensor:
         return marks
     for row, turns in enumerate(rollout.turns):
         for turn in range(int(turns.max()) + 1):
-            places = (turns == turn).nonzero().flatten()
-            end = stops.length(rollout.completion_ids[row][places].tolist())
-            marks[row, places[end - 1 : end]] = True
+            positions = (turns == turn).nonzero().flatten()
+            end = stops.length(rollout.completion_ids[row][positions].tolist())
+            marks[row, positions[end - 1 : end]] = True
     return marks
 
 
 def count_bad_turns(rollout: Rollout, ends: Tensor, limit: int) -> float:
-    """Count rows with a turn that is not: tokens, then one end token or a length limit.
-
-    Args:
-        rollout: N episodes of a small environment.
-        ends: [N, C] True where a turn may end.
-        limit: largest number of tokens of a row.
-    """
+    """Count rows with a turn that is not: tokens, then one end token [N, C] or a length limit."""
     turns, mask = rollout.turns, rollout.completion_mask
     assert turns is not None
-    places, lengths = torch.arange(mask.shape[1], device=mask.device), mask.sum(1)
+    positions, lengths = torch.arange(mask.shape[1], device=mask.device), mask.sum(1)
     after = torch.nn.functional.pad(turns[:, 1:], (0, 1), value=-1)
-    last = (turns >= 0) & (turns != after)
-    same = (turns[:, :, None] == turns[:, None]) & (turns >= 0)[:, None]
-    full = same.sum(2) == TURN_TOKENS
-    at_limit = places == limit - 1
+    ends_turn = (turns >= 0) & (turns != after)
+    same_turn = (turns[:, :, None] == turns[:, None]) & (turns >= 0)[:, None]
+    full_turn = same_turn.sum(2) == TURN_TOKENS
+    at_limit = positions == limit - 1
     generated_ends = ends & (turns >= 0)
-    correct = torch.where(last, generated_ends | full | at_limit, ~generated_ends)
-    correct &= mask == (places < lengths[:, None])
+    correct = torch.where(ends_turn, generated_ends | full_turn | at_limit, ~generated_ends)
+    correct &= mask == (positions < lengths[:, None])
     return float((~correct.all(1) | (lengths == 0)).sum())

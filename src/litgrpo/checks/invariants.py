@@ -55,21 +55,9 @@ MAX_GRADIENT_NUMBERS = 2**24
 
 
 class Invariant(Enum):
-    """Statements that must be true, in the order in which one failure explains later ones.
+    """Statements that must be true, in the order in which one failure explains later ones."""
 
-    A wrong head, for example, makes cached decoding differ as well.
-
-    Attributes:
-        number: position in the log and in docs/project/design.md.
-        statement: the invariant, in words.
-        likely_cause: the usual mistake if it does not hold.
-        counts: True if the error is a count, which must be 0, instead of a distance.
-
-    Example:
-        >>> str(Invariant.GROUPS)
-        '6 groups are contiguous'
-    """
-
+    # A wrong head, for example, makes cached decoding differ as well.
     END_TOKEN = (
         5,
         "a completion ends with its end token, once",
@@ -141,6 +129,7 @@ class Invariant(Enum):
         "logit scale or bias of the head are not applied",
     )
 
+    # `number` is that of the log and of docs/project/design.md; a count must be 0.
     def __init__(
         self, number: int, statement: str, likely_cause: str, counts: bool = False
     ) -> None:
@@ -148,28 +137,17 @@ class Invariant(Enum):
         self.likely_cause, self.counts = likely_cause, counts
 
     def __str__(self) -> str:
-        """Number and statement."""
         return f"{self.number} {self.statement}"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Measured error of one invariant.
-
-    Args:
-        invariant: the statement that was checked.
-        error: largest deviation. Of log-probabilities: nats, mean over the tokens of a row; of
-            gradients: norm of the difference over norm; else the number of incorrect rows.
-        tolerance: largest error for which the invariant holds.
-
-    Example:
-        >>> print(CheckResult(Invariant.RATIO, error=2e-6, tolerance=1e-4))
-        holds  3 the first ratio is 1                           2.0e-06 <= 1.0e-04
-    """
+    """Measured error of one invariant; as text a line of the log."""
 
     invariant: Invariant
+    # nats, mean over a row's tokens; gradients: norm over norm; counts: incorrect rows
     error: float
-    tolerance: float
+    tolerance: float  # the largest error for which the invariant holds
 
     @property
     def holds(self) -> bool:
@@ -177,7 +155,6 @@ class CheckResult:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        """One line of the log."""
         verdict = "holds" if self.holds else "FAILS"
         sign = "<=" if self.holds else "> "
         return f"{verdict}  {self.invariant!s:<48} {self.error:.1e} {sign} {self.tolerance:.1e}"
@@ -185,39 +162,23 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Properties of a run that decide which checks apply.
+    """Properties of a run that decide which checks apply."""
 
-    Args:
-        dropout: the update computes with dropout, generation does not.
-        fresh_reference: the reference is the initial policy, and the run starts from it.
-
-    Example:
-        >>> Conditions(fresh_reference=True)
-        Conditions(dropout=False, fresh_reference=True)
-    """
-
-    dropout: bool = False
-    fresh_reference: bool = False
+    dropout: bool = False  # in the update, not in generation
+    fresh_reference: bool = False  # the reference is the initial policy, and the run starts from it
 
 
 def measure_invariants(
     rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
 ) -> list[CheckResult]:
-    """Measure all invariants; those of episodes only if the run has an environment.
-
-    Args:
-        rollouter: of the run.
-        learner: of the run; its `comm` makes the results equal on all ranks.
-        prompts: the first of the training data, on the device of rollouts.
-        conditions: of the run.
-    """
+    """Measure all invariants; those of episodes only if the run has an environment."""
     limit = tolerance(learner.policy, learner.exact_logprobs)
     with restore_modes(learner.policy, learner.reference), restore_end_tokens(learner.policy):
-        dry, few = DryRun.from_run(rollouter, learner), select_few_prompts(prompts)
-        adapted = adapter_errors(dry, few, limit)
-        rollout, errors = sampling_errors(dry, few, limit)
+        dry, first_prompts = DryRun.from_run(rollouter, learner), select_few_prompts(prompts)
+        adapter = adapter_errors(dry, first_prompts, limit)
+        rollout, errors = sampling_errors(dry, first_prompts, limit)
         # Not `max`, which may return the other number if one is NaN.
-        errors |= {name: error for name, error in adapted.items() if not error <= errors[name]}
+        errors |= {name: error for name, error in adapter.items() if not error <= errors[name]}
         results = reduce_over_ranks(learner.comm, errors, limit)
         if not all(result.holds for result in results):
             return results  # an incorrect rollout would fail all later checks as well
@@ -226,19 +187,17 @@ def measure_invariants(
             errors[Invariant.REPRODUCIBLE] = count_unreproducible_responses(
                 rollouter.episodes, select_few_prompts(prompts)
             )
-        learned = reduce_over_ranks(learner.comm, errors, limit)
-    remeasured = {result.invariant for result in learned}
-    return learned + [result for result in results if result.invariant not in remeasured]
+        learning_results = reduce_over_ranks(learner.comm, errors, limit)
+    remeasured = {result.invariant for result in learning_results}
+    return learning_results + [result for result in results if result.invariant not in remeasured]
 
 
 def adapter_errors(dry: DryRun, prompts: PromptBatch, limit: float) -> dict[Invariant, float]:
-    """Measure `sampling_errors` with adapters that change the model; {} without adapters.
-
-    New adapters add 0, so sampling that leaves one out would be noticed only during training.
-    """
+    """Measure `sampling_errors` with adapters that change the model; {} without adapters."""
     policy = dry.learner.policy
     if not policy.has_adapter:
         return {}
+    # New adapters add 0: sampling that leaves one out would be noticed only during training.
     with torch.no_grad(), perturb_adapters(policy.model), restore_end_tokens(policy):
         dry.rollouter.forget_weights()
         errors = sampling_errors(dry, prompts, limit)[1]
@@ -247,11 +206,7 @@ def adapter_errors(dry: DryRun, prompts: PromptBatch, limit: float) -> dict[Inva
 
 
 def raise_if_violated(results: list[CheckResult]) -> None:
-    """Stop the run if an invariant does not hold.
-
-    Raises:
-        ValueError: names the failure that explains the others, and its likely cause.
-    """
+    """Raise a ValueError that names the failure that explains the others, and its likely cause."""
     failed = {result.invariant: result for result in results if not result.holds}
     if failed:
         worst = next(failed[invariant] for invariant in Invariant if invariant in failed)
@@ -263,11 +218,9 @@ def raise_if_violated(results: list[CheckResult]) -> None:
 
 
 def explain(result: CheckResult) -> str:
-    """Return the likely cause of a violated invariant.
-
-    In low precision the error of a large or deep model may be rounding. A cause in the code would
-    then be misleading.
-    """
+    """Return the likely cause of a violated invariant."""
+    # In low precision the error of a large or deep model may be rounding; a cause in the code
+    # would be misleading.
     if FULL_TOLERANCE < result.tolerance < result.error < ROUNDING * result.tolerance:
         return (
             "that may be rounding, because this run computes in low precision: run the same "
@@ -281,13 +234,7 @@ def explain(result: CheckResult) -> str:
 def reduce_over_ranks(
     comm: Comm, errors: dict[Invariant, float], limit: float
 ) -> list[CheckResult]:
-    """Return results with the largest errors of all ranks, so that all of them stop or none.
-
-    Args:
-        comm: collectives of the ranks.
-        errors: {invariant: error}, the same invariants on every rank.
-        limit: tolerance of errors that are not counts.
-    """
+    """Return results with the largest errors of all ranks, so that all of them stop or none."""
     local_errors = torch.tensor(list(errors.values()), dtype=torch.float32)
     worst = comm.max(local_errors.nan_to_num(math.inf, posinf=math.inf)).tolist()
     return [
@@ -299,16 +246,7 @@ def reduce_over_ranks(
 def sampling_errors(
     dry: DryRun, prompts: PromptBatch, limit: float
 ) -> tuple[Rollout, dict[Invariant, float]]:
-    """Measure errors of completions and their log-probabilities.
-
-    Args:
-        dry: the run in small.
-        prompts: a few.
-        limit: tolerance of log-probabilities.
-
-    Returns:
-        A rollout for the checks of the update, padded on both sides, and {invariant: error}.
-    """
+    """Measure completions and their log-probabilities; return a padded rollout and the errors."""
     policy = dry.learner.policy
     policy.train()  # the mode after an update; generation must switch to eval mode
     alone = dry.sample(prompts.select([0]))
@@ -330,13 +268,7 @@ def sampling_errors(
 def learning_errors(
     dry: DryRun, rollout: Rollout, conditions: Conditions
 ) -> dict[Invariant, float]:
-    """Measure errors of the update on a rollout, as {invariant: error}.
-
-    Args:
-        dry: the run in small.
-        rollout: N completions.
-        conditions: of the run.
-    """
+    """Measure errors of the update on a rollout, as {invariant: error}."""
     learner = dry.learner
     batch = dry.build_batch(rollout)
     learner.policy.train(not conditions.dropout)
@@ -373,19 +305,15 @@ def true_logprobs(
 def learner_error(
     learner: Learner, rollout: Rollout, true: ReferenceForward, padding: int = 0
 ) -> float:
-    """Return the distance of the learner's log-probabilities from the true ones.
+    """Return the distance (nats) of the learner's log-probabilities from the true ones.
 
-    Args:
-        learner: computes them, among all tokens.
-        rollout: N completions.
-        true: of the rollout.
-        padding: columns to add to the completions; all padding is filled with a real token.
+    `padding` columns are added to the completions.
     """
     tokens = rollout.tokens
     mask = torch.nn.functional.pad(tokens.completion_mask, (0, padding))
     generated = torch.nn.functional.pad(rollout.loss_mask, (0, padding))
     ids = torch.nn.functional.pad(tokens.completion_ids, (0, padding))
-    if padding:
+    if padding:  # a real token, so that attending to it shows
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
     changed = {"completion_ids": ids, "completion_mask": mask, "predicted": generated}
     tokens = replace(tokens, candidate_ids=None, **changed)
@@ -427,47 +355,39 @@ def count_mismatched_rows(
 ) -> float:
     """Count rows that continue another prompt than their own."""
     num_prompts = len(rollout.prompts)
-    own_prompt = torch.arange(len(rollout.lengths)) // rollout.group_size
+    prompt_of = torch.arange(len(rollout.lengths)) // rollout.group_size
     misfits = ~(true.sampler_gaps(rollout) <= limit)
     misplaced = torch.zeros_like(misfits)
     for away in range(1, num_prompts if bool(misfits.any()) else 1):
-        other = true_logprobs(dry, rollout, limit, (own_prompt + away) % num_prompts)
-        misplaced |= misfits & (other.sampler_gaps(rollout) <= limit)
+        shifted = true_logprobs(dry, rollout, limit, (prompt_of + away) % num_prompts)
+        misplaced |= misfits & (shifted.sampler_gaps(rollout) <= limit)
     return float(misplaced.sum())
 
 
 def count_bad_ends(dry: DryRun, rollout: Rollout) -> float:
-    """Count rows whose mask is not: tokens, then one end token or the length limit.
-
-    A token that completes a stop string counts as an end token.
-    """
+    """Count rows whose mask is not: tokens, then one end token or the length limit."""
     rollouter, stops = dry.rollouter, dry.rollouter.stop_strings
     limit, eos_ids = rollouter.max_completion_length, list(rollouter.policy.eos_ids)
     eos_ids += rollouter.sampling.stop_token_ids
     mask = rollout.completion_mask
     lengths = mask.sum(1)
-    places = torch.arange(mask.shape[1], device=mask.device)
+    positions = torch.arange(mask.shape[1], device=mask.device)
     ends = mask & torch.isin(rollout.completion_ids, torch.tensor(eos_ids, device=mask.device))
     if rollout.turns is not None:
         return count_bad_turns(rollout, ends | mark_stop_strings(rollout, stops), limit)
-    if stops is not None:
-        first = torch.tensor([stops.length(ids) for ids in rollout.token_lists()])
-        ends |= mask & (places == first[:, None].to(mask.device) - 1)
-    ends_last = ends == (places == lengths[:, None] - 1)
+    if stops is not None:  # a token that completes a stop string counts as an end token
+        stop_lengths = torch.tensor([stops.length(ids) for ids in rollout.token_lists()])
+        ends |= mask & (positions == stop_lengths[:, None].to(mask.device) - 1)
+    ends_last = ends == (positions == lengths[:, None] - 1)
     correct = torch.where(
         rollout.truncated[:, None], ~ends & (lengths[:, None] == limit), ends_last
     )
-    correct &= mask == (places < lengths[:, None])
+    correct &= mask == (positions < lengths[:, None])
     return float((~correct.all(1) | (lengths == 0)).sum())
 
 
 def ratio_error(batch: TrainingBatch, now: TokenLogprobs) -> float:
-    """Return the log-ratio of the first optimizer step, which must be 0.
-
-    Args:
-        batch: N rows.
-        now: their log-probabilities under the policy, in the mode of the update.
-    """
+    """Return the log-ratio of the first optimizer step, which must be 0."""
     old = batch.old_logprobs
     old = batch.sampler_logprobs if old is None else old
     return float(row_gaps(now.logprobs - old, batch.loss_mask).max())
@@ -476,14 +396,7 @@ def ratio_error(batch: TrainingBatch, now: TokenLogprobs) -> float:
 def reference_errors(
     learner: Learner, batch: TrainingBatch, now: TokenLogprobs, conditions: Conditions
 ) -> dict[Invariant, float]:
-    """Measure the distance of the reference from the initial policy, and that it stays fixed.
-
-    Args:
-        learner: with a reference.
-        batch: N rows, scored by the reference.
-        now: their log-probabilities under the policy.
-        conditions: of the run.
-    """
+    """Measure the distance of the reference from the initial policy, and that it stays fixed."""
     errors: dict[Invariant, float] = {}
     mask, temperature = batch.loss_mask, learner.sampling.policy_temperature
     assert learner.reference is not None
@@ -516,11 +429,8 @@ def moved_policy(learner: Learner) -> Iterator[None]:
 
 
 def split_error(learner: Learner, batch: TrainingBatch) -> float:
-    """Compare the gradient of one large micro-batch with that of one row per micro-batch.
-
-    Returns the norm of the difference over the norm. The advantages are positive and unequal:
-    those of identical completions would otherwise cancel.
-    """
+    """Return the distance of one-row micro-batches' gradient from a large one's, norm over norm."""
+    # Positive and unequal advantages: those of identical completions would otherwise cancel.
     weight = torch.arange(len(batch), device=batch.advantages.device)[:, None] % 3
     batch = replace(batch, advantages=(1 + weight) * batch.loss_mask.float())
     shared = learner.policy.computes_prompts_once
@@ -532,16 +442,7 @@ def split_error(learner: Learner, batch: TrainingBatch) -> float:
 
 
 def gradient(learner: Learner, batch: TrainingBatch, limits: BatchLimits) -> list[Tensor]:
-    """Compute the gradient of one optimizer step without changing `.grad`.
-
-    Smallest parameters first, up to `MAX_GRADIENT_NUMBERS`. `torch.autograd.grad` does not call the
-    hooks that reduce gradients over ranks.
-
-    Args:
-        learner: of the run.
-        batch: M rows.
-        limits: of a micro-batch, lowered after out-of-memory errors.
-    """
+    """Compute the gradient of one optimizer step, of the smallest parameters, without `.grad`."""
     rows = limits.max_rows or len(batch)
 
     def compute(max_rows: int | None) -> list[Tensor]:
@@ -559,8 +460,9 @@ def _sum_gradients(learner: Learner, batch: TrainingBatch, limits: BatchLimits) 
     parameters = parameters[: max(1, int((sizes <= MAX_GRADIENT_NUMBERS).sum()))]
     total = [widen(torch.zeros_like(p)) for p in parameters]
     for output, _ in learner.losses(batch, limits):
+        # `autograd.grad` does not call the hooks that reduce gradients over ranks.
         gradients = torch.autograd.grad(output.loss, parameters, allow_unused=True)
-        for part, gained in zip(total, gradients, strict=True):
-            if gained is not None:
-                part.add_(gained)
+        for part, gradient in zip(total, gradients, strict=True):
+            if gradient is not None:
+                part.add_(gradient)
     return total

@@ -15,29 +15,12 @@ from litgrpo.types import Rollout
 
 @dataclass(frozen=True)
 class ReferenceForward:
-    """Log-probabilities of a rollout from a plain forward pass, row by row and without padding.
+    """Log-probabilities of a rollout from a plain forward pass, row by row and without padding."""
 
-    Args:
-        logprobs: [N, C] log-probability among all tokens, after temperature.
-        least: [N, C] smallest log-probability that the sampler can have, given its filters.
-        most: [N, C] the largest; it differs from `least` if a token is at the edge of a filter.
-        out_of_support: [N, C] distance (nats) of a token below the candidate set; 0 inside of it.
-
-    Example:
-        One token, sampled without filters, whose candidates are all tokens::
-
-            ReferenceForward(
-                logprobs=tensor([[-0.7]]),
-                least=tensor([[-0.7]]),
-                most=tensor([[-0.7]]),
-                out_of_support=tensor([[0.0]]),
-            )
-    """
-
-    logprobs: Tensor
-    least: Tensor
-    most: Tensor
-    out_of_support: Tensor
+    logprobs: Tensor  # [N, C] among all tokens, after temperature
+    least: Tensor  # [N, C] smallest that the sampler can have, given its filters
+    most: Tensor  # [N, C] largest; differs from `least` at the edge of a filter
+    out_of_support: Tensor  # [N, C] distance (nats) below the candidate set; 0 inside
 
     def sampler_error(self, rollout: Rollout) -> float:
         """Largest distance of the sampler's log-probabilities from the possible ones."""
@@ -59,14 +42,9 @@ def reference_forward(
     slack: float,
     prompt_of: Tensor | None = None,
 ) -> ReferenceForward:
-    """Score each completion after its prompt in a separate forward pass.
+    """Score each completion after its prompt (`prompt_of` [N], or n // G) in a separate pass.
 
-    Args:
-        policy: its transformers model computes the logits.
-        rollout: N completions.
-        sampling: settings that they were generated with.
-        slack: tolerance of a probability at the edge of a filter.
-        prompt_of: [N] prompt of each completion; None: n // G.
+    `slack` is the tolerance of a probability at the edge of a filter.
     """
     policy.train(False)
     prompts, rows = rollout.prompts, torch.arange(len(rollout.completion_ids))
@@ -86,15 +64,9 @@ def reference_forward(
 
 
 def kept_mass(scores: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor, Tensor]:
-    """Apply the sampling filters, in an implementation independent of the sampler.
+    """Apply the sampling filters to log-probabilities [n, V], independently of the sampler.
 
-    Args:
-        scores: [n, V] log-probabilities.
-        sampling: the filters.
-        slack: keep a little more, or less if negative.
-
-    Returns:
-        [n] log-probability of the candidate set, and [n] of its least likely token.
+    Return the log-probability [n] of the candidate set, and [n] of its least likely token.
     """
     if not (sampling.truncated or sampling.greedy):
         return scores.new_zeros(len(scores)), scores.new_full((len(scores),), -torch.inf)

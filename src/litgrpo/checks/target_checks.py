@@ -27,17 +27,7 @@ ROWS, SPAN_LEN, ROW_LEN = 4, 32, 256
 def measure_targets(
     policy: Policy, score: Callable[[PairBatch], Tensor], batch: PairBatch, comm: Comm
 ) -> list[CheckResult]:
-    """Measure that targets have the log-probabilities of a plain forward pass.
-
-    Args:
-        policy: of the run.
-        score: computes the [K] log-probabilities of a batch's targets as in training.
-        batch: the first of the training data, on the policy's device.
-        comm: makes the results equal on all ranks.
-
-    Raises:
-        ValueError: a row begins with a target.
-    """
+    """Measure that targets have the log-probabilities [K] of `score` in a plain forward pass."""
     first = bool(batch.loss_mask[:, 0].any())
     require(not first, "the first token of a row is a target, and nothing is before it")
     # New adapters add 0, so code that leaves one out would be noticed only during training.
@@ -57,19 +47,17 @@ def select_short_rows(batch: PairBatch) -> PairBatch:
     )
     column = torch.arange(ids.shape[1], device=ids.device)
     start = torch.where(starts[rows] != 0, column, 0).cummax(1).values
-    short = real & (column - start < SPAN_LEN)
-    short &= short.cumsum(1) <= ROW_LEN
-    ids, real = pack_left(ids, short)
-    return PairBatch(ids, real, pack_left(targets.long(), short)[0].bool() & real)
+    keep = real & (column - start < SPAN_LEN)
+    keep &= keep.cumsum(1) <= ROW_LEN
+    ids, real = pack_left(ids, keep)
+    return PairBatch(ids, real, pack_left(targets.long(), keep)[0].bool() & real)
 
 
 def target_error(policy: Policy, score: Callable[[PairBatch], Tensor], batch: PairBatch) -> float:
-    """Return the largest distance (nats) of a row, mean over its targets.
-
-    Rows are scored as they are and with as much padding again, which is filled with a real token:
-    a policy computes rows with much padding in another way.
-    """
+    """Return the largest distance (nats) of a row, mean over its targets."""
     expected, length = plain_logprobs(policy, batch), batch.input_ids.shape[1]
+    # A policy computes rows with much padding in another way: score them as they are and with as
+    # much padding again, which is filled with a real token.
     filled = batch.input_ids.where(batch.attention_mask, batch.input_ids[0, 0])
     padded = PairBatch(
         functional.pad(filled, (0, length), value=int(batch.input_ids[0, 0])),
@@ -93,8 +81,12 @@ def plain_logprobs(policy: Policy, batch: PairBatch) -> list[Tensor]:
     for row, real in enumerate(batch.attention_mask):
         ids, targets = batch.input_ids[row, real], batch.loss_mask[row, real]
         start = int(targets.int().argmax())
-        prompt, rest = ids[None, :start], ids[None, start:]
-        logits = policy.dense_logits(prompt, torch.ones_like(prompt, dtype=torch.bool), rest)
-        logprobs = widen(logits[0, :-1]).log_softmax(-1).gather(-1, rest[0, :, None]).squeeze(-1)
+        prompt, continuation = ids[None, :start], ids[None, start:]
+        logits = policy.dense_logits(
+            prompt, torch.ones_like(prompt, dtype=torch.bool), continuation
+        )
+        logprobs = (
+            widen(logits[0, :-1]).log_softmax(-1).gather(-1, continuation[0, :, None]).squeeze(-1)
+        )
         rows.append(logprobs[targets[start:]])
     return rows
