@@ -86,7 +86,7 @@ class Watcher(Callback):
             self.seen.gradients = {n: g.clone() for n, g in zip(named, hosts, strict=True)}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if isinstance(outputs, dict) and "rollout" in outputs:
+        if isinstance(outputs, dict) and "iteration" in outputs:
             self.seen.rollouts.append(outputs["iteration"].rollout)
 
     def on_train_end(self, trainer, pl_module):
