@@ -86,7 +86,7 @@ def token_baselines(rewards, lengths, norms):
 
 def per_token(rewards, mask, norms):
     mask, norms = torch.as_tensor(mask), torch.as_tensor(norms, dtype=torch.float64)
-    return OptimalTokenBaseline().per_token(rewards, mask, SingleProcess(), norms)
+    return OptimalTokenBaseline().per_token(rewards, mask, SingleProcess(), score_norms=norms)
 
 
 def test_the_optimal_token_baseline_weights_completions_by_the_scores_of_their_tokens_so_far():

@@ -13,7 +13,6 @@ from litgrpo.algorithms.turns import (
     GiGPO,
     ReBN,
     SimpleTIR,
-    TurnAdvantages,
     Turns,
 )
 from litgrpo.distributed.collectives import SingleProcess
@@ -54,12 +53,9 @@ def per_token(chosen, turns, valid=None, comm=None):
     total = turns.rewards.sum(2)
     valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
     table = RewardTable({}, {}, total, valid)
-    lengths = turns.exist.sum(2)
-    comm = comm or SingleProcess()
-    if isinstance(chosen, TurnAdvantages):
-        return chosen.per_token(table, lengths, comm, turns)
-    episode = chosen(table, lengths, comm)[..., None]
-    return turns.per_token(episode.expand(turns.exist.shape))
+    mask = turns.number >= 0
+    values = chosen.per_token(table, mask, comm or SingleProcess(), turns)
+    return torch.where(mask, values, 0.0)
 
 
 def check(chosen, turns, expected, **kwargs):

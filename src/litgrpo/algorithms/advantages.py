@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import compress
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm
 from litgrpo.types import RewardTable, compare_within_groups
+
+if TYPE_CHECKING:
+    from litgrpo.algorithms.turns import Turns
 
 LARGEST_REWARD = 1e20  # counts as infinite: float32 could not hold the loss of a larger one
 
@@ -48,44 +52,39 @@ class Groups:
         return cls(table, lengths, comm, table.total).with_rewards(table.total, table.valid)
 
     def with_rewards(self, rewards: Tensor, valid: Tensor) -> Groups:
-        """The same groups with other rewards [B, G]; NaN for those invalid [B, G] or infinite."""
+        """The same groups with other rewards [B, G]; NaN for invalid or infinite ones."""
         usable = valid & (rewards.abs() < LARGEST_REWARD)
         return replace(self, values=rewards.double().where(usable, torch.nan))
 
     def select(self, rows: Tensor) -> Groups:
-        """Some of the groups, those where `rows` [B] is True."""
+        """The groups where `rows` [B] is True."""
         table = self.table
 
         def of(parts: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: part[rows] for name, part in parts.items()}
 
-        chosen = replace(
+        selected = replace(
             table,
             components=of(table.components),
             processed=of(table.processed),
             total=table.total[rows],
             valid=table.valid[rows],
             greedy=None if table.greedy is None else table.greedy[rows.to(table.greedy.device)],
-            tasks=[task for task, own in zip(table.tasks, rows.tolist(), strict=False) if own],
+            tasks=list(compress(table.tasks, rows.tolist())),
         )
-        return replace(self, table=chosen, lengths=self.lengths[rows], values=self.values[rows])
+        return replace(self, table=selected, lengths=self.lengths[rows], values=self.values[rows])
 
     def group_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
-
-        See `compare_within_groups`, by which metrics find groups without variance, too.
-        """
+        """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1."""
         return compare_within_groups(self.values, self.table.precision)
 
     def batch_statistics(self) -> tuple[Tensor, Tensor]:
-        """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation.
-
-        Both are exactly 0 if the rewards differ only by rounding.
-        """
+        """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation."""
         count = self.comm.sum((~self.values.isnan()).sum().double())
         mean = self.comm.sum(self.values.nansum()) / count.clamp(min=1)
         squares = self.comm.sum((self.values - mean).square().nansum())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
+        # Rewards that differ only by rounding deviate by exactly 0.
         differ = std > 4 * self.table.precision * mean.abs()
         return torch.where(differ, self.values - mean, 0.0), std.where(differ, 0.0)
 
@@ -109,18 +108,17 @@ class Advantages(ABC):
     @property
     def contained(self) -> dict[str, Advantages]:
         """{option: estimator} whose advantages this one changes; {} without one."""
-        fields = vars(self).items()
+        options = vars(self).items()
         tasks = [
-            (f"task {key!r}", x) for _, x in fields if isinstance(x, dict) for key, x in x.items()
+            (f"task {task!r}", estimator)
+            for _, value in options
+            if isinstance(value, dict)
+            for task, estimator in value.items()
         ]
-        return {name: x for name, x in [*tasks, *fields] if isinstance(x, Advantages)}
+        return {name: x for name, x in [*tasks, *options] if isinstance(x, Advantages)}
 
     def check_contained(self) -> None:
-        """Check that this estimator can contain the ones that it does.
-
-        Raises:
-            ValueError: one of them has an advantage per turn or token, which would be lost.
-        """
+        """Check that contained estimators have one advantage per completion: others are lost."""
         outer = type(self).__name__
         for option, estimator in self.contained.items():
             if estimator.granularity != "completion":
@@ -164,6 +162,25 @@ class Advantages(ABC):
         groups = Groups.from_table(table, lengths, comm)
         return torch.where(groups.values.isnan(), 0.0, self.estimate(groups)).nan_to_num(0.0)
 
+    def per_token(
+        self,
+        table: RewardTable,
+        mask: Tensor,
+        comm: Comm,
+        turns: Turns | None = None,
+        score_norms: Tensor | None = None,
+    ) -> Tensor:
+        """[N, C] or [N, 1] float64 advantages of tokens, anything off `mask`.
+
+        Args:
+            table: rewards of N = B * G completions.
+            mask: [N, C] True marks a generated token.
+            comm: of the processes that share the batch.
+            turns: of the episodes; None: every completion is one turn.
+            score_norms: [N, C] squared norms, see `TokenLogprobs`.
+        """
+        return self(table, mask.sum(1).view_as(table.total), comm).reshape(-1, 1)
+
     @abstractmethod
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] advantages; NaN is none: it counts as 0, and in no statistic of `Whitened`."""
@@ -202,11 +219,9 @@ class Normalized(Advantages):
 
     @property
     def needs_group(self) -> bool:
-        """A baseline or a standard deviation of the prompt's group needs further completions."""
         return self.baseline not in ("batch", "none") or self.scale == "group"
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] (r - baseline) / scale."""
         deviation, std, degrees_of_freedom = groups.group_statistics()
         match self.baseline:
             case "group":
@@ -236,11 +251,9 @@ class Normalized(Advantages):
 
 
 def _divide(centered: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Divide by scale + eps; 0 if the scale is 0.
-
-    The mean of a group without variance may differ from the mean of the batch. That difference,
-    divided by eps alone, would be an advantage whose size depends on eps only.
-    """
+    """Divide by scale + eps; 0 if the scale is 0."""
+    # The mean of a group without variance may differ from the mean of the batch. That difference,
+    # divided by eps alone, would be an advantage whose size depends on eps only.
     return torch.where(scale > 0, centered / (scale + eps), 0.0)
 
 
@@ -264,16 +277,13 @@ class ReMax(Advantages):
 
     @property
     def needs_group(self) -> bool:
-        """The baseline is that of the greedy completion."""
         return False
 
     @property
     def needs_greedy(self) -> bool:
-        """Always."""
         return True
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] r - r of the greedy completion; NaN without a valid reward of that."""
         greedy = groups.table.greedy
         # The start-up checks generate no greedy completions: their baseline is 0.
         return (
@@ -299,7 +309,7 @@ class OptimalTokenBaseline(Advantages):
         >>> rewards, valid = torch.tensor([[0.0, 1.0]]).double(), torch.ones(1, 2).bool()
         >>> table = RewardTable({"r": rewards}, {"r": 1.0}, rewards, valid)
         >>> norms = torch.tensor([[0.3, 0.3], [0.1, 0.1]])
-        >>> OptimalTokenBaseline().per_token(table, norms > 0, SingleProcess(), norms)
+        >>> OptimalTokenBaseline().per_token(table, norms > 0, SingleProcess(), score_norms=norms)
         tensor([[-0.2500, -0.2500],
                 [ 0.7500,  0.7500]], dtype=torch.float64)
     """
@@ -308,47 +318,41 @@ class OptimalTokenBaseline(Advantages):
 
     @property
     def needs_score_norms(self) -> bool:
-        """Always."""
         return True
 
     def estimate(self, groups: Groups) -> Tensor:
-        """Raise, because a completion has no single advantage.
-
-        Raises:
-            ValueError: the estimator is part of another one.
-        """
         raise ValueError(
             "OptimalTokenBaseline gives each token an advantage, so other advantages cannot "
             "contain it. Set it as model.objective.advantages."
         )
 
     def per_token(
-        self, table: RewardTable, mask: Tensor, comm: Comm, score_norms: Tensor
+        self,
+        table: RewardTable,
+        mask: Tensor,
+        comm: Comm,
+        turns: Turns | None = None,
+        score_norms: Tensor | None = None,
     ) -> Tensor:
-        """[N, C] float64 advantages of tokens, 0 off `mask`.
-
-        Args:
-            table: rewards of N = B * G completions.
-            mask: [N, C] True marks a generated token.
-            comm: of the processes that share the batch.
-            score_norms: [N, C] squared norms, see `TokenLogprobs`.
-        """
+        assert score_norms is not None, "OptimalTokenBaseline needs score norms"
         lengths = mask.sum(1).view_as(table.total)
         # Deviations from the group's mean: exactly 0 if all rewards are equal.
         deviation = Groups.from_table(table, lengths, comm).group_statistics()[0][..., None]
-        known = ~deviation.isnan()
+        valid = ~deviation.isnan()
         # Column t holds the t-th generated token of each completion.
-        place = (mask.cumsum(1) - 1).clamp(min=0)
-        norms = score_norms.double().where(mask, 0.0)
-        packed = torch.zeros_like(norms).scatter_add(1, place, norms).view(*lengths.shape, -1)
+        token_number = (mask.cumsum(1) - 1).clamp(min=0)
+        norms = score_norms.to(mask.device).double().where(mask, 0.0)
+        packed = (
+            torch.zeros_like(norms).scatter_add(1, token_number, norms).view(*lengths.shape, -1)
+        )
         exists = torch.arange(mask.shape[1], device=mask.device) < lengths[..., None]
-        weights = packed.cumsum(2).where(exists & known, 0.0)
+        weights = packed.cumsum(2).where(exists & valid, 0.0)
         deviation = deviation.nan_to_num(0.0)
         total = weights.sum(1, keepdim=True)
         baseline = (weights * deviation).sum(1, keepdim=True) / total.where(total > 0, 1.0)
-        alone = (exists & known).sum(1, keepdim=True) == 1
-        advantages = (deviation - baseline).masked_fill(alone | ~known, 0.0)
-        return advantages.flatten(0, 1).gather(1, place).where(mask, 0.0)
+        alone = (exists & valid).sum(1, keepdim=True) == 1
+        advantages = (deviation - baseline).masked_fill(alone | ~valid, 0.0)
+        return advantages.flatten(0, 1).gather(1, token_number).where(mask, 0.0)
 
 
 @check_field_types
@@ -367,11 +371,9 @@ class GDPO(Advantages):
 
     @property
     def uses_total(self) -> bool:
-        """Every reward function counts separately."""
         return False
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] weighted sums of normalized rewards over their standard deviation in the batch."""
         table, total = groups.table, torch.zeros_like(groups.values)
         valid = ~groups.values.isnan()  # GFPO may have left completions out
         for name, component in table.processed.items():
@@ -404,25 +406,22 @@ class GFPO(Advantages):
 
     @property
     def needs_group(self) -> bool:
-        """The completions of a group are ranked."""
         return True
 
     def __post_init__(self) -> None:
-        """Check the fraction and the estimator."""
         self.check_contained()
         if not 0 < self.keep_frac <= 1:
             raise ValueError(f"keep_frac is {self.keep_frac}; it must be above 0 and at most 1")
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] advantages; NaN for the completions that are filtered out."""
         rewards, lengths = groups.values, groups.lengths.clamp(min=1)
         scores = {"reward": rewards, "shortest": -lengths, "reward_per_token": rewards / lengths}
         score = scores[self.rank_by].double().masked_fill(rewards.isnan(), -torch.inf)
         num_kept = max(1, round(self.keep_frac * score.shape[1]))
-        kept = score >= score.topk(num_kept).values[:, -1:]
+        passes = score >= score.topk(num_kept).values[:, -1:]
         if self.normalize_kept_only:
-            groups = groups.with_rewards(rewards, kept)
-        return self.advantages.estimate(groups).masked_fill(~kept, torch.nan)
+            groups = groups.with_rewards(rewards, passes)
+        return self.advantages.estimate(groups).masked_fill(~passes, torch.nan)
 
 
 @check_field_types
@@ -443,11 +442,10 @@ class PassAtK(Advantages):
     eps: float = 1e-4
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] r_max - r_second for the best completion, 0 for the others."""
         deviation, std, _ = groups.group_statistics()
-        known = deviation.nan_to_num(nan=-torch.inf)
-        second = known.topk(2).values[:, 1:]
-        lead = torch.where((known > second) & second.isfinite(), known - second, 0.0)
+        rewards = deviation.nan_to_num(nan=-torch.inf)
+        second = rewards.topk(2).values[:, 1:]
+        lead = torch.where((rewards > second) & second.isfinite(), rewards - second, 0.0)
         return _divide(lead, std, self.eps) if self.scale == "group" else lead
 
 
@@ -469,11 +467,9 @@ class Whitened(Advantages):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        """Check the estimator."""
         self.check_contained()
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] advantages, whose mean over all tokens of all ranks is 0."""
         values = self.advantages.estimate(groups).double()
         values = values.masked_fill(groups.values.isnan(), torch.nan)
         tokens = groups.lengths.double().where(~values.isnan(), 0.0)
@@ -506,19 +502,17 @@ class TaskAdvantages(Advantages):
     others: Advantages = field(default_factory=Normalized)
 
     def __post_init__(self) -> None:
-        """Check the estimators."""
         self.check_contained()
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] advantages, each group's by the estimator of its task."""
         result = torch.zeros_like(groups.values)
         others = torch.ones(len(result), dtype=torch.bool, device=result.device)
         # Every rank asks every estimator, also without a group: some of them sum over the ranks.
         for task, estimator in self.tasks.items():
-            own = torch.zeros_like(others)
-            own[[row for row, name in enumerate(groups.table.tasks) if name == task]] = True
-            result[own] = estimator.estimate(groups.select(own)).to(result)
-            others &= ~own
+            of_task = torch.zeros_like(others)
+            of_task[[row for row, name in enumerate(groups.table.tasks) if name == task]] = True
+            result[of_task] = estimator.estimate(groups.select(of_task)).to(result)
+            others &= ~of_task
         result[others] = self.others.estimate(groups.select(others)).to(result)
         return result
 

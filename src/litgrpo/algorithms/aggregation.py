@@ -44,7 +44,6 @@ class TokenMean(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[M, C] m / tokens."""
         return mask / num_tokens
 
 
@@ -59,7 +58,6 @@ class SequenceMean(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[M, C] m / length / K."""
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / num_completions
 
 
@@ -74,7 +72,6 @@ class ConstantLength(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[M, C] m / (K * max_completion_length)."""
         return mask / (num_completions * max_completion_length)
 
 
@@ -89,7 +86,6 @@ class SequenceSum(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[M, C] m / K."""
         return mask / num_completions
 
 
@@ -105,11 +101,9 @@ class MicroBatchTokenMean(LossAggregation):
     def __call__(
         self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
     ) -> Tensor:
-        """[M, C] m / K, completed by `rescale_micro_batch`."""
         return mask / num_completions
 
     def rescale_micro_batch(self, weights: Tensor, mask: Tensor) -> Tensor:
-        """[M, C] weights times rows over tokens of the micro-batch."""
         return weights * mask.shape[0] / mask.sum().clamp(min=1)
 
 

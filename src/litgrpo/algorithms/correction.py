@@ -40,7 +40,6 @@ class ImportanceCorrection:
     token_min: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the bounds."""
         if not 0 <= self.min <= (torch.inf if self.max is None else self.max):
             raise ValueError(f"min {self.min}, max {self.max}: must be 0 <= min <= max")
         if not 0 <= self.token_min < 1:

@@ -25,21 +25,13 @@ class Divergence(ABC):
             logits: [k, V] of the policy, float32, with gradient.
             reference: [k, V] of the reference, float32.
         """
-        apply: Any = _OfLogits.apply
-        found: Tensor = apply(logits, reference, self)
-        return found
+        apply: Any = _DivergenceOfLogits.apply
+        value: Tensor = apply(logits, reference, self)
+        return value
 
     @abstractmethod
     def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the divergence D and its derivative by the logarithm of each probability.
-
-        Args:
-            log_p: [k, V] log-probabilities of the policy.
-            log_q: [k, V] log-probabilities of the reference.
-
-        Returns:
-            [k] D, and [k, V] p_v * dD/dp_v.
-        """
+        """Compute [k] D and [k, V] p_v * dD/dp_v from log-probabilities [k, V]."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,6 @@ class ReverseKL(Divergence):
     """
 
     def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Divergence.value_and_slope`."""
         slope = log_p.exp() * (log_p - log_q)
         return slope.sum(-1), slope
 
@@ -63,7 +54,6 @@ class ForwardKL(Divergence):
     """
 
     def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Divergence.value_and_slope`."""
         q = log_q.exp()
         return (q * (log_q - log_p)).sum(-1), -q
 
@@ -89,7 +79,6 @@ class JSD(Divergence):
     beta: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 < self.beta < 1:
             raise ValueError(
                 f"beta is {self.beta}; it must be between 0 and 1. The limits are kl_estimator: "
@@ -97,7 +86,6 @@ class JSD(Divergence):
             )
 
     def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Divergence.value_and_slope`."""
         p, q = log_p.exp(), log_q.exp()
         log_m = (self.beta * q + (1 - self.beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
         # 0 log 0 = 0. The derivatives of m cancel: only the one of p log p is left.
@@ -137,7 +125,6 @@ class TopK(Divergence):
     divergence: DivergenceName | Divergence = "reverse_kl"
 
     def __post_init__(self) -> None:
-        """Check the number and the name."""
         if self.k < 1:
             raise ValueError(f"k is {self.k}; it must be at least 1")
         if isinstance(self.divergence, str) and self.divergence not in DIVERGENCES:
@@ -147,7 +134,6 @@ class TopK(Divergence):
             raise ValueError("divergence of TopK is TopK; it must be one over all of its outcomes")
 
     def value_and_slope(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Divergence.value_and_slope`."""
         inner = self.divergence
         inner = DIVERGENCES[inner] if isinstance(inner, str) else inner
         if self.k >= log_q.shape[-1]:
@@ -165,7 +151,7 @@ class TopK(Divergence):
         return value, ((log_p - rest_p).exp() * slope[:, -1:]).scatter(-1, top, slope[:, :-1])
 
 
-class _OfLogits(torch.autograd.Function):
+class _DivergenceOfLogits(torch.autograd.Function):
     """Divergence of softmax distributions; keeps one [k, V] tensor for the backward pass."""
 
     @staticmethod

@@ -76,7 +76,6 @@ class KLInReward:
     estimator: KLName = "k1"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not 0 < self.coef < math.inf:
             setting = f"kl_in_reward.coef is {self.coef}"
             raise ValueError(f"{setting}; it must be above 0, or kl_in_reward null")
@@ -86,12 +85,7 @@ class KLInReward:
             raise ValueError(f"{setting}; it must be one of {allowed}")
 
     def token_kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """[N, C] KL estimate of each token, 0 off `mask`.
-
-        Args:
-            logprobs: [N, C] at sampling; an unknown (NaN) one counts as a KL of 0.
-            ref_logprobs: [N, C] under the reference.
-            mask: [N, C] True marks a generated token.
-        """
+        """[N, C] KL estimate of each token, 0 off `mask`, from log-probabilities [N, C]."""
+        # An unknown (NaN) log-probability counts as a KL of 0.
         d = torch.where(mask, ref_logprobs - logprobs, 0.0).nan_to_num(0.0)
         return KL_ESTIMATORS[self.estimator](d)

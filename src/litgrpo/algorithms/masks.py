@@ -56,7 +56,6 @@ class MaskTruncated(CompletionMask):
     is_counted: ClassVar[bool] = True  # otherwise the few others would get large weights
 
     def __call__(self, completions: Completions) -> Tensor:
-        """[M] True for completions that ended by themselves."""
         return ~completions.truncated
 
 
@@ -67,7 +66,6 @@ class MaskZeroVariance(CompletionMask):
     is_counted: ClassVar[bool] = False
 
     def __call__(self, completions: Completions) -> Tensor:
-        """[M] True for completions of a group with an advantage."""
         return completions.informative
 
 
@@ -105,7 +103,6 @@ class MaskOffPolicy(TokenMask):
     threshold: float
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] True for tokens of other completions, or of a positive advantage."""
         # Mean of log p_sampler - log p over a completion.
         drift = inputs.batch.sampler_logprobs - inputs.logprobs.detach()
         drift = torch.where(inputs.mask, drift, 0.0).nan_to_num(0.0)
@@ -120,12 +117,10 @@ class MaskLargeKL(TokenMask):
     threshold: float
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not self.threshold >= 0:
             raise ValueError(f"kl_mask_threshold is {self.threshold}; it must be >= 0")
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] True for tokens near the old policy."""
         return inputs.log_ratio.detach().square() / 2 <= self.threshold
 
 
@@ -159,7 +154,6 @@ class KeepTopEntropy(StepMask):
     quantile: float
 
     def __call__(self, inputs: LossInputs, comm: Comm) -> Tensor:
-        """[M, C] True for tokens of at least the entropy at the quantile of all ranks."""
         # float32: a quantile that falls on a token must not miss it by rounding in 1 - share.
         entropy = inputs.entropy.detach().float()
         flat = entropy.masked_fill(~inputs.mask, torch.nan).flatten()

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.advantages import Advantages, Normalized, OptimalTokenBaseline
+from litgrpo.algorithms.advantages import Advantages, Normalized
 from litgrpo.algorithms.aggregation import LOSS_AGGREGATIONS, LossAggregation, LossAggregationName
 from litgrpo.algorithms.correction import CORRECTIONS, CorrectionName, ImportanceCorrection
 from litgrpo.algorithms.divergences import DIVERGENCES, Divergence, DivergenceName
@@ -49,7 +49,7 @@ from litgrpo.algorithms.terms import (
     Term,
 )
 from litgrpo.algorithms.token_selection import token_keys
-from litgrpo.algorithms.turns import TurnAdvantages, Turns
+from litgrpo.algorithms.turns import Turns
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.run_options import RunOptions
@@ -160,7 +160,6 @@ class Objective:
     terms: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the options, and that those which are set have a meaning together."""
         self._check_names()
         for name in ("reward_coef", "kl_coef", "log_ratio_coef", "observation_nll_coef"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -400,17 +399,10 @@ class Objective:
             mask: [N, C] True marks a generated token.
             comm: of the ranks that share the batch.
             turns: of the episodes; None: every completion is one turn.
-            score_norms: [N, C] see `TokenLogprobs`; needed only by `OptimalTokenBaseline`.
+            score_norms: [N, C] see `TokenLogprobs`; needed if `advantages.needs_score_norms`.
         """
         device, mask = mask.device, mask.to(rewards.total.device)
-        lengths = mask.sum(1).view_as(rewards.total)
-        if turns is not None and isinstance(self.advantages, TurnAdvantages):
-            values = self.advantages.per_token(rewards, lengths, comm, turns)
-        elif isinstance(self.advantages, OptimalTokenBaseline) and score_norms is not None:
-            norms = score_norms.to(mask.device)
-            values = self.advantages.per_token(rewards, mask, comm, norms)
-        else:
-            values = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        values = self.advantages.per_token(rewards, mask, comm, turns, score_norms)
         if self.advantage_clip is not None:
             values = values.clamp(-self.advantage_clip, self.advantage_clip)
         # The last token has the whole advantage; each token before it gamma times that of the next.
@@ -504,23 +496,23 @@ class Objective:
         assert before is not None, "the surrogate or a mask needs log-probabilities of the step"
         with torch.no_grad():
             inputs = self._inputs(before, batch)
-            selected, kept = None, inputs.mask
+            selected, step_mask = None, inputs.mask
             if "before_step" in self.surrogate.needs:
                 selected = self.surrogate.select(inputs, token_keys(batch.tokens), comm)
             for mask in self.loss_masks:
                 if isinstance(mask, StepMask):
-                    kept = kept & mask(inputs, comm)
+                    step_mask = step_mask & mask(inputs, comm)
             if batch.term_weights is not None:
-                weights = self._renormalize(batch.term_weights, kept, comm)
+                weights = self._renormalize(batch.term_weights, step_mask, comm)
                 batch = batch.with_term_weights(weights)
-        return replace(batch, selected=selected, kept=kept)
+        return replace(batch, selected=selected, kept=step_mask)
 
-    def _renormalize(self, weights: Tensor, kept: Tensor, comm: Comm) -> Tensor:
-        """[M, C, K] weights of means, of which some are over tokens that step masks keep."""
+    def _renormalize(self, weights: Tensor, step_mask: Tensor, comm: Comm) -> Tensor:
+        """[M, C, K] weights of means, of which some are over tokens of the step masks only."""
         by_term = list(weights.unbind(-1))
         for number, term in enumerate(self.mean_terms):
             if term.follows_masks:
-                counted = kept & (by_term[number] != 0)
+                counted = step_mask & (by_term[number] != 0)
                 by_term[number] = _mean_weights(counted.to(weights.dtype), comm)
         return torch.stack(by_term, -1)
 
@@ -539,8 +531,8 @@ class Objective:
             batch = self.prepare_step(batch, new)
         inputs = self._inputs(new, batch)
         in_loss = inputs.mask
-        # `kept` selects tokens of the policy-gradient term. Other terms hold for all tokens.
-        kept = self._kept(inputs)
+        # Masks leave tokens out of the policy-gradient term only. Other terms hold for all tokens.
+        surrogate_mask = self._surrogate_mask(inputs)
         low, high = self.surrogate.find_clipped(inputs)
         stats = {
             "policy/entropy_trained": inputs.entropy,
@@ -548,8 +540,8 @@ class Objective:
             "policy/clip_low_frac": low,
             "policy/clip_high_frac": high,
         }
-        if kept is not in_loss:
-            stats["policy/kept_frac"] = kept
+        if surrogate_mask is not in_loss:
+            stats["policy/kept_frac"] = surrogate_mask
         if inputs.selected is not None:
             stats["policy/selected_frac"] = inputs.selected
         if self.importance_correction is not None:
@@ -558,7 +550,7 @@ class Objective:
         #        + sum over mean terms of coef sum_t v_t value_t.
         # The weights u and v contain the denominators of the whole optimizer step, so micro-batches
         # add up.
-        token_loss = self.reward_coef * torch.where(kept, self.surrogate(inputs), 0.0)
+        token_loss = self.reward_coef * torch.where(surrogate_mask, self.surrogate(inputs), 0.0)
         for term in self.loss_terms:
             if not isinstance(term, MeanTerm):
                 value = term(inputs) * self._correction(term, inputs)
@@ -589,16 +581,16 @@ class Objective:
         has_weights = not self.mean_terms or batch.term_weights is not None
         return has_weights and ("before_step" not in self.needs or batch.kept is not None)
 
-    def _kept(self, inputs: LossInputs) -> Tensor:
+    def _surrogate_mask(self, inputs: LossInputs) -> Tensor:
         """[M, C] tokens with a surrogate loss; `inputs.mask` itself without a mask of tokens."""
-        kept = inputs.mask
+        surrogate_mask = inputs.mask
         for mask in self.loss_masks:
             if isinstance(mask, StepMask):
                 assert inputs.batch.kept is not None
-                kept = kept & inputs.batch.kept
+                surrogate_mask = surrogate_mask & inputs.batch.kept
             elif isinstance(mask, TokenMask):
-                kept = kept & mask(inputs)
-        return kept
+                surrogate_mask = surrogate_mask & mask(inputs)
+        return surrogate_mask
 
     @staticmethod
     def _correction(term: Term, inputs: LossInputs) -> Tensor:
@@ -606,17 +598,15 @@ class Objective:
         return inputs.position_weights if term.of_position else inputs.correction
 
     def _inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> LossInputs:
-        """Prepare the inputs of surrogate, masks and terms, with zeros on padding.
-
-        `torch.where` comes before any arithmetic: the gradient of 0 * NaN would be NaN.
-        """
+        """Prepare the inputs of surrogate, masks and terms, with zeros on padding."""
         in_loss = batch.loss_weights != 0
+        # Zeros come before any arithmetic: the gradient of 0 * NaN would be NaN.
         logprobs = torch.where(in_loss, new.logprobs, 0.0)
-        given = batch.sampler_logprobs if self.old_policy == "sampler" else batch.old_logprobs
-        # Without one the ratio is 1, and its gradient that of the log-probability.
-        old = logprobs.detach() if given is None else torch.where(in_loss, given, 0.0)
-        # s = l - l_old, w = e^s. On-policy w is 1, and its gradient is that of l.
-        log_ratio = logprobs - old
+        old = batch.sampler_logprobs if self.old_policy == "sampler" else batch.old_logprobs
+        # s = l - l_old, w = e^s. On-policy there is no l_old: w is 1, and its gradient that of l.
+        log_ratio = logprobs - (
+            logprobs.detach() if old is None else torch.where(in_loss, old, 0.0)
+        )
         correction, position_weights = torch.ones_like(logprobs), torch.ones_like(logprobs[:, :1])
         if self.correction is not None:
             # Of all generated tokens: those without a weight in the loss may be imitated.

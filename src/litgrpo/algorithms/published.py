@@ -142,11 +142,7 @@ PUBLISHED: dict[str, Algorithm] = {
 
 
 def find_algorithm(name: object) -> Algorithm:
-    """Return a published algorithm by its name.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return a published algorithm by its name, or raise a ValueError with names like it."""
     algorithm = PUBLISHED.get(name) if isinstance(name, str) else None
     if algorithm is None:
         nearest = get_close_matches(str(name), PUBLISHED) or PUBLISHED
@@ -158,18 +154,9 @@ def find_algorithm(name: object) -> Algorithm:
 
 
 def apply_name(arguments: dict[str, Any]) -> None:
-    """Write out the objective in arguments of GRPO, if it is a name, and what belongs to the name.
+    """Replace a named objective in the arguments of GRPO, in place, by its options.
 
     Options beside the name replace those of the published objective.
-
-    Args:
-        arguments: {argument: value}, changed in place.
-
-    Example:
-        >>> arguments = {"objective": {"name": "grpo", "kl_coef": 0.01}}
-        >>> apply_name(arguments)
-        >>> arguments["objective"]["loss_aggregation"], arguments["objective"]["kl_coef"]
-        ('sequence_mean', 0.01)
     """
     objective = arguments.get("objective")
     if isinstance(objective, str):
@@ -179,23 +166,16 @@ def apply_name(arguments: dict[str, Any]) -> None:
         changes = {key: value for key, value in objective.items() if key != NAME}
         arguments["objective"] = with_changes(settings_of(algorithm.objective), changes)
         for name, value in algorithm.beside.items():
-            if isinstance(value, Mapping) and isinstance(given := arguments.get(name), Mapping):
-                arguments[name] = {**value, **given}
+            if isinstance(value, Mapping) and isinstance(options := arguments.get(name), Mapping):
+                arguments[name] = {**value, **options}
             else:
                 arguments.setdefault(name, value)
 
 
 def settings_of(part: Any) -> dict[str, Any]:
-    """Return a dataclass as {field: value} of what differs from the defaults of its class.
-
-    Objects in it have a `class_path`, and all of their fields.
-
-    Example:
-        >>> settings_of(Objective(kl_coef=0.1, surrogate=CISPO()))["surrogate"]
-        {'class_path': 'litgrpo.algorithms.surrogates.CISPO', 'max_ratio': 5.0}
-    """
+    """Return {field: value} of what differs from the defaults; objects with `class_path`."""
     default = type(part)()
-    values = {one.name: getattr(part, one.name) for one in fields(part)}
+    values = {option.name: getattr(part, option.name) for option in fields(part)}
     changed = [name for name, value in values.items() if value != getattr(default, name)]
     return {name: _plain(values[name]) for name in changed}
 
@@ -204,7 +184,7 @@ def _plain(value: Any) -> Any:
     """Return a value of an option as settings."""
     if is_dataclass(value):
         kind = type(value)
-        inner = {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        inner = {option.name: _plain(getattr(value, option.name)) for option in fields(value)}
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", **inner}
     return list(value) if isinstance(value, tuple) else value
 
@@ -215,8 +195,8 @@ def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
     for name, new in changes.items():
         old = result.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            named = str(new.get("class_path", "")).rpartition(".")[2]
-            if named in ("", str(old["class_path"]).rpartition(".")[2]):
+            class_name = str(new.get("class_path", "")).rpartition(".")[2]
+            if class_name in ("", str(old["class_path"]).rpartition(".")[2]):
                 new = with_changes(old, {**new, "class_path": old["class_path"]})  # noqa: PLW2901
         result[name] = new
     return result

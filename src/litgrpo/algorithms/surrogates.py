@@ -95,7 +95,6 @@ class Clipped(Surrogate):
     max_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 <= self.clip_low <= 1:  # a ratio is at least 0
             raise ValueError(f"clip_low is {self.clip_low}; it must be from 0 to 1 (never clips)")
         if not self.clip_high >= 0:
@@ -104,7 +103,6 @@ class Clipped(Surrogate):
             raise ValueError(f"max_ratio is {self.max_ratio}; it must be above 0")
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] clipped loss."""
         # DeepSeekMath, eq. 3: the gain is min(w A, clip(w, 1 - eps, 1 + eps) A). The minimum is
         # pessimistic: it removes the gradient only if the ratio has already moved in the direction
         # of the advantage. For A < 0 and w > 1 + eps the gain w A is unbounded below; `max_ratio`
@@ -118,7 +116,6 @@ class Clipped(Surrogate):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The clip range."""
         return 1 - self.clip_low, 1 + self.clip_high
 
 
@@ -135,12 +132,10 @@ class CISPO(Surrogate):
     max_ratio: float = 5.0
 
     def __post_init__(self) -> None:
-        """Warn about a limit that was meant as a distance from 1."""
         if self.max_ratio <= 1:
             warnings.warn(f"CISPO: max_ratio {self.max_ratio} <= 1 shrinks gradients", stacklevel=3)
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss."""
         # REINFORCE with a truncated importance weight: the clip changes the weight of a token but
         # never removes its gradient, because the ratio is detached.
         weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
@@ -148,7 +143,6 @@ class CISPO(Surrogate):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The largest ratio; tokens above it keep their gradient."""
         return 0.0, self.max_ratio
 
 
@@ -166,13 +160,11 @@ class SAPO(Surrogate):
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if min(self.tau_positive, self.tau_negative) <= 0:
-            given = f"tau_positive {self.tau_positive}, tau_negative {self.tau_negative}"
-            raise ValueError(f"{given}: must be > 0")
+            setting = f"tau_positive {self.tau_positive}, tau_negative {self.tau_negative}"
+            raise ValueError(f"{setting}: must be > 0")
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] gated loss."""
         tau = torch.where(inputs.advantages > 0, self.tau_positive, self.tau_negative)
         # 4 / tau: the gate's derivative at w = 1 is then 1, as that of the ratio.
         gate = torch.sigmoid(tau * (inputs.ratio - 1)) * 4 / tau
@@ -195,7 +187,6 @@ class VESPO(Surrogate):
     lam: tuple[float, float] = (3.0, 2.0)
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss; phi includes the correction."""
         # The bounds are those of TRL: W is kept within [1e-8, e^20].
         floor = math.log(1e-8)
         steps = inputs.log_ratio.detach().clamp(-20.0, 20.0).sum(1, keepdim=True)
@@ -221,7 +212,6 @@ class GMPO(Surrogate):
     clip_high: float = 0.4
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss of the row, at each of its tokens."""
         s = inputs.log_ratio
         up, down = s.clamp(max=self.clip_high), s.clamp(min=-self.clip_low)
         mean = row_mean(torch.where(inputs.advantages > 0, up, down), inputs.mask)
@@ -229,7 +219,6 @@ class GMPO(Surrogate):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The clip range, as ratios."""
         return math.exp(-self.clip_low), math.exp(self.clip_high)
 
 
@@ -256,18 +245,15 @@ class DPPO(Surrogate):
     max_ratio: float = 20.0
 
     def __post_init__(self) -> None:
-        """Check the limits."""
         for name, low in (("max_low", 0.0), ("max_high", 0.0), ("max_ratio", 1.0)):
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low:g}")
 
     @property
     def is_per_token(self) -> bool:
-        """True: it limits the probabilities of single tokens."""
         return True
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss; 0 outside of the trust region."""
         fell, rose = self._outside(inputs)
         inside = ~torch.where(inputs.advantages > 0, rose, fell)
         weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
@@ -281,21 +267,15 @@ class DPPO(Surrogate):
         return (moved < 0) & (distance > self.max_low), (moved > 0) & (distance > self.max_high)
 
     def find_clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
-        """[M, C] tokens outside of the trust region, by the sign of their advantage."""
         fell, rose = self._outside(inputs)
         return fell & (inputs.advantages < 0), rose & (inputs.advantages > 0)
 
 
 def binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """KL(p_old || p) of a token against all others, in nats; never infinite.
-
-    Args:
-        old: log p_old.
-        new: log p, of the same shape.
-    """
+    """KL(p_old || p) of a token against all others, from log p_old and log p; never infinite."""
     # log(1 - p), at least log 1e-8.
-    others_old, others = (torch.log((-torch.expm1(x)).clamp(min=1e-8)) for x in (old, new))
-    return old.exp() * (old - new) - torch.expm1(old) * (others_old - others)
+    rest_old, rest_new = (torch.log((-torch.expm1(x)).clamp(min=1e-8)) for x in (old, new))
+    return old.exp() * (old - new) - torch.expm1(old) * (rest_old - rest_new)
 
 
 @check_field_types
@@ -305,11 +285,9 @@ class PolicyGradient(Surrogate):
 
     @property
     def uses_ratio(self) -> bool:
-        """False: its tokens are taken for those of the current policy."""
         return False
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss."""
         return -inputs.advantages * inputs.logprobs * inputs.correction
 
 
@@ -334,16 +312,13 @@ class StepSurrogate(Surrogate):
 
     @property
     def uses_ratio(self) -> bool:
-        """True if the inner surrogate has the ratio."""
         return self.surrogate.uses_ratio
 
     @property
     def is_per_token(self) -> bool:
-        """True if the inner surrogate is."""
         return self.surrogate.is_per_token
 
     def __post_init__(self) -> None:
-        """Check that only one surrogate selects tokens."""
         if isinstance(self.surrogate, StepSurrogate):
             inner, outer = type(self.surrogate).__name__, type(self).__name__
             raise ValueError(
@@ -362,12 +337,10 @@ class StepSurrogate(Surrogate):
         """
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss of the inner surrogate; 0 for selected tokens."""
         assert inputs.selected is not None
         return torch.where(inputs.selected, 0.0, self.surrogate(inputs))
 
     def find_clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
-        """[M, C] tokens that the inner surrogate clips."""
         return self.surrogate.find_clipped(inputs)
 
 
@@ -401,14 +374,12 @@ class ClipCov(StepSurrogate):
     surrogate: Surrogate = field(default_factory=lambda: Clipped(1.0, 1.0))
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         _check_frac(self.frac)
         if not self.min_cov < self.max_cov:
             raise ValueError(f"min_cov {self.min_cov}, max_cov {self.max_cov}: must be min < max")
 
     def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
-        """[M, C] random tokens of a covariance between the limits."""
         cov = covariance(inputs.logprobs, inputs.advantages, inputs.mask, comm)
         low, high = self.find_clipped(inputs)
         eligible = inputs.mask & (cov > self.min_cov) & (cov < self.max_cov) & ~(low | high)
@@ -438,20 +409,17 @@ class KLCov(StepSurrogate):
     surrogate: Surrogate = field(default_factory=build_unclipped)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         _check_frac(self.frac)
         if not 0 <= self.coef < math.inf:
             raise ValueError(f"coef is {self.coef}; it must be >= 0")
 
     def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
-        """[M, C] the tokens of highest covariance."""
         cov = covariance(inputs.logprobs, inputs.advantages, inputs.mask, comm)
         number = max(1, int(self.frac * comm.sum(inputs.mask.sum())))
         return smallest((-cov).where(inputs.mask, torch.nan), number, keys, comm)
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss of the inner surrogate; with the penalty for selected tokens."""
         assert inputs.selected is not None
         moved = inputs.selected & (inputs.log_ratio.detach().abs() > LOG_RATIO_ROUNDING)
         penalty = self.coef * inputs.log_ratio.abs() * inputs.correction
@@ -479,13 +447,11 @@ class M2PO(StepSurrogate):
     surrogate: Surrogate = field(default_factory=build_unclipped)
 
     def __post_init__(self) -> None:
-        """Check the range."""
         super().__post_init__()
         if not self.max_second_moment >= 0:
             raise ValueError(f"max_second_moment is {self.max_second_moment}; it must be >= 0")
 
     def select(self, inputs: SurrogateInputs, keys: Tensor, comm: Comm) -> Tensor:
-        """[M, C] the tokens to drop."""
         # A token within rounding did not move: its sign, and so its place in the mean, is chance.
         moved = inputs.log_ratio.detach().abs() > LOG_RATIO_ROUNDING
         affected = inputs.mask & moved & (inputs.log_ratio * inputs.advantages > 0)

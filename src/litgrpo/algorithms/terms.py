@@ -102,34 +102,25 @@ class LogRatioPenalty(Term):
     coef: float
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] s^2."""
         return inputs.log_ratio.square()
 
 
 @dataclass(frozen=True)
 class KLEstimate(Term):
-    """KL to the reference, estimated from the sampled token.
-
-    Args:
-        coef: coefficient.
-        estimator: of d = log p_ref - log p, see `kl`.
-        bias_correction: multiply by the importance ratio, see `Objective`.
-    """
+    """KL to the reference, estimated from the sampled token."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"ref_logprobs", "all_rows"})
     setting: ClassVar[str] = "kl_coef"
     metric: ClassVar[str] = "kl"
     coef: float
-    estimator: Callable  # type: ignore[type-arg]
-    bias_correction: bool = True
+    estimator: Callable  # type: ignore[type-arg]  # of d = log p_ref - log p, see `kl`
+    bias_correction: bool = True  # multiply by the importance ratio, see `Objective`
 
     @property
     def uses_ratio(self) -> bool:
-        """True with `bias_correction`."""
         return self.bias_correction
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] estimate of each token."""
         ref_logprobs = inputs.batch.ref_logprobs
         assert ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
         # d = l_ref - l; k3 = e^d - d - 1 >= 0 (DeepSeekMath, eq. 4). Its gradient on-policy is
@@ -141,12 +132,7 @@ class KLEstimate(Term):
 
 @dataclass(frozen=True)
 class KLDivergence(Term):
-    """Divergence from the reference over the vocabulary, exact at each position.
-
-    Args:
-        coef: coefficient.
-        divergence: of the two distributions.
-    """
+    """Divergence from the reference over the vocabulary, exact at each position."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"ref_hidden", "all_rows"})
     setting: ClassVar[str] = "kl_coef"
@@ -157,11 +143,9 @@ class KLDivergence(Term):
 
     @property
     def of_vocabulary(self) -> Divergence:
-        """The divergence."""
         return self.divergence
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] divergence at each position."""
         assert inputs.new.divergence is not None
         return torch.where(inputs.mask, inputs.new.divergence, 0.0)
 
@@ -180,11 +164,9 @@ class EntropyBonus(MeanTerm):
     coef: float
 
     def select(self, tokens: StepTokens) -> Tensor:
-        """[M, C] the tokens in the loss."""
         return tokens.in_loss
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] minus the entropy at each position."""
         return -inputs.entropy
 
 
@@ -207,21 +189,18 @@ class PositiveNLL(MeanTerm):
     min_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not 0 < self.coef < math.inf:
-            given = f"positive_nll.coef is {self.coef}"
-            raise ValueError(f"{given}; it must be above 0, or positive_nll null")
+            setting = f"positive_nll.coef is {self.coef}"
+            raise ValueError(f"{setting}; it must be above 0, or positive_nll null")
         if not math.isfinite(self.min_reward):
             raise ValueError(f"positive_nll.min_reward is {self.min_reward}; it must be finite")
 
     def select(self, tokens: StepTokens) -> Tensor:
-        """[M, C] generated tokens of completions with a reward of at least `min_reward`."""
         assert tokens.rewards is not None, "positive_nll needs rewards"
         correct = (tokens.rewards >= self.min_reward).to(tokens.generated.device)
         return tokens.generated & correct[:, None]
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] -log p."""
         return -inputs.new.logprobs
 
 
@@ -235,9 +214,7 @@ class ObservationNLL(MeanTerm):
     coef: float
 
     def select(self, tokens: StepTokens) -> Tensor:
-        """[M, C] tokens of the environment."""
         return tokens.observed
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[M, C] -log p."""
         return -inputs.new.logprobs

@@ -17,16 +17,14 @@ KEY_BITS = 24  # a float32 holds them exactly
 
 
 def token_keys(tokens: TokenRows) -> Tensor:
-    """[M, C] float32 pseudorandom number in [0, 1) of each token.
-
-    It is a hash of the text up to the token: the same for any order of rows, any padding and any
-    number of ranks, unlike the numbers of a random generator.
-    """
-    # sum of (id + 1) * base^position modulo 2^64, over the real tokens of prompt and completion.
-    of, prompt_length = tokens.prompt_of, tokens.prompt_mask.sum(1, keepdim=True)
+    """[M, C] float32 pseudorandom number in [0, 1) of each token, a hash of the text up to it."""
+    # A hash is the same for any order of rows, any padding and any number of ranks, unlike the
+    # numbers of a random generator. It is the sum of (id + 1) * base^position modulo 2^64, over the
+    # real tokens of prompt and completion.
+    rows, prompt_length = tokens.prompt_of, tokens.prompt_mask.sum(1, keepdim=True)
     prompts = _prefix_hashes(tokens.prompt_ids, tokens.prompt_mask)[:, -1:]
-    completions = _prefix_hashes(tokens.completion_ids, tokens.completion_mask, prompt_length[of])
-    mixed = prompts[of] + completions
+    completions = _prefix_hashes(tokens.completion_ids, tokens.completion_mask, prompt_length[rows])
+    mixed = prompts[rows] + completions
     # The high bits depend on all others, the low ones do not: fold and multiply twice.
     for _ in range(2):
         mixed = (mixed ^ (mixed >> 32)) * HASH_MIX
@@ -43,21 +41,13 @@ def _prefix_hashes(ids: Tensor, mask: Tensor, start: Tensor | int = 0) -> Tensor
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
-    """[M, C] each token's term of the covariance of log-probability and advantage.
-
-    (l - mean of l) (A - mean of A), with the means over all tokens of the step. Its own mean is the
-    covariance, which is about the decrease of entropy per step. Source: arXiv:2505.22617, eq. 10.
-
-    Args:
-        logprobs: [M, C] l, under the current policy.
-        advantages: [M, C] A.
-        mask: [M, C] tokens of the loss.
-        comm: of the ranks that share the step.
-    """
-    kept = [torch.where(mask, value.detach().double(), 0.0) for value in (logprobs, advantages)]
-    sums = comm.sum(torch.stack([mask.sum().double(), *(value.sum() for value in kept)]))
+    """[M, C] (l - mean of l) (A - mean of A), with the means over all tokens of the step."""
+    # The mean over the tokens is the covariance, which is about the decrease of entropy per step.
+    # Source: arXiv:2505.22617, eq. 10.
+    masked = [torch.where(mask, value.detach().double(), 0.0) for value in (logprobs, advantages)]
+    sums = comm.sum(torch.stack([mask.sum().double(), *(value.sum() for value in masked)]))
     l_mean, a_mean = sums[1:] / sums[0].clamp(min=1)
-    terms: Tensor = (kept[0] - l_mean) * (kept[1] - a_mean)
+    terms: Tensor = (masked[0] - l_mean) * (masked[1] - a_mean)
     return terms.float()
 
 
@@ -80,36 +70,28 @@ def smallest(values: Tensor, number: int, keys: Tensor, comm: Comm) -> Tensor:
 
 def _nth_smallest(values: Tensor, number: int, comm: Comm) -> Tensor:
     """[] the `number`-th smallest value of all ranks that is not NaN; NaN if there is none."""
-    known = _gather_sorted(values, comm)
-    limit: Tensor = (
-        known[min(number, len(known)) - 1] if len(known) else values.new_tensor(torch.nan)
-    )
-    return limit
+    ascending = _gather_sorted(values, comm)
+    if not len(ascending):
+        return values.new_tensor(torch.nan)
+    return ascending[min(number, len(ascending)) - 1]
 
 
 def _gather_sorted(values: Tensor, comm: Comm) -> Tensor:
     """[K] the values of all ranks that are not NaN, in ascending order."""
-    known = comm.gather(values.flatten())
-    return known[~known.isnan()].sort().values
+    gathered = comm.gather(values.flatten())
+    return gathered[~gathered.isnan()].sort().values
 
 
-def largest_second_moments(log_ratio: Tensor, chosen: Tensor, limit: float, comm: Comm) -> Tensor:
-    """[M, C] the chosen tokens to drop: without them, the mean of s^2 is at most `limit`.
-
-    The largest s^2 are dropped first, equal ones together. Source: M2PO, arXiv:2510.01161,
-    algorithm 1.
-
-    Args:
-        log_ratio: [M, C] s.
-        chosen: [M, C] tokens that are counted and can be dropped.
-        limit: largest mean.
-        comm: of the ranks that share the step.
-    """
-    moments = log_ratio.detach().square().where(chosen, torch.nan)
-    known = _gather_sorted(moments, comm)
+def largest_second_moments(
+    log_ratio: Tensor, candidates: Tensor, limit: float, comm: Comm
+) -> Tensor:
+    """[M, C] the candidates [M, C] to drop: without them, the mean of s^2 is at most `limit`."""
+    # M2PO, arXiv:2510.01161, algorithm 1: the largest s^2 are dropped first, equal ones together.
+    moments = log_ratio.detach().square().where(candidates, torch.nan)
+    ascending = _gather_sorted(moments, comm)
     # The mean of the n smallest rises with n, so the means up to the limit are the first ones.
-    count = torch.arange(1, len(known) + 1, device=known.device)
-    num_kept = int((known.double().cumsum(0) / count <= limit).sum())
-    if num_kept == len(known):
-        return torch.zeros_like(chosen)
-    return moments >= known[num_kept]
+    count = torch.arange(1, len(ascending) + 1, device=ascending.device)
+    num_kept = int((ascending.double().cumsum(0) / count <= limit).sum())
+    if num_kept == len(ascending):
+        return torch.zeros_like(candidates)
+    return moments >= ascending[num_kept]

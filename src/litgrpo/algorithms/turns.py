@@ -60,21 +60,15 @@ class Turns:
 
     @classmethod
     def from_rollout(cls, rollout: Rollout, table: RewardTable) -> Turns:
-        """The turns of a rollout.
-
-        Each turn has its own reward from the environment if that reward is an unmodified component
-        of the total. Everything else (rewards of the whole text; the environment's reward if a gate
-        or a normalization changed it) is known only at the end and belongs to the last turn.
-
-        Args:
-            rollout: N episodes.
-            table: [B, G] their rewards.
-        """
+        """The turns of N episodes with the rewards [B, G]."""
         assert rollout.turns is not None
         shape = (*table.total.shape, rollout.turn_rewards.shape[1])
         number = rollout.turns.long().to(table.total.device)
         num_turns = number.amax(1).view(shape[:2]) + 1
         exist = torch.arange(shape[2], device=num_turns.device) < num_turns[..., None]
+        # Each turn has its own reward from the environment if that reward is an unmodified
+        # component of the total. Everything else (rewards of the whole text; the environment's
+        # reward if a gate or a normalization changed it) belongs to the last turn.
         rewards = torch.where(exist, _turn_rewards(rollout, table).view(shape), 0.0)
         last = (num_turns - 1).clamp(min=0)[..., None]
         rest, size = table.total - rewards.sum(2), table.total.abs() + rewards.abs().sum(2)
@@ -88,11 +82,7 @@ class Turns:
         return cls(number, exist, rewards, _number_states(rollout, exist), void, answers)
 
     def returns(self, gamma: float) -> Tensor:
-        """[B, G, K] discounted return from each turn on: R_k = r_k + gamma * R_(k+1).
-
-        Args:
-            gamma: weight of the next turn's return.
-        """
+        """[B, G, K] discounted return from each turn on: R_k = r_k + gamma * R_(k+1)."""
         returns, after = torch.zeros_like(self.rewards), torch.zeros_like(self.rewards[..., 0])
         for turn in reversed(range(self.rewards.shape[2])):
             after = self.rewards[..., turn] + gamma * after
@@ -101,8 +91,8 @@ class Turns:
 
     def per_token(self, values: Tensor) -> Tensor:
         """[N, C] value [B, G, K] of the turn in which each token was generated; 0 for others."""
-        found = values.flatten(0, 1).gather(1, self.number.clamp(min=0))
-        return found.masked_fill(self.number < 0, 0.0)
+        tokens = values.flatten(0, 1).gather(1, self.number.clamp(min=0))
+        return tokens.masked_fill(self.number < 0, 0.0)
 
 
 def _turn_rewards(rollout: Rollout, table: RewardTable) -> Tensor:
@@ -116,14 +106,7 @@ def _turn_rewards(rollout: Rollout, table: RewardTable) -> Tensor:
 
 
 def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
-    """[B, G, K] number of the state before each turn; -1: unknown.
-
-    All episodes of a group begin in the same state (number 0), which counts only if the environment
-    returns states at all.
-
-    Raises:
-        ValueError: a state cannot be compared.
-    """
+    """[B, G, K] number of the state before each turn; -1: unknown."""
     try:
         hash(tuple(tuple(episode.turn_states) for episode in rollout.episodes))
     except TypeError as error:
@@ -131,17 +114,19 @@ def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
             f"StepResult.state must be a text, a number, a tuple of them, or None, so that states "
             f"can be compared: {error}"
         ) from error
-    found, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]
-    for group in range(len(found)):
+    numbers, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]
+    for group in range(len(numbers)):
         episodes = rollout.episodes[group * size : (group + 1) * size]
         after = [episode.turn_states for episode in episodes]
-        known = {state: None for states in after for state in states if state is not None}
-        numbers: dict[Hashable, int] = {None: -1} | {s: n for n, s in enumerate(known, 1)}
+        group_states = {state: None for states in after for state in states if state is not None}
+        number_of: dict[Hashable, int] = {None: -1} | {s: n for n, s in enumerate(group_states, 1)}
+        # All episodes of a group begin in the same state, number 0. It counts only if the
+        # environment returns states at all.
+        first = 0 if group_states else -1
         for row, states in enumerate(after):
-            first = 0 if known else -1
-            before = [first, *(numbers[state] for state in states)][: exist.shape[2]]
-            found[group, row, : len(before)] = torch.tensor(before)
-    return found.to(exist.device).masked_fill(~exist, -1)
+            before = [first, *(number_of[state] for state in states)][: exist.shape[2]]
+            numbers[group, row, : len(before)] = torch.tensor(before)
+    return numbers.to(exist.device).masked_fill(~exist, -1)
 
 
 def _tool_calls(episode: Episode, num_turns: int) -> list[bool]:
@@ -176,58 +161,59 @@ class TurnAdvantages(Advantages):
 
             @dataclass(frozen=True)
             class TurnReward(TurnAdvantages):
-                def by_turn(self, groups, turns, known):
-                    rewards = turns.rewards.where(known, torch.nan)
+                def by_turn(self, groups, turns, valid):
+                    rewards = turns.rewards.where(valid, torch.nan)
                     return rewards - rewards.flatten(1).nanmean(1)[:, None, None]
     """
 
     granularity = "turn"
 
-    def per_token(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
-        """[N, C] float64 advantage of each token's turn; other arguments as of `__call__`."""
-        return turns.per_token(self.per_turn(Groups.from_table(table, lengths, comm), turns))
+    def per_token(
+        self,
+        table: RewardTable,
+        mask: Tensor,
+        comm: Comm,
+        turns: Turns | None = None,
+        score_norms: Tensor | None = None,
+    ) -> Tensor:
+        if turns is None:
+            return super().per_token(table, mask, comm)
+        groups = Groups.from_table(table, mask.sum(1).view_as(table.total), comm)
+        return turns.per_token(self.per_turn(groups, turns))
 
     def per_turn(self, groups: Groups, turns: Turns) -> Tensor:
         """[B, G, K] advantages; 0 if there is no turn, or the episode has no valid reward."""
-        known = turns.exist & ~groups.values.isnan()[..., None]
-        return torch.where(known, self.by_turn(groups, turns, known), 0.0).nan_to_num(0.0)
+        valid = turns.exist & ~groups.values.isnan()[..., None]
+        return torch.where(valid, self.by_turn(groups, turns, valid), 0.0).nan_to_num(0.0)
 
     def estimate(self, groups: Groups) -> Tensor:
-        """[B, G] advantages of completions of one turn."""
         rewards = groups.values[..., None]
-        known, size = ~rewards.isnan(), len(groups.values.flatten())
+        valid, size = ~rewards.isnan(), len(groups.values.flatten())
         turns = Turns(
             number=torch.zeros(size, 1, dtype=torch.long),
-            exist=known,
+            exist=valid,
             rewards=rewards.nan_to_num(0.0),
             states=torch.full_like(rewards, -1, dtype=torch.long),
-            void=torch.zeros_like(known[..., 0]),
+            void=torch.zeros_like(valid[..., 0]),
             answers=[None] * size,
         )
-        return self.by_turn(groups, turns, known)[..., 0]
+        return self.by_turn(groups, turns, valid)[..., 0]
 
     @abstractmethod
-    def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
+    def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
         """[B, G, K] advantages; NaN counts as 0.
 
         Args:
             groups: rewards of whole episodes.
             turns: of the episodes.
-            known: [B, G, K] turns that exist, in episodes with a valid reward.
+            valid: [B, G, K] turns that exist, in episodes with a valid reward.
         """
 
 
-def _normalize(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Tensor:
-    """Deviation from the mean of the known values, in their standard deviations; per group.
-
-    Args:
-        groups: for the precision of rewards.
-        values: [B, ...] numbers that are compared with each other in each of B groups.
-        known: [B, ...] entries that count; the others get 0.
-        eps: added to the standard deviation.
-    """
-    chosen = values.where(known, torch.nan).flatten(1)
-    deviation, std, _ = replace(groups, values=chosen).group_statistics()
+def _normalize(groups: Groups, values: Tensor, valid: Tensor, eps: float) -> Tensor:
+    """(x - mean) / (std + eps) of the valid values [B, ...] of each of B groups; 0 for others."""
+    compared = values.where(valid, torch.nan).flatten(1)
+    deviation, std, _ = replace(groups, values=compared).group_statistics()
     return (deviation / (std + eps)).nan_to_num(0.0).view_as(values)
 
 
@@ -254,17 +240,15 @@ class GiGPO(TurnAdvantages):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        """Check the discount."""
         _check_gamma(self.gamma)
 
-    def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] advantage of the episode, and of each turn among those in its state."""
+    def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
         episode = Normalized("group", self.scale, self.eps).estimate(groups)[..., None]
         returns, compared = turns.returns(self.gamma), torch.zeros_like(turns.rewards)
         for state in range(int(turns.states.max()) + 1):
-            here = known & (turns.states == state)
-            chosen = replace(groups, values=returns.where(here, torch.nan).flatten(1))
-            among = Normalized("group", self.scale, self.eps).estimate(chosen)
+            in_state = valid & (turns.states == state)
+            of_state = replace(groups, values=returns.where(in_state, torch.nan).flatten(1))
+            among = Normalized("group", self.scale, self.eps).estimate(of_state)
             compared = compared + among.nan_to_num(0.0).view_as(compared)
         return episode + self.turn_weight * compared
 
@@ -288,9 +272,8 @@ class MTGRPO(TurnAdvantages):
     turn_weight: float = 1.0
     eps: float = 1e-4
 
-    def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] advantage of the outcome, and of the turns from here to the one before last."""
-        before = known & torch.nn.functional.pad(turns.exist, (0, 1))[..., 1:]
+    def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
+        before = valid & torch.nn.functional.pad(turns.exist, (0, 1))[..., 1:]
         last = (turns.rewards * (turns.exist & ~before)).sum(2)
         outcome = _normalize(groups, last, ~groups.values.isnan(), self.eps)
         single = [
@@ -319,12 +302,10 @@ class GTPO(TurnAdvantages):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        """Check the discount."""
         _check_gamma(self.gamma)
 
-    def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] normalized returns."""
-        return _normalize(groups, turns.returns(self.gamma), known, self.eps)
+    def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
+        return _normalize(groups, turns.returns(self.gamma), valid, self.eps)
 
 
 @check_field_types
@@ -345,18 +326,15 @@ class ReBN(TurnAdvantages):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        """Check the discount."""
         _check_gamma(self.gamma)
 
     @property
     def needs_group(self) -> bool:
-        """The baseline is the batch's."""
         return False
 
-    def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] normalized returns."""
-        chosen = turns.returns(self.gamma).where(known, torch.nan).flatten(1)
-        deviation, std = replace(groups, values=chosen).batch_statistics()
+    def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
+        returns = turns.returns(self.gamma).where(valid, torch.nan).flatten(1)
+        deviation, std = replace(groups, values=returns).batch_statistics()
         return (deviation / (std + self.eps)).view_as(turns.rewards)
 
 
@@ -379,21 +357,19 @@ class SimpleTIR(TurnAdvantages):
     advantages: Advantages = field(default_factory=Normalized)
 
     def __post_init__(self) -> None:
-        """Check the expression and the estimator."""
         self.check_contained()
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
-            given = f"answer_pattern is {self.answer_pattern!r}"
-            raise ValueError(f"{given}, not a regular expression: {error}") from None
+            setting = f"answer_pattern is {self.answer_pattern!r}"
+            raise ValueError(f"{setting}, not a regular expression: {error}") from None
 
-    def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] the episode's advantage; 0 in those with a void turn."""
+    def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
         pattern = re.compile(self.answer_pattern)
         answered = [answer is None or bool(pattern.search(answer)) for answer in turns.answers]
-        void = turns.void | ~torch.tensor(answered, device=known.device).view_as(turns.void)
+        void = turns.void | ~torch.tensor(answered, device=valid.device).view_as(turns.void)
         advantages = self.advantages.estimate(groups).masked_fill(void, 0.0)
-        return advantages[..., None].expand_as(known)
+        return advantages[..., None].expand_as(valid)
 
 
 def _check_gamma(gamma: float) -> None:
