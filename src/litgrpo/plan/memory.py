@@ -327,7 +327,7 @@ def cache_bytes(model: MetaModel, work: IterationSizes, sharding: Sharding) -> t
     token = model.cache_numbers * work.cache_bytes
     sizes = []
     for prompts, group in work.rollouts:
-        rows = sharding.rows(prompts * group)
+        rows = sharding.rows(prompts) * group  # a cache is divided by prompts
         at_once = min(rows, work.max_rows or rows)
         read = -(-sharding.rows(prompts) * at_once // rows)
         sizes.append((read * work.prompt_len * token, 2 * at_once * work.completion_len * token))
