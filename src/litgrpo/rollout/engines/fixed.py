@@ -249,7 +249,9 @@ class FixedShapeLoop:
         length = uniforms.shape[1]
         rows, step, replay = self._prefill(prompt_ids, prompt_mask, uniforms, first), None, None
         for column in range(1, length):
-            if column == 1 or column % self.check_every == 0:
+            # A recording has the shapes of the rows that are left after the first token.
+            records_first = column == 1 and self.finish is not None
+            if records_first or column % self.check_every == 0:
                 self._check_ends(rows, column)
                 if not any(rows.active):
                     break
