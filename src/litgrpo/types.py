@@ -887,7 +887,7 @@ class Experience:
         rollout: N completions; stored ones have prompts of their own.
         rewards: [B, G] theirs.
         logprobs: [N, C] theirs before the update, and under the reference.
-        scored: all prompts and rewards of the iteration: first those of the rollout as it was
+        scored: all rollouts and rewards of the iteration: first those of the rollout as it was
             taken, then those of the attempts of dynamic sampling. Only the first are unbiased.
         stats: what the stages log.
     """

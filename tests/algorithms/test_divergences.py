@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from litgrpo.algorithms.divergences import DIVERGENCES, JSD, ForwardKL, ReverseKL, TopK
 from litgrpo.algorithms.objective import Objective
+from litgrpo.algorithms.terms import PositiveNLL
 from litgrpo.tensors import ComparedModel, token_logprobs
 
 ALL = [*DIVERGENCES.values(), JSD(0.1), JSD(0.9)]
@@ -154,3 +155,5 @@ def test_an_objective_names_its_divergence_only_with_a_kl_term():
 def test_an_objective_without_rewards_and_teacher_is_rejected():
     with pytest.raises(ValueError, match="nothing to learn"):
         Objective(reward_coef=0.0)
+    for imitation in ({"positive_nll": PositiveNLL()}, {"observation_nll_coef": 0.1}):
+        assert Objective(reward_coef=0.0, **imitation).mean_terms

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
@@ -120,6 +122,13 @@ def of_sft(folder) -> set[str]:
     module = SFT(MODEL, max_iterations=1)
     data = PairData(pairs, val=[{"prompt": "2+2?", "completion": "4"}], batch_size=2)
     return collect_names(folder, module, data, Summary(), StepTime())
+
+
+def test_the_seconds_of_an_iteration_are_logged_by_grpo_alone():
+    module = Mock()
+    for outputs in ({"iteration": None}, {"loss": None}, None):
+        StepTime().on_train_batch_end(Mock(), module, outputs)
+    assert module.log.call_count == 2  # of supervised steps
 
 
 def test_logged_metrics_are_those_of_the_table(tmp_path):

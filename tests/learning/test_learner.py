@@ -122,6 +122,15 @@ def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, ki
             assert difference(gradient_of(other, training_batch), expected) < 1e-5
 
 
+def test_log_probabilities_before_an_update_are_without_dropout():
+    # The last update leaves the policy in train mode, and stored rollouts are not sampled.
+    learner = learner_of(tiny_policy("qwen2"))
+    batch = build_training_batch(learner, prompt_batch("a", "hello there"))
+    learner.policy.train()
+    assert learner.policy_logprobs(batch.tokens, None).logprobs.shape == batch.loss_mask.shape
+    assert not learner.policy.training
+
+
 def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):
     learner, training_batch = build_case("qwen2", Objective())
     half = torch.arange(len(training_batch))[:, None] % 2

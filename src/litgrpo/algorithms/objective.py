@@ -189,7 +189,8 @@ class Objective:
 
     def _check_combinations(self) -> None:
         """Reject options that exclude each other, or leave nothing to learn."""
-        if not (self.reward_coef or self.kl_coef or self.terms):
+        imitates = self.positive_nll is not None or self.observation_nll_coef
+        if not (self.reward_coef or self.kl_coef or imitates or self.terms):
             raise ValueError(
                 "reward_coef and kl_coef are 0, so there is nothing to learn. Set reward_coef to "
                 "learn from rewards, or kl_coef and a reference to learn from a teacher"
@@ -531,7 +532,7 @@ class Objective:
             batch = self.prepare_step(batch, new)
         inputs = self._inputs(new, batch)
         in_loss = inputs.mask
-        # Masks leave tokens out of the policy-gradient term only. Other terms hold for all tokens.
+        # Masks leave tokens out of the policy-gradient term, and of means that follow step masks.
         surrogate_mask = self._surrogate_mask(inputs)
         low, high = self.surrogate.find_clipped(inputs)
         stats = {

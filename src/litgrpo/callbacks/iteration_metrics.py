@@ -42,8 +42,8 @@ class StepTime(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Log the seconds of the step up to here."""
-        if "rollout" not in (outputs or {}):
+        """Log the seconds of the step up to here; `GRPO` logs those of an iteration itself."""
+        if "iteration" not in (outputs or {}):
             pl_module.log("time/step_s", time.monotonic() - self.began)
 
 

@@ -116,8 +116,9 @@ class Learner:
 
         With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
         1). It is None as well if the old policy of the objective is the sampler. With several steps
-        and an exact engine it is the sampler's, without a forward pass. A stale or inexact sampler
-        is handled by `importance_correction`. Without a KL term `ref` is None. Advantages that need
+        it is the sampler's, without a forward pass, if that is exact in full precision and
+        on-policy (`reuse_sampler_logprobs`). A stale or inexact sampler is handled by
+        `importance_correction`. Without a KL term `ref` is None. Advantages that need
         the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
         not the policy.
         """
@@ -176,6 +177,7 @@ class Learner:
         self, tokens: TokenRows, max_rows: int | None, *, score_norms: bool = False
     ) -> TokenLogprobs:
         """Return [N, C] log-probabilities under the policy, without gradient, in micro-batches."""
+        self.policy.eval()  # a rollout that was not sampled now leaves it as the update left it
         compute = partial(self.logprobs, score_norms=score_norms)
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
         return self.micro_batching.compute_logprobs(tokens, compute, limits)

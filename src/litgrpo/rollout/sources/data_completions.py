@@ -149,7 +149,6 @@ class DataCompletions(RolloutSource):
             return rollouter.generate(prompts, "train", iteration)
         self.check_columns(prompts.columns)
         policy, limit = rollouter.policy, rollouter.max_completion_length
-        policy.eval()
         with rollouter.clock.phase("time/logprobs_s"):
             completions, end_id = prompts.columns[self.column], self.parts.find_end_id()
             rows = encode_completions(prompts.prompts, completions, policy, end_id)
