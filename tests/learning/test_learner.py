@@ -125,10 +125,11 @@ def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, ki
 def test_log_probabilities_before_an_update_are_without_dropout():
     # The last update leaves the policy in train mode, and stored rollouts are not sampled.
     learner = learner_of(tiny_policy("qwen2"))
-    batch = build_training_batch(learner, prompt_batch("a", "hello there"))
-    learner.policy.train()
-    assert learner.policy_logprobs(batch.tokens, None).logprobs.shape == batch.loss_mask.shape
-    assert not learner.policy.training
+    rollout = rollouter_of(learner.policy).generate(prompt_batch("a", "hello there"), "train")
+    for compute in (learner.old_and_reference_logprobs, learner.add_policy_logprobs):
+        learner.policy.train()
+        compute(rollout)
+        assert not learner.policy.training
 
 
 def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):

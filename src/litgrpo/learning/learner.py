@@ -122,6 +122,7 @@ class Learner:
         the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
         not the policy.
         """
+        self.policy.eval()  # a rollout that was not sampled now leaves it as the update left it
         return self.retry(partial(self._before_update, rollout), rollout.tokens)
 
     def _before_update(self, rollout: Rollout, max_rows: int | None) -> RolloutLogprobs:
@@ -159,6 +160,7 @@ class Learner:
 
     def add_policy_logprobs(self, rollout: Rollout) -> Rollout:
         """Return given completions with the policy's log-probabilities as those of the sampler."""
+        self.policy.eval()
         new = self.retry(partial(self.policy_logprobs, rollout.tokens), rollout.tokens)
         return replace(rollout, sampler_logprobs=new.logprobs)
 
@@ -177,7 +179,6 @@ class Learner:
         self, tokens: TokenRows, max_rows: int | None, *, score_norms: bool = False
     ) -> TokenLogprobs:
         """Return [N, C] log-probabilities under the policy, without gradient, in micro-batches."""
-        self.policy.eval()  # a rollout that was not sampled now leaves it as the update left it
         compute = partial(self.logprobs, score_norms=score_norms)
         limits = self._limits(max_rows, self.policy.computes_prompts_once)
         return self.micro_batching.compute_logprobs(tokens, compute, limits)
