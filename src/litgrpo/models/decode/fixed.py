@@ -413,13 +413,7 @@ class FixedDecoder(ABC):
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, FixedState]:
-        """Compute the prompts, each once.
-
-        Args:
-            prompt_ids: [B, P] token ids, padded on the left.
-            prompt_mask: [B, P] True marks a real token.
-            group_size: G.
-            capacity: maximum number of tokens that a completion is fed, C.
+        """Compute the prompts, each once; arguments as of `Policy.prefill`.
 
         Returns:
             [N, V] logits of the first completion token of each row, and the state of the rows.

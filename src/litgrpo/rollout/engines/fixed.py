@@ -230,6 +230,7 @@ class FixedShapeLoop:
     ) -> None:
         self.request, self.is_end, self.device = request, is_end, device
         self.check_every, self.finish = check_every, finish
+        self.records = finish is not None
         self.step = device.compile(_decode_step)
 
     def decode(
@@ -250,22 +251,21 @@ class FixedShapeLoop:
         rows, step, replay = self._prefill(prompt_ids, prompt_mask, uniforms, first), None, None
         for column in range(1, length):
             # A recording has the shapes of the rows that are left after the first token.
-            records_first = column == 1 and self.finish is not None
-            if records_first or column % self.check_every == 0:
+            if column % self.check_every == 0 or (column == 1 and self.records):
                 self._check_ends(rows, column)
                 if not any(rows.active):
                     break
-                if self.finish is not None and self._outgrown(rows, column):
+                if self.records and self._outgrown(rows, column):
                     step = replay = None  # frees the recording before other tensors are allocated
                     self._resize(rows, column)
             if step is None:
                 step = self._make_step(rows)
                 step()  # libraries select kernels and allocate in the first run of new shapes
-            elif self.finish is None:
-                step()
-            else:
+            elif self.records:
                 replay = replay or self.device.record(step)
                 replay()
+            else:
+                step()
         return rows
 
     def _prefill(
@@ -278,7 +278,7 @@ class FixedShapeLoop:
         output, state = prefill(
             request.policy, prompt_ids, prompt_mask, sampler, request.group_size
         )
-        if self.finish is not None:
+        if self.records:
             state = state.show(0)
         numbers = list(range(first, first + len(uniforms)))
         tokens: list[list[int]] = [[] for _ in numbers]
@@ -290,7 +290,7 @@ class FixedShapeLoop:
         def step() -> None:
             before = rows.output
             after, state = self.step(self.request.policy, before, rows.state, rows.sampler)
-            if self.finish is None:
+            if not self.records:
                 rows.output, rows.state = after, state
                 return
             # The next replay reads the memory that this one read; the state is written in place.

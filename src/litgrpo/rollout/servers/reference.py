@@ -164,7 +164,7 @@ class ServedReference(Reference):
             split, places = rows.split_segments()
             return self.logprobs(split).to_positions(places, rows.completion_ids.shape)
         values = torch.zeros(rows.completion_ids.shape)
-        for row, ids, entries in self._request(rows):
+        for row, ids, entries in self._request(rows, top_k=0):
             logprobs = [entry[token] for token, entry in zip(ids, entries, strict=True)]
             values[row, : len(ids)] = torch.tensor(logprobs)
         masks = rows.on_host
@@ -172,7 +172,9 @@ class ServedReference(Reference):
         values = values.to(rows.completion_ids.device)
         return TokenLogprobs(values, torch.zeros_like(values))
 
-    def _request(self, rows: TokenRows) -> Iterator[tuple[int, list[int], list[dict[int, float]]]]:
+    def _request(
+        self, rows: TokenRows, top_k: int
+    ) -> Iterator[tuple[int, list[int], list[dict[int, float]]]]:
         """Yield number, completion tokens, and {token: log-probability} at each, of each row."""
         masks = rows.on_host
         prompt_ids, completion_ids = rows.prompt_ids.cpu(), rows.completion_ids.cpu()
@@ -185,9 +187,7 @@ class ServedReference(Reference):
             if server.url in self.unchecked:
                 self._check(server)
             prompt = prompt_ids[masks.prompt_of[row]][masks.prompt_mask[masks.prompt_of[row]]]
-            return server.prompt_logprobs(
-                prompt.tolist() + completions[row], len(prompt), self.top_k
-            )
+            return server.prompt_logprobs(prompt.tolist() + completions[row], len(prompt), top_k)
 
         num_threads = min(self.settings.max_concurrent_requests, len(rows))
         with self.servers.requests(num_threads) as submit:
@@ -205,8 +205,9 @@ class ServedReference(Reference):
         if rows.segments is not None:
             split, places = rows.split_segments()
             return move_to_positions(self.hidden_states(split), places, rows.completion_ids.shape)
-        states = torch.zeros(*rows.completion_ids.shape, 2 * self.top_k)  # exact: ids are < 2^24
-        for row, ids, entries in self._request(rows):
+        # Float32 holds token ids below 2^24 exactly.
+        states = torch.zeros(*rows.completion_ids.shape, 2 * self.top_k)
+        for row, ids, entries in self._request(rows, self.top_k):
             states[row, : len(ids)] = torch.tensor([self._most_likely(one) for one in entries])
         return states.to(rows.completion_ids.device)
 
