@@ -153,7 +153,7 @@ class GRPO(LanguageModule):
         lora: train adapters instead of all weights.
         check_invariants: compare sampling, training and reference on a few short prompts before
             training, and stop if they disagree; skipped on XLA devices.
-        scoring: what reward functions get, their time limit and processes, soft length limit.
+        scoring: format that reward functions get, their time limit and processes, length limit.
         environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
             such as `litgrpo.environments.Tools`, or a list of functions for `Tools`; None: every
             completion is a single turn.

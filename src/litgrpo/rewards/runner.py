@@ -114,14 +114,7 @@ class Runner:
     in the training process, which is faster, as do objects with `state_dict` and functions that
     cannot be pickled (with a warning).
 
-    Args:
-        timeout_s: seconds that one function may take per iteration: half of them for all rows
-            together; if that fails, the other half for the rows one by one.
-        num_workers: number of worker processes; default: one per core, at most 4. 0 runs everything
-            in the training process: a function that hangs is not interrupted, and one that crashes
-            ends the run.
-        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
-            run.
+    The fields are those of `Scoring`, which are the options of a recipe.
 
     Example:
         >>> from litgrpo.rewards import Runner, Scorer

@@ -144,7 +144,13 @@ class Scoring:
 
     Args:
         format: `text`, or `chat` for functions that expect lists of messages.
-        timeout_s, num_workers, max_failed_frac: see `Runner`.
+        timeout_s: seconds that one function may take per iteration: half of them for all rows
+            together; if that fails, the other half for the rows one by one.
+        num_workers: number of worker processes; default: one per core, at most 4. 0 runs everything
+            in the training process: a function that hangs is not interrupted, and one that crashes
+            ends the run.
+        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
+            run.
         overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
             loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
     """
