@@ -25,11 +25,12 @@ SECRET = re.compile(
     r"|((^|_)(access|api|auth|bearer|hf|hub|id|refresh|session|wandb)_|^)token$"
 )
 NOT_SECRET = re.compile(r"_env(_var)?$|^(max|min|num)_")
-# Keys of well-known services; the name of the option does not matter.
+# Keys of well-known services; the name of the option does not matter. If each "sk-" looked ahead
+# without a limit, or each "-eyJ" could begin a token, a long repetition would take quadratic time.
 KEY_LIKE = (
     r"\b(?:sk|pk|rk|gsk|hf|xai|gh[oprsu]|github_pat|glpat|nvapi|npm|pypi|tvly|xox[a-z]|r8)"
-    r"[-_](?=[\w-]*\d)[\w-]{12,}|\b(?:AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"  # JSON web token
+    r"[-_](?=[\w-]{0,40}\d)[\w-]{12,}|\b(?:AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"  # JSON web token
 )
 # User and password of an address; a value of its query.
 IN_ADDRESS = (

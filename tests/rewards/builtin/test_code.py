@@ -582,3 +582,26 @@ def test_the_last_block_of_python_is_the_code():
     assert extract_code("x = 1") == "x = 1"
     assert extract_code("x = 1", require_code_block=True) is None
     assert extract_code("```python\nx = 1") == "x = 1"
+
+
+@in_sandbox
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import ast\nassert ast.literal_eval(f(2)) == 4",
+        "import importlib\nassert importlib.import_module(f(2))",
+        "import sys\nif f(2) != '4': sys.exit(1)\nassert f(2) == '4'",
+    ],
+)
+def test_what_the_code_returns_cannot_make_a_test_look_broken(test):
+    assert share("def f(x): return '('", [test]) == 0.0
+
+
+@pytest.mark.parametrize("piece", ["```", "``` ", "`", "```\t", "```python"])
+def test_a_long_repetition_is_searched_for_code_in_linear_time(piece):
+    # This takes a fraction of a second. A quadratic step would take minutes.
+    extract_code(piece * (200_000 // len(piece)))
+
+
+def test_a_fence_may_have_more_than_three_backticks():
+    assert extract_code("````python\nx = 1\n````") == "x = 1\n"

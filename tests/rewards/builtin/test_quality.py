@@ -81,3 +81,9 @@ def test_vader_likes_happy_words_and_not_sad_ones():
     assert happy > 0.9
     assert neutral == 0.5
     assert sad < 0.2
+
+
+@pytest.mark.parametrize("piece", [".", "!", "? ", "<b", "a ", "a. "])
+def test_a_long_repetition_is_scored_in_linear_time(piece):
+    # This takes a fraction of a second. A quadratic step would take minutes.
+    quality([""], [piece * (100_000 // len(piece)) + "x"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
@@ -105,8 +104,8 @@ class OpenEnv(ExternalEnvironment):
         """Build the action of a turn; ValueError or TypeError if it has none."""
         values = {self.action_field: turn}
         if not self.action_field:
-            match = re.search(r"\{.*\}", turn, re.DOTALL)
-            values = json.loads(match[0] if match else "")
+            begin, end = turn.find("{"), turn.rfind("}")
+            values = json.loads(turn[begin : end + 1] if 0 <= begin < end else "")
         return (
             values
             if self.action_class is None

@@ -21,7 +21,8 @@ from litgrpo.rewards.calls import UnusableReward, add_check, isolated
 from litgrpo.text.answers import Completions, list_answers, text_of
 from litgrpo.workers import sandbox
 
-FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# Possessive, and no backtick after the opening ones: linear time in any text.
+FENCE = re.compile(r"```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 PAIRS = ({"call", "expected"}, {"stdin", "stdout"})
 TEST_FORMATS = (

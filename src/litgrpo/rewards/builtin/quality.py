@@ -16,7 +16,7 @@ from litgrpo.text.answers import Completions, reasonings, text_of
 from litgrpo.text.overlap import distinct_share, ngrams
 
 TAG = re.compile(r"</?[A-Za-z_]{1,30}>")
-SENTENCE_END = re.compile(r"[.!?\n]+(?=\s|$)")
+SENTENCE_END = re.compile(r"(?<![.!?\n])[.!?\n]+(?=\s|$)")
 MAX_WORD_CHARS, MAX_SENTENCE_WORDS = 25, 40
 NGRAM = 3
 

@@ -36,6 +36,7 @@ class CodeChannel:
         self.socket.settimeout(seconds + 1.0)
         self.lines = self.socket.makefile("r", errors="replace")
         self.ended = False
+        self.has_answered = False
 
     def read(self):
         line = self.lines.readline(MAX_CHARS)
@@ -44,7 +45,7 @@ class CodeChannel:
         return json.loads(line)
 
     def begin(self, source):
-        self.ended = False
+        self.ended = self.has_answered = False
         self.socket.sendall(bytes([1 + source]))  # cannot occur in JSON: it marks the start
         while self.read() != "ready":
             pass  # replies that an earlier test did not read
@@ -62,6 +63,7 @@ class CodeChannel:
         if reply == "ended":
             self.ended = True
             raise Gone("exited")
+        self.has_answered |= "function" not in reply
         if "missing" in reply:
             raise Gone("a name is not defined")
         if "raised" in reply:
@@ -109,11 +111,9 @@ def error_of_code(name, arguments):
         return Gone(name)  # such as SystemExit
     kind = RuntimeError if name in ENDS_LOOPS else kind
     try:
-        error = kind(*arguments)
+        return kind(*arguments)
     except TypeError:  # such as UnicodeDecodeError, with arguments that are not plain data
-        error = RuntimeError(str(arguments))
-    error.of_code = True
-    return error
+        return RuntimeError(str(arguments))
 
 
 class Scope(dict):
@@ -240,6 +240,24 @@ def run_test(channel, test):
     return True
 
 
+def fails_with_any_code(channel, test, error):
+    """True if the test is the cause of an error, not an answer of the code that it evaluates."""
+    if not isinstance(error, (ImportError, SyntaxError, SystemExit)):
+        return False
+    if not channel.has_answered:
+        return True
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    file, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
+    if isinstance(error, SystemExit):
+        return file == getattr(sys.modules.get("unittest.main"), "__file__", None)
+    statement = test.get("script", "").split("\n")[line - 1 :][:1] if file == "test" else []
+    return isinstance(error, ImportError) and any(
+        text.lstrip().startswith(("import ", "from ")) for text in statement
+    )
+
+
 def judge(channel, test):
     """Return + or -, and the reason why a test fails with any code, or ""."""
     channel.begin(test["source"])
@@ -247,8 +265,7 @@ def judge(channel, test):
     try:
         mark = "+" if run_test(channel, test) else "-"
     except BaseException as error:
-        own = isinstance(error, (ImportError, SyntaxError, SystemExit))
-        if own and not getattr(error, "of_code", False):
+        if fails_with_any_code(channel, test, error):
             broken = f"{type(error).__name__}: {error}"
     channel.over()
     return mark, broken
