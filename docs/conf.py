@@ -29,7 +29,7 @@ smartquotes = False  # --KEY stays --KEY
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
-default_role = "code"
+default_role = "as_written"  # of litgrpo_site
 
 html_theme = "furo"
 html_math_renderer = "mathml"  # of litgrpo_site; works without a network

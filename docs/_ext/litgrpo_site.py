@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from docutils.nodes import SkipNode
+from docutils.nodes import SkipNode, literal
+from docutils.utils import unescape
 from latex2mathml.converter import convert
 from reference import table
 
@@ -37,6 +38,7 @@ def setup(app: Any) -> dict[str, bool]:
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy2(notebook, MADE / "notebooks")
     app.connect("source-read", lead_links_to_made_pages)
+    app.add_role("as_written", as_written)
     # MathML needs no script of another site.
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     return {"parallel_read_safe": True}
@@ -105,6 +107,11 @@ def lead_links_to_made_pages(_: Any, name: str, source: list[str]) -> None:
         return f"](/_made/{path}{link[2]})" if path.startswith("notebooks/") else link[0]
 
     source[0] = LINK.sub(lead, source[0])
+
+
+def as_written(_: str, raw: str, text: str, *__: Any, **___: Any) -> tuple[list[Any], list[Any]]:
+    """Return inline code of a docstring with its backslashes, which other roles drop."""
+    return [literal(raw, unescape(text, restore_backslashes=True))], []
 
 
 def visit_math(translator: Any, node: Any) -> None:
