@@ -307,9 +307,16 @@ def summary(rows: list[Row]) -> list[str]:
         names = [f"`{row.model_type}`" for row in trains if row.path == path]
         lines += fold(f"{path}: {len(names)} types", [", ".join(names)])
     others = [row for row in rows if row.verdict != "trains"]
-    table = ["| model type | why |", "|---|---|"]
-    table += [f"| `{row.model_type}` | {row.verdict} |" for row in others]
+    table = ["| why | model types |", "|---|---|"]
+    for reason in sorted({reason_of(row) for row in others}):
+        names = [f"`{row.model_type}`" for row in others if reason_of(row) == reason]
+        table.append(f"| {reason} | {', '.join(names)} |")
     return lines + fold(f"{len(others)} types that cannot be trained, or were not tried", table)
+
+
+def reason_of(row: Row) -> str:
+    """Return why a type does not train, without its name and numbers."""
+    return next((reason for part, reason in REASONS.items() if part in row.verdict), row.verdict)
 
 
 def place(path: str) -> int:
@@ -328,6 +335,15 @@ PATHS = (
     "transformers, with cache",
     "transformers, no cache",
 )
+
+
+# {part of a verdict: the reason in a few words}
+REASONS = {
+    "depends on later tokens": "not supported: attention is not causal",
+    "encoder-decoder": "not supported: an encoder-decoder model other than T5 and mT5",
+    "no text generation class": "not supported: transformers has no text generation class",
+    "not built small": "not built small; pretrained models of the type may work",
+}
 
 
 if __name__ == "__main__":
