@@ -109,7 +109,7 @@ def find_page(page: str) -> str:
         page: path in the repository, possibly with a section.
 
     Example:
-        >>> find_page("docs/reference/doctor.md#loops").endswith("docs/reference/doctor.md#loops")
+        >>> find_page("docs/reference/data.md#messages").endswith("docs/reference/data.md#messages")
         True
     """
     if os.path.isfile(page.partition("#")[0]):

@@ -1,7 +1,7 @@
 """Reject Lightning's trainer options and callbacks that do not work, with what to set instead.
 
-docs/reference/lightning.md has them and those that work; `tests/modules/test_lightning_options.py`
-tests every row.
+docs/reference/api.md has them and those that work; `tests/modules/test_lightning_options.py`
+tests each.
 """
 
 from __future__ import annotations

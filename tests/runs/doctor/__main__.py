@@ -1,4 +1,4 @@
-"""Train and pack the corpus, and print the tables of docs/reference/doctor.md.
+"""Train and pack the corpus, and print the tables of docs/reference/tools.md.
 
 python -m tests.runs.doctor                          # trains what is missing below runs/doctor
 python -m tests.runs.doctor --only slow_rewards      # trains the runs of one kind, no more

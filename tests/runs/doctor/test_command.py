@@ -32,7 +32,7 @@ def test_the_command_takes_a_folder_and_a_severity(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as stop:
         program.main()
     assert stop.value.code == 1
-    assert "docs/reference/doctor.md#truncated" in capsys.readouterr().out
+    assert "docs/reference/tools.md#truncated" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):

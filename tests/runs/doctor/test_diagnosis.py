@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 SECTIONS = dict(
     re.findall(
         r"^### (\w+)\n(.*?)(?=^##|\Z)",
-        (DOCS / "reference" / "doctor.md").read_text(),
+        (DOCS / "reference" / "tools.md").read_text(),
         flags=re.MULTILINE | re.DOTALL,
     )
 )
@@ -30,7 +30,7 @@ def test_a_finding_has_setting_command_samples_and_first_iteration(tmp_path):
     assert (finding.setting, finding.value) == ("model.max_completion_length", "24")
     assert f"-c {run}/config.yaml" in finding.command
     assert "--model.max_completion_length 24" in finding.command
-    assert finding.doc == "docs/reference/doctor.md#truncated"
+    assert finding.doc == "docs/reference/tools.md#truncated"
 
 
 def test_a_healthy_run_has_no_findings(tmp_path):
@@ -111,7 +111,7 @@ def test_samples_with_missing_fields_are_accepted(tmp_path):
     assert "rewards_fail" in [each.rule for each in diagnose(run)]
 
 
-# --- docs/reference/doctor.md ---
+# --- docs/reference/tools.md ---
 
 
 def test_every_rule_has_a_section_in_the_order_of_the_table():

@@ -1,4 +1,4 @@
-"""The doctor names the causes of the labelled runs as often as docs/reference/doctor.md states."""
+"""The doctor names the causes of the labelled runs as often as docs/reference/tools.md states."""
 
 import pytest
 

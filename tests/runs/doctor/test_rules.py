@@ -85,7 +85,7 @@ FOUND = [
         {},
     ),
 ]
-# Patterns that users ask about and that are normal; see docs/reference/doctor.md.
+# Patterns that users ask about and that are normal; see docs/reference/tools.md.
 NORMAL = [
     (
         "entropy_collapse",

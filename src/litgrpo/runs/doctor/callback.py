@@ -20,7 +20,7 @@ from litgrpo.runs.run import Run
 class Doctor(Callback):
     """Diagnose the run during training, from the files that `litgrpo doctor RUN_FOLDER` reads.
 
-    Each finding is logged once, and again if it becomes more severe; docs/reference/doctor.md
+    Each finding is logged once, and again if it becomes more severe; docs/reference/tools.md
     explains the rules. Needs `metrics.csv`, which `--csv false` disables.
 
     Args:

@@ -14,7 +14,7 @@ class Finding:
     """A problem of a run.
 
     Args:
-        rule: name of the rule, also of the section of docs/reference/doctor.md that explains it.
+        rule: name of the rule, also of the section of docs/reference/tools.md that explains it.
         problem: one sentence.
         severity: info: worth knowing; warning: the run learns less than it could; critical: it
             learns nothing, or the wrong thing.
@@ -37,7 +37,7 @@ class Finding:
         ...     value="128",
         ... )
         >>> finding.doc
-        'docs/reference/doctor.md#truncated'
+        'docs/reference/tools.md#truncated'
     """
 
     rule: str
@@ -54,7 +54,7 @@ class Finding:
     @property
     def doc(self) -> str:
         """Section of the documentation that explains the rule."""
-        return f"docs/reference/doctor.md#{self.rule}"
+        return f"docs/reference/tools.md#{self.rule}"
 
     def at_least(self, severity: Severity) -> bool:
         """Return whether the finding has this severity or a higher one."""

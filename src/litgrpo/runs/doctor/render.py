@@ -17,7 +17,7 @@ def render_line(finding: Finding) -> str:
 
     Example:
         >>> print(render_line(Finding("truncated", "12% are cut off.", "warning", 40)))
-        doctor: warning since iteration 40: 12% are cut off. (docs/reference/doctor.md#truncated)
+        doctor: warning since iteration 40: 12% are cut off. (docs/reference/tools.md#truncated)
     """
     start = f"doctor: {finding.severity} since iteration {finding.first_iteration}"
     line = f"{start}: {finding.problem}"

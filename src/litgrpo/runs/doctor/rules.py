@@ -2,7 +2,7 @@
 
 A check is a function of a `Run` that returns what it found, or None. `RULES` has a row per rule.
 Thresholds were fixed on one half of the labelled runs and measured on the other; see
-docs/reference/doctor.md.
+docs/reference/tools.md.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Rule:
     """A rule of the doctor.
 
     Args:
-        name: its name in logs, and the section of docs/reference/doctor.md.
+        name: its name in logs, and the section of docs/reference/tools.md.
         check: returns what it found, or None.
         passed: sentence printed if it finds nothing.
         needs: metrics without which it cannot be checked; or `HELD_OUT`, `SAMPLES`, ...
