@@ -6,7 +6,7 @@ import pytest
 from jsonargparse import Namespace
 
 from litgrpo.environments import TagFormat, Tools
-from litgrpo.instantiate import instantiate_environment, instantiate_sources
+from litgrpo.instantiate import instantiate_environment
 
 TOOLS = "litgrpo.environments.Tools"
 CALCULATE = "litgrpo.environments.examples.calculate"
@@ -71,12 +71,3 @@ def test_a_class_that_is_nowhere_is_named():
 def test_an_overlay_without_the_class_is_refused_with_what_to_write():
     with pytest.raises(ValueError, match="names the class again"):
         instantiate_environment({"init_args": {"call_cost": 0.1}})
-
-
-def test_named_sets_are_made_and_other_sources_stay():
-    node = {"class_path": "litgrpo.data.EpisodePrompts", "init_args": {"size": 3}}
-    sets = instantiate_sources({"easy": node, "hard": "hard.jsonl"})
-    assert (sets["easy"].size, sets["hard"]) == (3, "hard.jsonl")
-    assert instantiate_sources("all.jsonl") == "all.jsonl"
-    with pytest.raises(ValueError, match=r"set 'easy': .*has no argument 'sizes'"):
-        instantiate_sources({"easy": node | {"init_args": {"sizes": 3}}})

@@ -34,16 +34,6 @@ def instantiate_environment(environment: Any) -> Any:
     return instantiate_class(environment, "environment")
 
 
-def instantiate_sources(sets: Any) -> Any:
-    """Return named sets, {name: source}, whose sources may be {class_path, init_args}.
-
-    Anything else is returned unchanged.
-    """
-    if not isinstance(sets, Mapping):
-        return sets
-    return {name: instantiate_class(source, f"set {name!r}:") for name, source in sets.items()}
-
-
 def instantiate_class(node: Any, role: str) -> Any:
     """Construct the object of {class_path, init_args}; return anything else unchanged.
 

@@ -89,7 +89,7 @@ def test_pairs_take_the_same_objects():
 def test_paths_are_files_alone_and_as_named_sets(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("1+1?\n")
-    assert rows_of(path) == rows_of(Source(path)) == [{"prompt": "1+1?"}]
+    assert rows_of(path) == rows_of(Source(path)) == rows_of({"path": path}) == [{"prompt": "1+1?"}]
     data = PromptData(val={"easy": path, "hard": iter(["b"])})
     found = read_rows(data.sources["val"])
     assert [(row.set_name, row.values["prompt"]) for row in found] == [

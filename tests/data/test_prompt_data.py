@@ -18,7 +18,7 @@ from litgrpo.checkpointing.callback import check_fits
 from litgrpo.data import Chat, Source, rendering
 from litgrpo.data.curriculum import Curriculum
 from litgrpo.data.modules import PromptData, task_names
-from litgrpo.data.sources import parse_named_sets, read_rows
+from litgrpo.data.sources import read_rows
 from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
 from tests.support.models import byte_tokenizer
 
@@ -596,10 +596,7 @@ def test_recipes_name_sets():
     recipe = {"class_path": "litgrpo.PromptData", "init_args": init_args}
     data = parser.instantiate(parser.parse_object({"data": recipe})).data
     assert data.weights == [2, 1]
-    assert parse_named_sets(data.sources["val"]) == {
-        "easy": "a.csv",
-        "hard": Source("b.csv", limit=3),
-    }
+    assert data.sources["val"] == {"easy": "a.csv", "hard": Source("b.csv", limit=3)}
     given = ["--data=litgrpo.PromptData", "--data.train", '["a.parquet", "b.jsonl"]']
     data = parser.instantiate(parser.parse_args(given)).data
     with pytest.raises(ValueError, match=r"'a\.parquet' is a source: give several sources names"):

@@ -109,7 +109,8 @@ def test_a_list_of_sources_is_refused_with_the_names_that_it_lacks(given):
 
 def test_sets_have_names(tmp_path):
     path = written(tmp_path / "b.txt", "b\nc\n")
-    rows = read_rows({"easy": ["What is in a.txt?"], "hard": {"path": path}})
+    data = PromptData(val={"easy": ["What is in a.txt?"], "hard": {"path": path}})
+    rows = read_rows(data.sources["val"])
     assert [(r.set_name, r.index) for r in rows] == [("easy", 0), ("hard", 1), ("hard", 2)]
 
 
@@ -189,9 +190,6 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         ("python:nowhere.rows", "No module named 'nowhere'"),
         ("python:json.nothing", "has no 'nothing'"),
         ("nowhere/*.jsonl", "no file fits this pattern"),
-        ({"path": "a.txt", "limt": 3}, r"no key 'limt' \(did you mean 'limit'\?\)"),
-        ({"easy": 3}, "the set 'easy' is 3, not a source"),
-        ({"a/b": "a.txt"}, "'a/b' cannot name a set"),
         (3, r"3 .an int"),
         (list, "a type. is not a source"),
         (["a", "b\ud800"], r"row 2: contains '\\ud800', one half of a surrogate pair"),
@@ -203,6 +201,20 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
 def test_a_bad_source_is_named(source, said):
     with pytest.raises(ValueError, match=said):
         read_rows(source)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ({"path": "a.txt", "limt": 3}, r"no key 'limt' \(did you mean 'limit'\?\)"),
+        ({"easy": {"path": "a.txt", "limt": 3}}, r"no key 'limt' \(did you mean 'limit'\?\)"),
+        ({"a/b": "a.txt"}, "'a/b' cannot name a set"),
+        ({}, "the sets are {}"),
+    ],
+)
+def test_a_mapping_that_names_no_source_is_an_error(sets, said):
+    with pytest.raises(ValueError, match=said):
+        PromptData(val=sets)
 
 
 def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from lightning import LightningDataModule, Trainer
 from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.curriculum import Curriculum, CurriculumOrder
-from litgrpo.data.in_memory import settle_source
 from litgrpo.data.loader import (
     Batch,
     BatchLoader,
@@ -54,12 +53,11 @@ from litgrpo.data.sources import (
     SetsLike,
     Source,
     SourceLike,
-    parse_named_sets,
+    resolve_source,
     task_weights_of,
 )
 from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.instantiate import instantiate_sources
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
@@ -118,16 +116,15 @@ class SourceData(LightningDataModule, Generic[Batch]):
         template = prompt_format.template
         theirs = {name.partition(".")[0] for name in reader.columns.values()}
         names = {"prompt", "messages", *reader.columns.values(), *theirs, *template.variables}
-        settled = {
-            name: settle_source(source, names, is_train=name == "train")
-            for name, source in sources.items()
+        self.sources = {
+            role: resolve_source(source, names, role) for role, source in sources.items()
         }
-        self.weights = task_weights_of(settled["train"], task_weights)
-        self.sources = {name: instantiate_sources(source) for name, source in settled.items()}
         train = self.sources["train"]
-        named = parse_named_sets(train) if isinstance(train, dict) else {}
-        tasks = {name: each for name, each in named.items() if isinstance(each, Source)}
-        self.reader = replace(reader, tasks=tasks)
+        self.weights = task_weights_of(train, task_weights)
+        tasks = train.items() if isinstance(train, dict) else ()
+        self.reader = replace(
+            reader, tasks={name: task for name, task in tasks if isinstance(task, Source)}
+        )
         self.prompt_format, self.limit = prompt_format, limit
         self.tokenizer, self.pad_to_multiple_of = tokenizer, pad_to_multiple_of
         self.sets: dict[str, Any] = {}

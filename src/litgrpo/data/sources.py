@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from glob import glob, has_magic
+from io import IOBase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, overload
@@ -27,11 +28,13 @@ from litgrpo.arguments import (
     first_line,
     import_by_path,
     require,
+    type_with_article,
 )
 from litgrpo.data.files import ENDINGS, READERS, PlacedRow, TableRows, rows_from_list
-from litgrpo.data.in_memory import is_table, read_object
+from litgrpo.data.in_memory import are_columns, is_table, read_object, rows_of_columns
 from litgrpo.data.loader import allocate_rows
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.instantiate import instantiate_class
 from litgrpo.types import TASK
 from litgrpo.workers.sandbox.wire import dumps
 
@@ -192,24 +195,24 @@ class ReasoningGym(GeneratedSource):
             ValueError: the package is not installed, or has no such task or setting.
         """
         library = import_reasoning_gym()
-        known = sorted(library.factory.DATASETS)
+        tasks = sorted(library.factory.DATASETS)
         for name in self.tasks:
-            hint = did_you_mean(name, known)
-            require(name in known, f"reasoning-gym has no task {name!r}{hint}; it has {len(known)}")
-        placed = []
+            hint = did_you_mean(name, tasks)
+            require(name in tasks, f"reasoning-gym has no task {name!r}{hint}; it has {len(tasks)}")
+        keyed = []  # (fraction of its task's rows before it, number of its task, row)
         counts = allocate_rows(self.size, list(self.tasks.values()))
         for number, (name, count) in enumerate(zip(self.tasks, counts, strict=True)):
             rows = self._generate(library, name, count)
-            placed += [((n + 0.5) / count, number, row) for n, row in enumerate(rows)]
-        return [row for _, _, row in sorted(placed, key=lambda one: one[:2])]
+            keyed += [((n + 0.5) / count, number, row) for n, row in enumerate(rows)]
+        return [row for _, _, row in sorted(keyed, key=lambda item: item[:2])]
 
     def _generate(self, library: ModuleType, name: str, count: int) -> list[dict[str, Any]]:
         """Generate rows of one task and restore the global random state, which tasks use."""
         state = random.getstate()
         try:
-            given = {"seed": self.seed, "size": max(count, 1), **self.configs.get(name, {})}
+            settings = {"seed": self.seed, "size": max(count, 1), **self.configs.get(name, {})}
             try:
-                entries = library.create_dataset(name, **given)
+                entries = library.create_dataset(name, **settings)
                 return [row_of_entry(name, entries[n]) for n in range(count)]
             except (TypeError, ValueError, AssertionError) as error:
                 raise ValueError(f"reasoning-gym, task {name!r}: {error}") from error
@@ -239,7 +242,7 @@ def import_reasoning_gym() -> ModuleType:
     return reasoning_gym
 
 
-SOURCE_KEYS = {each.name: None for each in fields(Source)}.keys()
+SOURCE_KEYS = {option.name: None for option in fields(Source)}.keys()
 # In Python also a `datasets.Dataset`, or any other iterable of mappings.
 SourceLike = (
     str | GeneratedSource | Source | list[str] | list[dict[str, Any]] | list[Any]
@@ -280,7 +283,7 @@ class Rows(Sequence[SourceRow]):
 
     parts: Sequence[Part]  # one after the other
     # [all] positions in the parts of the rows within the limits of their sources
-    places: np.ndarray
+    positions: np.ndarray
     numbers: np.ndarray  # [rows] which of those belong here, ascending
     # applied to each row that is read, such as renaming of columns
     change: Callable[[SourceRow], SourceRow] = _unchanged
@@ -305,12 +308,12 @@ class Rows(Sequence[SourceRow]):
         return (self[start : start + CHUNK] for start in range(0, len(self), CHUNK))
 
     def _read(self, index: int) -> SourceRow:
-        place = int(self.places[index])
-        number = int(np.searchsorted(self._ends, place, side="right"))
+        position = int(self.positions[index])
+        number = int(np.searchsorted(self._ends, position, side="right"))
         part = self.parts[number]
-        values, where = part.rows[place - int(self._ends[number]) + len(part.rows)]
+        values, place = part.rows[position - int(self._ends[number]) + len(part.rows)]
         task = {TASK: part.set_name} if part.set_name else {}
-        return self.change(SourceRow(task | values, where, index, part.set_name, part.origin))
+        return self.change(SourceRow(task | values, place, index, part.set_name, part.origin))
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -319,15 +322,65 @@ class Rows(Sequence[SourceRow]):
     @property
     def set_names(self) -> list[str]:
         """Name of each row's set; "" for sets without names."""
-        numbers = np.searchsorted(self._ends, self.places[self.numbers], side="right")
+        numbers = np.searchsorted(self._ends, self.positions[self.numbers], side="right")
         return [self.parts[number].set_name for number in numbers]
 
-    def select(self, chosen: Any) -> Rows:
+    def select(self, selection: Any) -> Rows:
         """Return the rows that a mask or ascending numbers choose."""
-        return replace(self, numbers=self.numbers[chosen])
+        return replace(self, numbers=self.numbers[selection])
 
 
-def read_rows(source: SetsLike) -> Rows:
+def resolve_source(source: Any, columns: Iterable[str], role: str) -> Any:
+    """Return a source, or {name: source} of named sets, that each stage of a run can read again.
+
+    Paths become texts, generators and tuples lists, a dictionary of columns a list of rows, and
+    mappings as YAML holds them objects. `role` names the source in messages.
+    """
+    # `columns` are names by which a dictionary of columns differs from named sets.
+    if isinstance(source, Path):
+        return str(source)
+    if isinstance(source, Mapping):
+        return _resolve_mapping(source, {*columns}, role)
+    if isinstance(source, Iterator) and not isinstance(source, IOBase):
+        return list(source)  # it can be read once only
+    return list(source) if isinstance(source, tuple) else source
+
+
+def _resolve_mapping(source: Mapping[str, Any], columns: set[str], role: str) -> Any:
+    if are_columns(source) and columns & source.keys():
+        return rows_of_columns(source)
+    if "class_path" in source:
+        return instantiate_class(source, role)
+    if "path" in source and not are_columns(source):
+        unknown = next((str(name) for name in source if name not in SOURCE_KEYS), None)
+        hint = f"{did_you_mean(str(unknown), SOURCE_KEYS)}; it has {', '.join(SOURCE_KEYS)}"
+        require(unknown is None, f"a source has no key {unknown!r}{hint}")
+        return Source(**source)
+    if role == "train":
+        _reject_wrong_mapping(source, columns)
+    require(bool(source), "the sets are {}, but at least one `name: source` is needed")
+    for name in source:
+        is_word = isinstance(name, str) and bool(name) and "/" not in name
+        require(is_word, f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
+    return {
+        name: resolve_source(inner, columns, f"set {name!r}:") for name, inner in source.items()
+    }
+
+
+def _reject_wrong_mapping(source: Mapping[str, Any], columns: set[str]) -> None:
+    """Check that a mapping to train on is not one row, and not all splits of a data set."""
+    kind, fields = type_with_article(source), ", ".join(map(str, source))
+    if kind.endswith("DatasetDict"):
+        first = next(iter(source), "train")
+        raise ValueError(f"train is {kind} with splits {fields}; give one: dataset[{first!r}]")
+    is_row = columns & source.keys() and all(isinstance(value, str) for value in source.values())
+    require(
+        not is_row,
+        f"train is one row with fields {fields}; give a list of rows: [{{...}}, {{...}}]",
+    )
+
+
+def read_rows(sets: Any) -> Rows:
     """Open a source or named sets, up to the limits of their sources.
 
     Rows of named sets get the name as column `task`, unless they have such a column.
@@ -338,47 +391,18 @@ def read_rows(source: SetsLike) -> Rows:
         >>> [row.values for row in read_rows({"sums": ["What is 3+4?"]})]
         [{'task': 'sums', 'prompt': 'What is 3+4?'}]
     """
-    named = parse_named_sets(source) if isinstance(source, dict) else {"": source}
     parts: list[Part] = []
-    places = [np.zeros(0, np.int64)]
+    positions = [np.zeros(0, np.int64)]
     start = 0
-    for name, given in named.items():
-        origin = given if isinstance(given, Source) else None
-        opened = _open(given)
+    for name, source in sets.items() if isinstance(sets, dict) else [("", sets)]:
+        origin = source if isinstance(source, Source) else None
+        opened = _open(source)
         parts += [Part(rows, name, origin) for rows in opened]
         count = sum(map(len, opened))
-        places.append(start + _choose_rows(count, origin))
+        positions.append(start + _sample_rows(count, origin))
         start += count
-    chosen = np.concatenate(places)
-    return Rows(parts, chosen, np.arange(len(chosen)))
-
-
-def parse_named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
-    """Return {name: source} of named sets as YAML holds them."""
-    require("path" not in given, _explain_source(given))
-    require(bool(given), "the sets are {}, but at least one `name: source` is needed")
-    for name, source in given.items():
-        good = isinstance(name, str) and name and "/" not in name
-        require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
-        fits = isinstance(source, Iterable | Source | GeneratedSource)
-        fits = fits and not (isinstance(source, str | list | dict) and not source)
-        require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
-    return {name: _parse_source(source) for name, source in given.items()}
-
-
-def _parse_source(node: Any) -> Any:
-    if isinstance(node, dict) and "path" in node:
-        require(node.keys() <= SOURCE_KEYS, _explain_source(node))
-        return Source(**node)
-    return node
-
-
-def _explain_source(node: Mapping[str, Any]) -> str:
-    unknown = [str(name) for name in node if name not in SOURCE_KEYS]
-    if not unknown:
-        return f"a source is {dict(node)!r:.200}, of which a value has a wrong type"
-    hint = did_you_mean(unknown[0], SOURCE_KEYS)
-    return f"a source has no key {unknown[0]!r}{hint}; it has {', '.join(SOURCE_KEYS)}"
+    selected = np.concatenate(positions)
+    return Rows(parts, selected, np.arange(len(selected)))
 
 
 def _open(source: Any) -> list[Sequence[PlacedRow]]:
@@ -402,16 +426,16 @@ def _open(source: Any) -> list[Sequence[PlacedRow]]:
 
 def reject_sources(rows: Any) -> None:
     """Check that a list holds rows and not sources."""
-    for each in rows if isinstance(rows, list) else ():
-        is_node = isinstance(each, dict) and bool({"path", "class_path"} & each.keys())
+    for row in rows if isinstance(rows, list) else ():
+        is_node = isinstance(row, dict) and bool({"path", "class_path"} & row.keys())
         if (
-            (is_node and each.keys() <= {*SOURCE_KEYS, "class_path", "init_args"})
-            or isinstance(each, Source | GeneratedSource | Path)
-            or is_table(each)
-            or names_file(each)
+            (is_node and row.keys() <= {*SOURCE_KEYS, "class_path", "init_args"})
+            or isinstance(row, Source | GeneratedSource | Path)
+            or is_table(row)
+            or names_file(row)
         ):
             raise ValueError(
-                f"a list is a list of rows, and {each!r:.60} is a source: give several sources "
+                f"a list is a list of rows, and {row!r:.60} is a source: give several sources "
                 "names, as in `{sums: a.jsonl, letters: b.jsonl}`; a prompt that looks like a file "
                 "is `{prompt: ...}`"
             )
@@ -430,7 +454,7 @@ def names_file(text: Any) -> bool:
     return text.startswith(PYTHON) or is_file or ("/" in text and Path(text).is_dir())
 
 
-def _choose_rows(count: int, source: Source | None) -> np.ndarray:
+def _sample_rows(count: int, source: Source | None) -> np.ndarray:
     """Return the numbers of the rows that a source's limit leaves, and say so.
 
     The choice is the same in every run, and a higher limit only adds to it.
@@ -474,9 +498,9 @@ def find_files(path: str) -> list[Path]:
     if Path(path).is_file():
         return [Path(path)]
     require(has_magic(path), f"{path}: no such file (looked in {Path.cwd()})")
-    found = sorted(Path(name) for name in glob(path, recursive=True) if Path(name).is_file())
-    require(bool(found), f"{path}: no file fits this pattern (looked in {Path.cwd()})")
-    return found
+    files = sorted(Path(name) for name in glob(path, recursive=True) if Path(name).is_file())
+    require(bool(files), f"{path}: no file fits this pattern (looked in {Path.cwd()})")
+    return files
 
 
 def _call_function(path: str, kwargs: dict[str, Any]) -> list[PlacedRow]:
