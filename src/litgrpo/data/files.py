@@ -23,21 +23,21 @@ PlacedRow = tuple[dict[str, Any], str]  # the fields of a row, and where it was 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 IN_MEMORY_BYTES = 1 << 28  # size of a file above which rows are read on access
 CHUNK_BYTES = 1 << 24  # bytes of a file that are searched for line ends at once
-MAX_DEPTH = 100  # of nested lists and objects; Python's recursion ends at about 1000 calls
 MARK = b"\xef\xbb\xbf"  # byte order mark, which spreadsheets write first
 SPACES = " \t\r\n\v\f"  # a line of these alone is not a row, in memory and streamed
 
 
 def rows_from_list(rows: Iterable[Any], name: str) -> list[PlacedRow]:
     """Return list items with their places; texts become `{"prompt": text}`."""
-    texts_as_rows = ({"prompt": row} if isinstance(row, str) else row for row in rows)
-    placed = _rows_from_objects(texts_as_rows, name)
-    return [(check_characters(row, place), place) for row, place in placed]
+    as_objects = ({"prompt": row} if isinstance(row, str) else row for row in rows)
+    return [
+        (check_characters(row, place), place) for row, place in _rows_from_objects(as_objects, name)
+    ]
 
 
 def _rows_from_objects(rows: Iterable[Any], name: str) -> list[PlacedRow]:
-    places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
-    return [(require_object(row, place), place) for row, place in places]
+    with_places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
+    return [(require_object(row, place), place) for row, place in with_places]
 
 
 def parse_json_line(line: bytes, place: str) -> dict[str, Any]:
@@ -51,33 +51,19 @@ def parse_text_line(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _decode_line(line: bytes, place: str) -> str:
-    line = line.removesuffix(b"\n")
     try:
-        text = line.decode()
+        return line.removesuffix(b"\n").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 (byte {error.start} of line)") from error
-    _reject_nul(line.find(b"\0"), place, "line")
-    return text
 
 
 def _decode_file(path: Path) -> str:
     data = path.read_bytes()
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, line {line}: not UTF-8 (byte {error.start} of file)") from error
-    nul = data.find(b"\0")
-    line = data.count(b"\n", 0, max(nul, 0)) + 1
-    _reject_nul(nul, f"{path}, line {line}", "file")
-    return text
-
-
-def _reject_nul(byte: int, place: str, part: str) -> None:
-    # UTF-16 without a byte order mark decodes as UTF-8, with a NUL beside each letter.
-    require(
-        byte < 0, f"{place}: contains NUL (byte {byte} of {part}): save it as UTF-8, not UTF-16"
-    )
 
 
 def _read_json(path: Path) -> list[PlacedRow]:
@@ -98,9 +84,7 @@ def _parse_json(text: str, place: str) -> Any:
     except ValueError as error:  # also a number of thousands of digits, which Python rejects
         raise ValueError(f"{place}: not JSON: {first_line(error)}") from error
     except RecursionError as error:
-        raise ValueError(f"{place}: nested more than {MAX_DEPTH} levels deep") from error
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        require(_depth(value) <= MAX_DEPTH, f"{place}: nested more than {MAX_DEPTH} levels deep")
+        raise ValueError(f"{place}: nested too deeply") from error
     # Only an escape can write a lone surrogate, so most texts need no search.
     if "\\u" in text:
         check_characters(value, place)
@@ -117,19 +101,6 @@ def check_characters(value: Any, place: str) -> Any:
     return value
 
 
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            one
-            for each in level
-            if isinstance(each, dict | list)
-            for one in (each.values() if isinstance(each, dict) else each)
-        ]
-    return depth
-
-
 def require_object(row: Any, place: str) -> dict[str, Any]:
     """Return the row as a dictionary."""
     if isinstance(row, Mapping):
@@ -142,7 +113,7 @@ def require_object(row: Any, place: str) -> dict[str, Any]:
 
 def _read_csv(path: Path) -> list[PlacedRow]:
     lines = csv.reader(io.StringIO(_decode_file(path), newline=""), strict=True)
-    placed = []
+    rows = []
     try:
         header = next(lines, [])
         twice = next((name for name in header if header.count(name) > 1), None)
@@ -153,10 +124,10 @@ def _read_csv(path: Path) -> list[PlacedRow]:
                 len(cells) == len(header),
                 f"{place}: has {len(cells)} fields, the header {len(header)}",
             )
-            placed.append((dict(zip(header, cells, strict=True)), place))
+            rows.append((dict(zip(header, cells, strict=True)), place))
     except csv.Error as error:
         raise ValueError(f"{path}, line {lines.line_num}: not CSV: {error}") from error
-    return placed
+    return rows
 
 
 class LineFile(Sequence[PlacedRow]):
@@ -184,11 +155,11 @@ class LineFile(Sequence[PlacedRow]):
         data = os.pread(self._file, end - max(start - 1, 0), max(start - 1, 0))
         before, line = (data[:1], data[1:]) if start else (b"\n", data)
         is_last = number + 2 == len(self.starts)
-        same = before == b"\n" and (
+        is_line = before == b"\n" and (
             line.endswith(b"\n") or (is_last and len(line) == end - start - 1)
         )
         require(
-            same,
+            is_line,
             f"{place}: the file changed during the run: no line is there any more. Restore it and "
             "resume from the last checkpoint",
         )
@@ -202,23 +173,23 @@ def index_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     is_space = np.zeros(256, bool)
     is_space[[*SPACES.encode()]] = True
-    starts, filled, done = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], 0
+    starts, words, size = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            found = np.frombuffer(chunk, np.uint8)
-            starts.append(np.flatnonzero(found == ord("\n")) + (done + 1))
-            blank = is_space[found]
-            if done == 0 and chunk.startswith(MARK):
+            characters = np.frombuffer(chunk, np.uint8)
+            starts.append(np.flatnonzero(characters == ord("\n")) + (size + 1))
+            blank = is_space[characters]
+            if size == 0 and chunk.startswith(MARK):
                 blank[: len(MARK)] = True
             # The first character of each word is enough to find the lines with text.
             begins = ~blank
             begins[1:] &= blank[:-1]
-            filled.append(np.flatnonzero(begins) + done)
-            done += len(chunk)
+            words.append(np.flatnonzero(begins) + size)
+            size += len(chunk)
     lines = np.concatenate(starts)
-    if lines[-1] != done:  # a last line without a line break counts as if it had one
-        lines = np.append(lines, done + 1)
-    return lines, np.unique(np.searchsorted(lines, np.concatenate(filled), side="right") - 1)
+    if lines[-1] != size:  # a last line without a line break counts as if it had one
+        lines = np.append(lines, size + 1)
+    return lines, np.unique(np.searchsorted(lines, np.concatenate(words), side="right") - 1)
 
 
 def _read_jsonl(path: Path) -> Sequence[PlacedRow]:
