@@ -60,11 +60,20 @@ def test_split_special_tokens_reads_them_as_text(caplog):
     assert chat == [[1, *plain("a<eos>b"), 2], [1, *plain("c"), 2]]
 
 
-def test_the_share_of_unknown_tokens_is_said(caplog):
+def word_tokenizer():
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "one": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"unk_token": "[UNK]", "pad_token": "[PAD]", "eos_token": "[PAD]"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **marks)
+    return PreTrainedTokenizerFast(tokenizer_object=words, **marks)
+
+
+def test_a_special_token_that_is_a_word_of_the_vocabulary_is_left_out_of_plain_text():
+    ids = prompts_of(["one [PAD] one"], tokenizer=word_tokenizer(), split=True).ids
+    assert ids == [[2, 2]]
+
+
+def test_the_share_of_unknown_tokens_is_said(caplog):
+    tokenizer = word_tokenizer()
     with caplog.at_level("INFO"):
         prompts_of(["one one one", "two"], tokenizer=tokenizer)
     assert (

@@ -9,7 +9,7 @@ from litgrpo.data.pairs import PairFormat, tokenize_pairs
 from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import Chat, LengthLimit, TextTemplate, build_prompt_format
 from litgrpo.data.sources import read_rows
-from litgrpo.data.tokenization import closing_ids, encode_pieces, tokenize
+from litgrpo.data.tokenization import added_ids, encode_pieces, tokenize
 from tests.support.tokenizers import BEGINS, CHATML, CLOSES, KINDS, ONLY_CLOSES, PLAIN, tokenizer_of
 
 TALK = [
@@ -48,7 +48,7 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(kind):
     tokenizer = tokenizer_of(kind)
     pairs = pairs_of({"messages": TALK}, tokenizer)
     whole = tokenizer.apply_chat_template(TALK, tokenize=False).removesuffix("\n")
-    (expected,) = tokenize(tokenizer, [whole], False)
+    (expected,) = tokenize(tokenizer, [whole])
     assert pairs.ids[0] == expected
     learned = [pairs.ids[0][start:stop] for start, stop in pairs.loss_spans[0]]
     assert [tokenizer.decode(ids).strip() for ids in learned] == [
@@ -92,7 +92,7 @@ def test_pieces_are_those_of_the_whole_unless_a_token_spans_a_boundary():
     tokenizer = tokenizer_of("first")
     for pieces in (["yes", "\n", "no"], ["", "yes"], ["<|im_start|>", "yes"], ["yes", "", "no"]):
         (ids,) = encode_pieces([pieces], tokenizer)
-        (whole,) = tokenize(tokenizer, ["".join(pieces)], False)
+        (whole,) = tokenize(tokenizer, ["".join(pieces)])
         assert [token for piece in ids for token in piece] == whole
     (ids,) = encode_pieces([["ye", "s no"]], tokenizer)  # "yes" is one token
     assert tokenizer.decode(ids[1]) == "s no"
@@ -103,13 +103,13 @@ def test_pieces_are_those_of_the_whole_unless_a_token_spans_a_boundary():
 def test_no_prompt_ends_in_tokens_that_the_tokenizer_appends(kind, post):
     tokenizer = tokenizer_of(kind, post=post)
     begin = [tokenizer.bos_token_id] if "<bos>" in post["single"] else []
-    (alone,) = tokenize(tokenizer, ["yes no"], False)
+    (alone,) = tokenize(tokenizer, ["yes no"])
     assert prompts_of(["yes no"], tokenizer).ids == [[*begin, *alone]]
     pairs = pairs_of({"prompt": "yes no", "completion": "12"}, tokenizer, chat=False)
     ((start, _),) = pairs.loss_spans[0]
     assert pairs.ids[0][:start] == [*begin, *alone]
     closing = [tokenizer.eos_token_id] * post["single"].count("<eos>")
-    assert closing_ids(tokenizer) == closing
+    assert added_ids(tokenizer) == (begin, closing)
     # An encoder reads them, and an environment's text is put before them.
     style = build_prompt_format(None, False)
     for_encoder = type(style)(style.template, encoder_decoder=True)
@@ -128,9 +128,9 @@ def test_a_text_of_megabytes_is_found_too_long_without_being_tokenized(tmp_path,
     tokenizer = tokenizer_of("byte level")
     seen = []
 
-    def count(tokenizer, texts, *args, **kwargs):
+    def count(tokenizer, texts):
         seen.extend(map(len, texts))
-        return tokenize(tokenizer, texts, *args, **kwargs)
+        return tokenize(tokenizer, texts)
 
     monkeypatch.setattr("litgrpo.data.rendering.tokenize", count)
     long = "yes " * 2_000_000
@@ -149,9 +149,9 @@ def test_a_text_of_megabytes_is_found_too_long_without_being_tokenized(tmp_path,
 def test_a_long_pair_is_found_too_long_without_being_tokenized(monkeypatch, row):
     tokenizer, seen = tokenizer_of("byte level"), []
 
-    def count(tokenizer, texts, *args, **kwargs):
+    def count(tokenizer, texts):
         seen.extend(map(len, texts))
-        return tokenize(tokenizer, texts, *args, **kwargs)
+        return tokenize(tokenizer, texts)
 
     for module in ("rendering", "tokenization", "pairs"):
         monkeypatch.setattr(f"litgrpo.data.{module}.tokenize", count)

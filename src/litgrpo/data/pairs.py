@@ -234,7 +234,7 @@ class PairFormat:
         # after those of a turn: no token spans a boundary.
         pieces = [[text for text, _ in row] for row in spans]
         if self.prompt.encoder_decoder:  # the decoder does not see the prompt before its text
-            encoded = [tokenize(tokenizer, row, add_special_tokens=False) for row in pieces]
+            encoded = [tokenize(tokenizer, row) for row in pieces]
         else:
             encoded = encode_pieces(pieces, tokenizer)
         special = tuple(special_token_texts(tokenizer))

@@ -27,7 +27,7 @@ from litgrpo.data.messages import (
 from litgrpo.data.sources import SourceRow
 from litgrpo.data.tokenization import (
     Placeholders,
-    closing_ids,
+    added_ids,
     encode_as_plain_text,
     encode_with_placeholders,
     longest_token,
@@ -228,13 +228,14 @@ class PromptFormat:
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
         """Return token ids of each prompt, with one begin token if the tokenizer adds one."""
-        # Tokens that the tokenizer appends (`add_eos_token`) are kept for an encoder only.
-        split = self.split_special_tokens
-        ids = tokenize(tokenizer, texts, add_special_tokens=True, split_special_tokens=split)
-        if not self.encoder_decoder:
-            closing = len(closing_ids(tokenizer))
-            ids = [row[: len(row) - closing] for row in ids]
-        return self._remove_second_begin(ids, tokenizer)
+        if self.split_special_tokens:
+            encoded = [encode_as_plain_text(text, tokenizer) for text in texts]
+        else:
+            encoded = tokenize(tokenizer, texts)
+        # Tokens that the tokenizer appends (`add_eos_token`) are for an encoder only.
+        before, after = added_ids(tokenizer)
+        after = after if self.encoder_decoder else []
+        return self._remove_second_begin([[*before, *ids, *after] for ids in encoded], tokenizer)
 
     def encode_for_reference(
         self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
@@ -272,12 +273,9 @@ class PromptFormat:
             return self.encode([f"{text}{added}"], tokenizer)[0]
         ids = self.encode([text], tokenizer)[0]
         # T5's tokenizer appends an end token to every prompt; it has to stay last.
-        last = closing_ids(tokenizer) if self.encoder_decoder else []
-        return [
-            *ids[: len(ids) - len(last)],
-            *encode_as_plain_text(str(added), tokenizer),
-            *last,
-        ]
+        after = added_ids(tokenizer)[1] if self.encoder_decoder else []
+        end = len(ids) - len(after)
+        return [*ids[:end], *encode_as_plain_text(str(added), tokenizer), *after]
 
     def with_tools(
         self, tools: Messages | Mapping[str, Messages], tokenizer: PreTrainedTokenizerBase
@@ -407,7 +405,7 @@ class ChatPromptFormat(PromptFormat):
     ) -> list[list[int]]:
         # The chat template has written the begin token. Special tokens that tools write are plain
         # text, those of the rows if they are to be split.
-        ids = tokenize(tokenizer, texts, add_special_tokens=False)
+        ids = tokenize(tokenizer, texts)
         special = Placeholders(tokenizer)
         tools = {
             task: special.finds_special(_foreign_texts(self._chat_of(task)))

@@ -43,22 +43,15 @@ def require_pad_and_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     return tokenizer
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    add_special_tokens: bool,  # prepend the begin token, if the tokenizer is configured to
-    split_special_tokens: bool = False,  # encode special tokens that a text writes as plain text
-) -> list[list[int]]:
-    """Return the token ids of each text, not truncated."""
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Return the token ids of each text, not truncated, without tokens that are added to texts."""
     if not texts:
         return []
-    split: dict[str, Any] = {"split_special_tokens": True} if split_special_tokens else {}
-    encoded: dict[str, Any] = tokenizer(
+    encoded: Any = tokenizer(
         texts,
-        add_special_tokens=add_special_tokens,
+        add_special_tokens=False,
         return_attention_mask=False,
         verbose=False,
-        **split,
     )
     return list(encoded["input_ids"])
 
@@ -78,9 +71,9 @@ def encode_pieces(
     special = special_token_texts(tokenizer)
     pattern = re.compile("|".join(map(re.escape, special))) if special else None
     windows = [window for row in rows for window in _windows(row, pattern)]
-    ids = iter(tokenize(tokenizer, [text for pair in windows for text in pair], False))
-    found = iter(list(zip(ids, ids, strict=True)))
-    return [[_continue_with(*next(found), piece, tokenizer) for piece in row] for row in rows]
+    ids = iter(tokenize(tokenizer, [text for pair in windows for text in pair]))
+    encoded = iter(list(zip(ids, ids, strict=True)))
+    return [[_continue_with(*next(encoded), piece, tokenizer) for piece in row] for row in rows]
 
 
 def _windows(pieces: list[str], special: re.Pattern[str] | None) -> Iterator[tuple[str, str]]:
@@ -102,17 +95,22 @@ def _continue_with(
     if both[: len(before)] == before:
         return both[len(before) :]
     for anchor in ANCHORS:
-        alone, together = tokenize(tokenizer, [anchor, anchor + piece], False)
+        alone, together = tokenize(tokenizer, [anchor, anchor + piece])
         if together[: len(alone)] == alone:
             return together[len(alone) :]
-    return tokenize(tokenizer, [piece], False)[0]
+    return tokenize(tokenizer, [piece])[0]
 
 
-def closing_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the tokenizer appends to every text, such as an end token."""
-    alone, whole = tokenize(tokenizer, ["a"], False)[0], tokenize(tokenizer, ["a"], True)[0]
-    starts = (n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)
-    return whole[next(starts, 0) + len(alone) :]
+def added_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer adds before and after every text, such as an end token.
+
+    Example:
+        A tokenizer with the begin token 1 that adds no end token: `([1], [])`.
+    """
+    bare, complete = tokenize(tokenizer, ["a"])[0], list(tokenizer("a").input_ids)
+    starts = (n for n in range(len(complete)) if complete[n : n + len(bare)] == bare)
+    start = next(starts, 0)
+    return complete[:start], complete[start + len(bare) :]
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -128,7 +126,7 @@ def special_token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids of these tokens, except the unknown token, which any text may need."""
+    """Return the ids of special tokens, except the unknown token, which any text may need."""
     numbers: Any = tokenizer.convert_tokens_to_ids(special_token_texts(tokenizer))
     return set(numbers) - {tokenizer.unk_token_id}
 
@@ -151,7 +149,7 @@ def encode_with_placeholders(
         if piece in placeholders:
             ids += encode_as_plain_text(placeholders[piece], tokenizer)
         else:
-            ids += tokenize(tokenizer, [piece], False)[0]
+            ids += tokenize(tokenizer, [piece])[0]
     return ids
 
 
@@ -167,8 +165,8 @@ class Placeholders:
     ) -> None:
         self.texts = dict(texts or {})
         self._placeholders = {text: placeholder for placeholder, text in self.texts.items()}
-        known = [*special_token_texts(tokenizer), "\ue000"]
-        self._special = re.compile("|".join(map(re.escape, known)))
+        marks = [*special_token_texts(tokenizer), "\ue000"]
+        self._special = re.compile("|".join(map(re.escape, marks)))
 
     def finds_special(self, value: Any) -> bool:
         """True if a text in a JSON value, or the name of a field, writes a special token."""
@@ -179,8 +177,8 @@ class Placeholders:
         if isinstance(value, str):
             return self._special.sub(lambda special: self._placeholder_of(special[0]), value)
         if isinstance(value, Mapping):
-            return {self.hide(name): self.hide(one) for name, one in value.items()}
-        return [self.hide(one) for one in value] if isinstance(value, list | tuple) else value
+            return {self.hide(name): self.hide(inner) for name, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def hide_text(self, text: str) -> str:
         """Return a text, or one placeholder for the whole of it if it writes a special token."""
@@ -210,12 +208,12 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
+        for name, inner in value.items():
             yield from texts_in(name)
-            yield from texts_in(one)
+            yield from texts_in(inner)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from texts_in(one)
+        for inner in value:
+            yield from texts_in(inner)
 
 
 class TokenCounts:
@@ -246,10 +244,10 @@ class TokenCounts:
                 if split
                 else "read as those tokens; `split_special_tokens: true` reads them as plain text"
             )
-            named = ", ".join(map(repr, sorted(self.marks)[:3]))
+            examples = ", ".join(map(repr, sorted(self.marks)[:3]))
             rank_zero_info(
                 f"{role}: {self.num_marked} of {self.num_rows} prompts write special tokens as "
-                f"text ({named}): {effect}"
+                f"text ({examples}): {effect}"
             )
         if self.num_unknown:
             rank_zero_info(

@@ -188,7 +188,7 @@ def encode_completions(
     """
     tokenizer = policy.tokenizer
     if policy.bare_model.config.is_encoder_decoder:  # the decoder does not see the prompt
-        rows = tokenize(tokenizer, list(completions), add_special_tokens=False)
+        rows = tokenize(tokenizer, list(completions))
     else:
         pairs = [list(pair) for pair in zip(prompts, completions, strict=True)]
         rows = [ids for _, ids in encode_pieces(pairs, tokenizer)]
