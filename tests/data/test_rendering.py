@@ -11,7 +11,6 @@ from litgrpo.data.rendering import (
     PromptDropped,
     TextTemplate,
     build_prompt_format,
-    encode_opening,
 )
 from litgrpo.data.sources import read_rows
 from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
@@ -253,28 +252,23 @@ def encode_first_row(
 ):
     """Encode the first row with the text that an environment adds to it."""
     tokenizer = chat_tokenizer(changes.get("template", CHAT_TEMPLATE))
-    style, row_limit = (
-        build_prompt_format(None, chat, split),
-        LengthLimit("max_length", limit, "drop"),
+    data = PromptData(
+        rows,
+        chat=chat,
+        max_prompt_length=limit,
+        long_prompts=overlong,
+        split_special_tokens=split,
     )
     prompts = PromptSet(
         read_rows(rows),
         "train",
-        prompt_format=style,
-        limit=row_limit,
+        prompt_format=data.prompt_format,
+        limit=LengthLimit("max_length", limit, "drop"),
         tokenizer=tokenizer,
         pad_to_multiple_of=1,
     )[[*range(len(rows))]]
-    asked = LengthLimit("max_prompt_length", limit, overlong)
-    ids = encode_opening(
-        prompts,
-        0,
-        added,
-        prompt_format=style,
-        limit=asked,
-        tokenizer=tokenizer,
-        split_added=split_added,
-    )
+    data.final_format = data.prompt_format, tokenizer
+    ids = data.encode_opening(prompts, 0, added, split_added)
     return tokenizer.decode(ids), ids, prompts
 
 

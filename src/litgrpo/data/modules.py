@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,11 +41,11 @@ from litgrpo.data.rendering import (
     LengthLimit,
     LongExamples,
     LongPrompts,
+    PromptDropped,
     PromptFormat,
     RunTime,
     TextTemplate,
     build_prompt_format,
-    encode_opening,
 )
 from litgrpo.data.rows import RowReader, TrainValOverlap
 from litgrpo.data.sources import (
@@ -62,24 +62,6 @@ from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
-
-
-@runtime_checkable
-class HasEnvironment(Protocol):
-    """Module whose environment has tools to show to the model: `shown_tools`, JSON schemas.
-
-    They are a list, or {task: list}.
-    """
-
-    shown_tools: Messages | Mapping[str, Messages]
-
-
-@runtime_checkable
-class HasEncoder(Protocol):
-    """Module that knows whether its model reads prompts with an encoder, as T5 does."""
-
-    def uses_encoder(self) -> bool:
-        """Return True for an encoder-decoder model."""
 
 
 # {trainer: its `limit_val_batches`, while a fit without validation sets it to 0}
@@ -147,19 +129,23 @@ class SourceData(LightningDataModule, Generic[Batch]):
             return require_pad_and_eos(load_tokenizer(self.tokenizer))
         if self.trainer is None:
             raise ValueError("without a Trainer the data need a tokenizer; set tokenizer")
-        model: Any = self.trainer.lightning_module
-        return require_pad_and_eos(model.fit_tokenizer(texts))
+        return require_pad_and_eos(self._model.fit_tokenizer(texts))
+
+    @property
+    def _model(self) -> Any:
+        """The module that trains on the data; None without a trainer."""
+        return None if self.trainer is None else self.trainer.lightning_module
 
     def format_for_model(self) -> PromptFormat:
         """Return the prompt format for the kind of model that reads the prompts."""
-        model: Any = None if self.trainer is None else self.trainer.lightning_module
-        encoder = isinstance(model, HasEncoder) and model.uses_encoder()
-        return replace(self.prompt_format, encoder_decoder=encoder).at_time(self.run_time)
+        uses_encoder = getattr(self._model, "uses_encoder", lambda: False)  # as T5 does
+        prompt_format = replace(self.prompt_format, encoder_decoder=uses_encoder())
+        return prompt_format.at_time(self.run_time)
 
     def add_tools(self, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
         """Return the prompt format with the tools of the model's environment."""
-        model: Any = None if self.trainer is None else self.trainer.lightning_module
-        tools = model.shown_tools if isinstance(model, HasEnvironment) else []
+        # JSON schemas, or {task: JSON schemas}.
+        tools = getattr(self._model, "shown_tools", [])
         prompt_format = self.format_for_model().with_tools(tools, tokenizer)
         self.final_format = prompt_format, tokenizer
         return prompt_format
@@ -167,21 +153,24 @@ class SourceData(LightningDataModule, Generic[Batch]):
     def encode_opening(
         self, prompts: PromptBatch, row: int, added: str | Messages, split_added: bool = True
     ) -> list[int]:
-        """Return token ids of prompt number `row` with an environment's first observation.
-
-        See `rendering.encode_opening`.
-        """
+        """Return token ids of prompt number `row` with an environment's first observation."""
+        # A text goes to the end of the last user message (without chat format: of the prompt). A
+        # prompt that is too long with it is dropped or an error, as when the data were loaded.
+        if not added:
+            return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
         assert self.final_format is not None
         prompt_format, tokenizer = self.final_format
-        return encode_opening(
-            prompts,
-            row,
-            added,
-            prompt_format=prompt_format,
-            limit=self.limit,
-            tokenizer=tokenizer,
-            split_added=split_added,
-        )
+        columns = {name: values[row] for name, values in prompts.columns.items()}
+        text = prompts.prompts[row]
+        ids = prompt_format.encode_opening(text, columns, added, tokenizer, split_added)
+        if len(ids) > self.limit.tokens:
+            problem = (
+                f"the prompt has {len(ids)} tokens with the environment's first observation "
+                f"({self.limit.name}={self.limit.tokens})"
+            )
+            require(self.limit.action != "error", f"{problem}; {self.limit.remedy}")
+            raise PromptDropped(problem)
+        return ids
 
     def require_validation(self, rows: Rows | None) -> Rows:
         """Return the rows to validate on."""

@@ -37,7 +37,7 @@ from litgrpo.data.tokenization import (
 )
 from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.text.chat_templates import TemplateError, render_messages
-from litgrpo.types import TASK, PromptBatch
+from litgrpo.types import TASK
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
@@ -554,33 +554,6 @@ def append_opening(messages: Messages, added: str | Messages) -> Messages:
     last = messages[asked[-1]]
     longer = last | {"content": f"{last['content']}{added}"}
     return [*messages[: asked[-1]], longer, *messages[asked[-1] + 1 :]]
-
-
-def encode_opening(
-    prompts: PromptBatch,
-    row: int,
-    added: str | Messages,
-    *,
-    prompt_format: PromptFormat,
-    limit: LengthLimit,
-    tokenizer: PreTrainedTokenizerBase,
-    split_added: bool = True,
-) -> list[int]:
-    """Return token ids of a prompt with an environment's first observation."""
-    # A text goes to the end of the last user message (without chat format: of the prompt). A prompt
-    # that is too long with it is dropped or an error, as when the data were loaded.
-    if not added:
-        return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
-    columns = {name: values[row] for name, values in prompts.columns.items()}
-    ids = prompt_format.encode_opening(prompts.prompts[row], columns, added, tokenizer, split_added)
-    if len(ids) > limit.tokens:
-        problem = (
-            f"the prompt has {len(ids)} tokens with the environment's first observation "
-            f"({limit.name}={limit.tokens})"
-        )
-        require(limit.action != "error", f"{problem}; {limit.remedy}")
-        raise PromptDropped(problem)
-    return ids
 
 
 def apply_chat_template(
