@@ -10,54 +10,31 @@ from litgrpo.types import pad_left
 from tests.support.models import byte_tokenizer
 
 
-def prompts_of(rows, *, chat=False, limit=9, overlong="drop", multiple=1):
+def prompts_of(rows, template, chat):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}?"
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.chat_template = template
     return PromptSet(
         read_rows(rows),
         "train",
         prompt_format=build_prompt_format(None, chat),
-        limit=LengthLimit("max_prompt_length", limit, overlong),
+        limit=LengthLimit("max_prompt_length", 99, "drop"),
         tokenizer=tokenizer,
-        pad_to_multiple_of=multiple,
+        pad_to_multiple_of=1,
     )
 
 
-def test_rows_are_picked_with_their_columns_and_positions():
-    prompts = prompts_of([{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}])
-    batch = prompts[[1, 0]]
-    assert len(prompts) == 2
-    assert (batch.prompts, batch.columns) == (["c", "ab"], {"answer": [2, 1]})
-    assert batch.index.tolist() == [1, 0]
-    assert batch.prompt_mask.tolist() == [[False, True, True], [True, True, True]]
-
-
 def test_a_chat_prompt_has_its_messages_as_a_column():
-    prompts = prompts_of(["a"], chat=Chat("be brief"), limit=99)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}?"
+    prompts = prompts_of(["a"], template, Chat("be brief"))
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
     assert prompts.columns == {"conversation": [said]}
     assert prompts.texts == ["be briefa?"]
 
 
 def test_a_prompt_without_tokens_is_refused():
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = None
-    style = build_prompt_format(None, chat=Chat())
-    tokenizer.chat_template = "{{ '' }}"
-    limit = LengthLimit("max_prompt_length", 3, "drop")
     with pytest.raises(ValueError, match="row 1: the prompt has no tokens"):
-        PromptSet(
-            read_rows(["a"]),
-            "train",
-            prompt_format=style,
-            limit=limit,
-            tokenizer=tokenizer,
-            pad_to_multiple_of=1,
-        )
-
-
-def test_ids_are_long():
-    assert prompts_of(["a"])[[0]].prompt_ids.dtype == torch.long
+        prompts_of(["a"], "{{ '' }}", Chat())
 
 
 def test_rows_are_padded_on_the_left_to_the_longest_or_longer():

@@ -14,7 +14,6 @@ from litgrpo.data.loader import (
     BatchLoader,
     BatchOrder,
     batch_by_length,
-    batch_in_order,
     select_rank_rows,
     shuffle_rows,
 )
@@ -71,10 +70,6 @@ def test_rows_left_out_differ_between_epochs():
     assert len(set.union(*left_out)) > 1
 
 
-def test_validation_has_every_row_once_in_order():
-    assert batch_in_order(5, 2) == [[0, 1], [2, 3], [4]]
-
-
 def test_buckets_hold_rows_of_about_equal_length():
     lengths = torch.tensor([3, 40, 3, 39, 3, 40])
     batches = batch_by_length(lengths, 3, None, seed=0, epoch=0)
@@ -107,14 +102,10 @@ def test_batches_by_length_hold_every_row_once_within_the_limits(lengths, rows, 
     assert len(other) == len(batches)
 
 
-def test_buckets_respect_the_token_budget_and_lose_no_row():
-    lengths = torch.randint(1, 90, (400,), generator=torch.Generator().manual_seed(0))
-    plans = [batch_by_length(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
-    assert len({len(plan) for plan in plans}) == 1
-    assert len({str(plan) for plan in plans}) == 4
-    for plan in plans:
-        assert sorted(row for rows in plan for row in rows) == list(range(400))
-        assert all(len(rows) * int(lengths[rows].max()) <= 256 for rows in plan)
+def test_batches_by_length_differ_between_epochs():
+    lengths = torch.arange(1, 41)
+    plans = {str(batch_by_length(lengths, 4, None, seed=0, epoch=epoch)) for epoch in range(4)}
+    assert len(plans) == 4
 
 
 def test_a_row_beyond_the_token_budget_is_alone():
@@ -138,23 +129,6 @@ def test_an_uneven_batch_leaves_no_process_without_a_row():
 def test_a_loader_has_the_batches_of_the_order():
     expected = shuffle_batches(11, 2, 3, epoch=0) + shuffle_batches(11, 2, 3, epoch=1)
     assert epochs(loader(), [0, 1]) == expected
-
-
-@pytest.mark.parametrize("cut", [0, 1, 4, 5, 6, 10])
-def test_a_loader_goes_on_where_another_stopped(cut):
-    whole = epochs(loader(), [0, 1, 2])
-    first, rows = loader(), []
-    while len(rows) < cut:
-        first.sampler.set_epoch(len(rows) // 5)
-        for batch in first:
-            rows.append(batch.tolist())
-            if len(rows) == cut:
-                break
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    # At the end of an epoch Lightning may continue with this epoch, which has no batch left.
-    rows += epochs(second, range(max(cut - 1, 0) // 5, 3))
-    assert rows == whole
 
 
 @given(
@@ -254,14 +228,6 @@ def test_processes_get_different_rows_out_of_turn_and_together_those_of_one():
     for _ in range(3):
         parts = [part.draw(3).tolist() for part in two]
         assert parts[0] + parts[1] == one.draw(6).tolist()
-
-
-def test_rows_out_of_turn_go_on_where_a_checkpoint_was_taken():
-    whole = loader()
-    whole.draw(7)
-    resumed = loader()
-    resumed.load_state_dict(whole.state_dict())
-    assert resumed.draw(9).tolist() == whole.draw(9).tolist()
 
 
 def test_a_position_in_another_order_is_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from litgrpo.data.modules import PairData, PromptData
+from litgrpo import PairData, PromptData
 from tests.support.models import byte_tokenizer
 
 
@@ -20,9 +20,3 @@ def test_settings_that_make_no_sense_are_refused_by_both(kind):
         kind(["a"], pad_to_multiple_of=0)
     with pytest.raises(ValueError, match="val and val_fraction are both set"):
         kind(["a"], val=["b"], val_fraction=0.1)
-    with pytest.raises(ValueError, match="val_fraction is 1"):
-        kind(["a"], val_fraction=1.0)
-
-
-def test_without_a_trainer_there_is_one_process():
-    assert PromptData(["a"]).process == (0, 1)

@@ -119,13 +119,6 @@ def test_a_reward_of_another_task_does_not_decide_and_has_no_mean():
     assert "val/pass@4" not in report  # no prompt has four scored samples
 
 
-def test_the_distance_from_the_initial_policy_is_that_of_the_samples():
-    judge = evaluator(greedy=False)
-    judge.evaluate(rollouter(), BATCH, "val", 0)
-    judge.measure_initial_distance(lambda rollout: rollout.sampler_logprobs - 0.25)
-    assert judge.report("val")["val/initial_kl"] == pytest.approx(0.25)
-
-
 def test_a_distance_that_some_prompts_lack_is_not_reported():
     """As if the initial policy could not be loaded on another rank."""
     judge, policy = evaluator(greedy=False), rollouter()
@@ -204,18 +197,9 @@ def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
 
 
 def test_answers_of_episodes_hold_their_messages_and_rewards():
-    policy = rollouter_of(tiny_policy("qwen2"), episodes=episodes_of(Echo((3,))))
-    policy.max_completion_length = 40
-    for row in evaluator().predict(policy, BATCH):
-        assert [message["role"] for message in row["messages"]][::2] == ["assistant"] * 3
-        assert row["turn_rewards"] == [1.0, 2.0, 3.0]
-        assert row["calls"] == {"echo": [3, 0]}
-        assert not row["failed"]
-    assert "messages" not in evaluator().predict(rollouter(), BATCH)[0]
-
-
-def test_a_turn_without_a_reward_has_none_in_its_answer():
     class Abstaining(Echo):
+        """Gives no reward for the second turn."""
+
         def step(self, action):
             result = super().step(action)
             return replace(result, reward=None) if result.reward == 2 else result
@@ -223,7 +207,11 @@ def test_a_turn_without_a_reward_has_none_in_its_answer():
     policy = rollouter_of(tiny_policy("qwen2"), episodes=episodes_of(Abstaining((3,))))
     policy.max_completion_length = 40
     for row in evaluator().predict(policy, BATCH):
+        assert [message["role"] for message in row["messages"]][::2] == ["assistant"] * 3
         assert row["turn_rewards"] == [1.0, None, 3.0]
+        assert row["calls"] == {"echo": [3, 0]}
+        assert not row["failed"]
+    assert "messages" not in evaluator().predict(rollouter(), BATCH)[0]
 
 
 def test_answers_are_drawn_from_the_filtered_distribution():
@@ -255,10 +243,6 @@ def test_a_set_that_nobody_answered_is_not_reported():
 
 
 # --- settings ---
-
-
-def test_each_number_of_attempts_can_be_made_from_the_samples():
-    assert Evaluation(num_samples=3, pass_at_k=[1, 3]).pass_at_k == [1, 3]
 
 
 @pytest.mark.parametrize(
