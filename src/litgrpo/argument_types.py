@@ -62,17 +62,14 @@ def check_field_types(kind: type[Class]) -> type[Class]:
 
 
 def check_argument_types(
-    *others: str, before: Callable[[dict[str, Any]], None] | None = None
+    *unchecked: str, before: Callable[[dict[str, Any]], None] | None = None
 ) -> Callable[[Any], Any]:
-    """Let a constructor check the types of its arguments, and build objects from mappings.
-
-    Args:
-        others: arguments that the constructor checks itself, as it takes more than it declares.
-        before: writes out names among {argument: value} of those that are given, in place.
-    """
+    """Let a constructor check the types of its arguments, and build objects from mappings."""
+    # It checks `unchecked` arguments itself, as it takes more than it declares. `before` may change
+    # {argument: value}, such as names that stand for objects.
 
     def wrap(constructor: Any) -> Any:
-        return _wrap_checks(constructor, constructor, others, before)
+        return _wrap_checks(constructor, constructor, unchecked, before)
 
     return wrap
 
@@ -80,7 +77,7 @@ def check_argument_types(
 def _wrap_checks(
     constructor: Any,
     declared: Any,
-    others: Sequence[str],
+    unchecked: Sequence[str],
     before: Callable[[dict[str, Any]], None] | None = None,
 ) -> Any:
     """Wrap a constructor whose types `declared` has: itself, or its dataclass."""
@@ -98,7 +95,7 @@ def _wrap_checks(
         if before is not None:
             before(bound.arguments)
         hints = argument_hints(declared)
-        checked = [name for name in bound.arguments if name in hints and name not in others]
+        checked = [name for name in bound.arguments if name in hints and name not in unchecked]
         for name in checked:
             value, hint = bound.arguments[name], hints[name]
             if not matches(value, hint):
@@ -112,23 +109,7 @@ def _wrap_checks(
 
 
 def check_choice(where: str, value: Any, hint: Any) -> None:
-    """Reject a text that is none of the names that a type lists.
-
-    Args:
-        where: class and argument, for messages.
-        value: the argument.
-        hint: its type.
-
-    Raises:
-        WrongType: with the names.
-
-    Example:
-        >>> check_choice("Normalized: scale", "grup", typing.Literal["group", "none"])
-        Traceback (most recent call last):
-        ...
-        litgrpo.argument_types.WrongType: Normalized: scale is 'grup', expected 'group' or 'none' \
-(did you mean 'group'?)
-    """
+    """Reject a text that is none of the names that a type lists."""
     kinds = members(hint)
     lists = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal]
     names = [str(name) for names in lists for name in names]
@@ -147,35 +128,20 @@ def default_of(declared: Any, parameter: inspect.Parameter) -> Any:
 
 
 def check_names(owner: str, names: Iterable[str], parameters: Collection[str]) -> None:
-    """Reject keywords that a class does not take.
-
-    Args:
-        owner: name of the class, for messages.
-        names: the keywords.
-        parameters: of its constructor.
-
-    Raises:
-        UnknownArgument: with litgrpo's name of an argument of TRL or verl, or the nearest one.
-
-    Example:
-        >>> check_names("GRPO", ["learning_rate"], ["pretrained", "optimizer"])
-        Traceback (most recent call last):
-        ...
-        litgrpo.argument_types.UnknownArgument: GRPO has no argument 'learning_rate': use \
-optimizer={'lr': ...}
-    """
-    known = [name for name in parameters if name not in ("self", "params")]
+    """Reject keywords that a class does not take, with litgrpo's name of one of TRL or verl."""
+    arguments = [name for name in parameters if name not in ("self", "params")]
     for name in names:
         if name not in parameters:
-            listed = f"it takes {', '.join(known) or 'none'}"
-            instead = _in_python(name, known) or did_you_mean(name, known).strip(" ()") or listed
+            listed = f"it takes {', '.join(arguments) or 'none'}"
+            near = did_you_mean(name, arguments).strip(" ()")
+            instead = _in_python(name, arguments) or near or listed
             raise UnknownArgument(f"{owner} has no argument {name!r}: {instead}")
 
 
-def _in_python(foreign_name: str, known: Sequence[str]) -> str:
+def _in_python(foreign_name: str, arguments: Sequence[str]) -> str:
     """Return how a class that takes `known` is given an option of TRL or verl; "" if it is none."""
     root, *path = OTHER_NAMES.get(foreign_name, "").split(".")
-    start = next((number for number, part in enumerate(path) if part in known), None)
+    start = next((number for number, part in enumerate(path) if part in arguments), None)
     start = start if root in ("model", "data") else None
     keys = path[start or 0 :]
     if not keys:
@@ -193,27 +159,15 @@ def _in_python(foreign_name: str, known: Sequence[str]) -> str:
 def convert(where: str, value: Any, hint: Any, default: Any = UNSET) -> Any:
     """Return a value of a type, built from a mapping of arguments or the name of a class.
 
-    Args:
-        where: class and argument, for messages.
-        value: what the user wrote.
-        hint: type of the argument.
-        default: of the argument; its class is built if the mapping names none.
-
-    Raises:
-        WrongType: the value is of another type, or an object's arguments are wrong.
-
-    Example:
-        >>> from litgrpo.models.adapters import LoRA
-        >>> convert("GRPO: lora", {"rank": 4}, LoRA | None).rank
-        4
+    If the mapping names no class, that of the default is built. Another type is a WrongType.
     """
     if matches(value, hint):
         return value
     if isinstance(value, list | tuple) and (kind := _elements(hint)) is not UNSET:
-        return [convert(f"{where}[{number}]", one, kind) for number, one in enumerate(value)]
+        return [convert(f"{where}[{number}]", inner, kind) for number, inner in enumerate(value)]
     kinds, kind = classes_in(hint), values_of_mapping(hint)
     if isinstance(value, Mapping) and kind is not UNSET and classes_in(kind):
-        return {key: convert(f"{where}[{key!r}]", one, kind) for key, one in value.items()}
+        return {key: convert(f"{where}[{key!r}]", inner, kind) for key, inner in value.items()}
     if kinds and isinstance(value, str | Mapping) and kind is UNSET:
         return _construct(where, value, hint, kinds, default)
     raise WrongType(
@@ -224,8 +178,8 @@ def convert(where: str, value: Any, hint: Any, default: Any = UNSET) -> Any:
 
 def _elements(hint: Any) -> Any:
     """Return the class whose objects a list holds, `UNSET` for other types."""
-    for one in members(hint):
-        origin, inner = typing.get_origin(one), typing.get_args(one)
+    for member in members(hint):
+        origin, inner = typing.get_origin(member), typing.get_args(member)
         is_list = inspect.isclass(origin) and issubclass(origin, Sequence)
         if is_list and len(inner) == 1 and classes_in(inner[0]):
             return inner[0]
@@ -238,17 +192,17 @@ def _construct(
     """Build the object of a class name, of {argument: value} or of {class_path, init_args}."""
     settings: dict[str, Any] = {"class_path": value} if isinstance(value, str) else dict(value)
     settings.update(settings.pop("init_args", None) or {})
-    named = settings.pop("class_path", None)
+    path = settings.pop("class_path", None)
     try:
-        kind = find_class(str(named), kinds) if named else default_class(default, kinds)
+        kind = find_class(str(path), kinds) if path else default_class(default, kinds)
     except ValueError as error:
         raise WrongType(f"{where} is {_shorten(value)}: {error}") from error
     if inspect.isabstract(kind):
-        names = ", ".join(sorted({one.__name__ for base in kinds for one in subclasses(base)}))
+        names = ", ".join(sorted({sub.__name__ for base in kinds for sub in subclasses(base)}))
         raise WrongType(f"{where} has arguments but no class_path: give one of {names}")
     if not (inspect.isclass(kind) and issubclass(kind, tuple(kinds))):
-        raise WrongType(f"{where} is {named}, expected {describe_type(hint)}{_suggest(hint)}")
-    if not any(_is_factory(one) for one in members(hint)):
+        raise WrongType(f"{where} is {path}, expected {describe_type(hint)}{_suggest(hint)}")
+    if not any(_is_factory(member) for member in members(hint)):
         return kind(**settings)
     # A factory, such as of an optimizer, gets its first argument later.
     parameters = inspect.signature(kind).parameters
@@ -272,13 +226,8 @@ def default_class(default: Any, kinds: Sequence[type]) -> type:
 
 @functools.cache
 def argument_hints(owner: Any) -> dict[str, Any]:
-    """Return {argument: type} of a class or function.
-
-    Inherited fields of a dataclass are looked up in the module of the class that declares them.
-
-    Returns:
-        the types; empty if they contain names that are imported for type checkers only.
-    """
+    """Return {argument: type} of a class or function; {} if a type is unknown at run time."""
+    # Inherited fields of a dataclass are looked up in the module of the class that declares them.
     if inspect.isclass(owner) and not dataclasses.is_dataclass(owner):
         owner = owner.__init__
     try:
@@ -292,16 +241,12 @@ def matches(value: Any, hint: Any) -> bool:
 
     A tuple passes for a list and a list for a tuple, an integer for a float, but a text does not
     pass for a sequence, and True does not for a number.
-
-    Example:
-        >>> matches((1, 2), list[int]), matches("12", list[int]), matches(True, int)
-        (True, False, False)
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(matches(value, each) for each in inner)
+        return any(matches(value, member) for member in inner)
     if origin is typing.Literal:
-        return any(isinstance(value, type(each)) for each in inner)  # classes check the words
+        return any(isinstance(value, type(member)) for member in inner)  # classes check the words
     if hint is None or hint is type(None):
         return value is None
     if origin is not None:
@@ -316,13 +261,13 @@ def _matches_generic(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
         return callable(value)
     if issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            matches(key, inner[0]) and matches(each, inner[1]) for key, each in value.items()
+            matches(key, inner[0]) and matches(item, inner[1]) for key, item in value.items()
         )
     if issubclass(origin, Sequence | Collection):
         # A fixed-length tuple declares each element, others one type for all.
-        kinds = [each for each in inner if each is not ...]
+        kinds = [item for item in inner if item is not ...]
         is_list = isinstance(value, Sequence | frozenset | set) and not isinstance(value, str)
-        return is_list and all(any(matches(each, kind) for kind in kinds) for each in value)
+        return is_list and all(any(matches(item, kind) for kind in kinds) for item in value)
     if issubclass(origin, Iterable):
         return isinstance(value, Iterable)
     return isinstance(value, origin)
@@ -343,15 +288,10 @@ def _matches_class(value: Any, hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type as a user writes it.
-
-    Example:
-        >>> describe_type(int | None), describe_type(typing.Literal["a", "b"])
-        ('int or None', "'a' or 'b'")
-    """
+    """Return a type as a user writes it."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe_type(each) for each in inner))
+        return " or ".join(dict.fromkeys(describe_type(member) for member in inner))
     if origin is typing.Literal:
         return " or ".join(map(repr, inner))
     if hint is type(None):
@@ -365,7 +305,7 @@ def describe_type(hint: Any) -> str:
 
 def _suggest(hint: Any) -> str:
     """Return how an object is written."""
-    kinds = [one for one in members(hint) if dataclasses.is_dataclass(one)]
+    kinds = [member for member in members(hint) if dataclasses.is_dataclass(member)]
     return f": {kinds[0].__name__}(...)" if kinds else ""  # type: ignore[union-attr]
 
 
@@ -378,13 +318,7 @@ def _shorten(value: Any) -> str:
 
 
 def classes_in(hint: Any) -> list[type]:
-    """Return the classes with options that a type mentions.
-
-    Example:
-        >>> from litgrpo.models.adapters import LoRA
-        >>> classes_in(LoRA | None), classes_in(dict[str, int])
-        ([<class 'litgrpo.models.adapters.LoRA'>], [])
-    """
+    """Return the classes with options that a type mentions."""
     arguments = typing.get_args(hint)
     if inspect.isclass(hint) and not arguments:
         # Enums, paths, tensors and the like are plain values; object and Any say nothing.
@@ -393,7 +327,7 @@ def classes_in(hint: Any) -> list[type]:
         return [] if is_plain else [hint]
     if arguments and isinstance(arguments[0], list):  # Callable[[...], X]: a factory of X
         arguments = arguments[1:]
-    return list(dict.fromkeys(each for inner in arguments for each in classes_in(inner)))
+    return list(dict.fromkeys(kind for inner in arguments for kind in classes_in(inner)))
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -405,21 +339,21 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 def values_of_mapping(hint: Any) -> Any:
     """Return the type of a mapping's values, `UNSET` if the type allows no mapping."""
-    for each in members(hint):
-        if typing.get_origin(each) in (dict, Mapping) and len(typing.get_args(each)) > 1:
-            return typing.get_args(each)[1]
+    for member in members(hint):
+        if typing.get_origin(member) in (dict, Mapping) and len(typing.get_args(member)) > 1:
+            return typing.get_args(member)[1]
     return UNSET
 
 
 def subclasses(base: type) -> list[type]:
     """Return the public concrete classes under a base that are imported, with the base."""
-    found = [base]
-    for each in found:  # grows while it is read
-        below: list[type] = type.__subclasses__(each)
-        found += [kind for kind in below if kind not in found]
+    kinds = [base]
+    for parent in kinds:  # grows while it is read
+        below: list[type] = type.__subclasses__(parent)
+        kinds += [kind for kind in below if kind not in kinds]
     return [
         kind
-        for kind in found
+        for kind in kinds
         if not inspect.isabstract(kind)
         and not kind.__name__.startswith("_")
         and (kind.__module__ or "").partition(".")[0] not in INTERNAL
@@ -427,38 +361,23 @@ def subclasses(base: type) -> list[type]:
 
 
 def find_class(name: str, bases: Sequence[type]) -> type:
-    """Return a class by its short name or import path.
-
-    Args:
-        name: of the class.
-        bases: classes of which it is a subclass; a public class may be of any other base.
-
-    Raises:
-        ValueError: there is no such class.
-    """
-    package, _, last = name.rpartition(".")
-    if last in PUBLIC and package in ("", "litgrpo"):
-        return typing.cast("type", import_by_path(f"{PUBLIC[last]}.{last}"))
+    """Return a class by its import path, or by its short name if it is public or below a base."""
+    package, _, short_name = name.rpartition(".")
+    if short_name in PUBLIC and package in ("", "litgrpo"):
+        return typing.cast("type", import_by_path(f"{PUBLIC[short_name]}.{short_name}"))
     if package:
         return typing.cast("type", import_by_path(name))
     # The first of a name is torch's; bitsandbytes also has an SGD.
-    named = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
-    known = dict(reversed(named))
-    near = nearest(name, list(known))
+    pairs = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
+    kinds = dict(reversed(pairs))
+    near = nearest(name, list(kinds))
     hint = near and f" (did you mean {near!r}?)"
-    listed = f"use one of {', '.join(sorted(known))}, or an import path"
-    require(name in known, f"unknown class {name!r}{hint}: {listed}")
-    return known[name]
+    listed = f"use one of {', '.join(sorted(kinds))}, or an import path"
+    require(name in kinds, f"unknown class {name!r}{hint}: {listed}")
+    return kinds[name]
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the shortest known name that begins with the name, or the most similar, or "".
-
-    Example:
-        >>> nearest("kl", ["eps", "kl_coef"]), nearest("rnak", ["rank"]), nearest("x", ["rank"])
-        ('kl_coef', 'rank', '')
-        >>> nearest("Adamw", ["Adam", "AdamW8bit", "AdamW"])
-        'AdamW'
-    """
-    longer = sorted((word for word in known if word.lower().startswith(name.lower())), key=len)
-    return next(iter(longer + difflib.get_close_matches(name, known, 1, CLOSE)), "")
+def nearest(name: str, words: Sequence[str]) -> str:
+    """Return the shortest known name that begins with the name, or the most similar, or ""."""
+    longer = sorted((word for word in words if word.lower().startswith(name.lower())), key=len)
+    return next(iter(longer + difflib.get_close_matches(name, words, 1, CLOSE)), "")

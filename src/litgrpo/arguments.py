@@ -14,11 +14,7 @@ MAX_ERROR_CHARS = 300
 
 
 def require(condition: bool, message: str) -> None:
-    """Check a user's setting.
-
-    Raises:
-        ValueError: with this message, if the condition does not hold.
-    """
+    """Raise a ValueError with a message if the condition does not hold."""
     if not condition:
         raise ValueError(message)
 
@@ -46,9 +42,9 @@ def require_folder_of(option: str, path: str | None) -> None:
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Reject a value that is not among the allowed ones."""
-    known = list(allowed)
-    listed = ", ".join(map(str, known))
-    require(value in known, f"{name} is {value!r}; it must be one of: {listed}.")
+    values = list(allowed)
+    listed = ", ".join(map(str, values))
+    require(value in values, f"{name} is {value!r}; it must be one of: {listed}.")
 
 
 def without_repeats(items: Iterable[Any]) -> list[Any]:
@@ -59,7 +55,7 @@ def without_repeats(items: Iterable[Any]) -> list[Any]:
         [{'a': 1}, {'b': 2}]
     """
     listed = list(items)
-    return [each for number, each in enumerate(listed) if each not in listed[:number]]
+    return [item for number, item in enumerate(listed) if item not in listed[:number]]
 
 
 def type_with_article(value: object) -> str:
@@ -73,9 +69,9 @@ def type_with_article(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """` (did you mean 'x'?)` with the nearest known word, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    near = difflib.get_close_matches(word, list(words), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -103,26 +99,14 @@ def summarize_error(error: BaseException) -> str:
 
 
 def find_page(page: str) -> str:
-    """Return where a page of the documentation is: in the current folder, or in the package.
-
-    Args:
-        page: path in the repository, possibly with a section.
-
-    Example:
-        >>> find_page("docs/reference/data.md#messages").endswith("docs/reference/data.md#messages")
-        True
-    """
+    """Return where a page of the documentation is: in the current folder, or in the package."""
     if os.path.isfile(page.partition("#")[0]):
         return page
     return os.path.join(os.path.dirname(__file__), page)
 
 
 def import_package(module: str, install: str) -> Any:
-    """Import a module of an optional dependency.
-
-    Raises:
-        ValueError: the import failed, with the command that installs the package.
-    """
+    """Import a module of an optional dependency; the ValueError says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -130,11 +114,7 @@ def import_package(module: str, install: str) -> Any:
 
 
 def import_by_path(path: str) -> Any:
-    """Import the object of a path such as `package.module.name`.
-
-    Raises:
-        ValueError: the path is malformed, its module cannot be imported, or has no such name.
-    """
+    """Import the object of a path such as `package.module.name`; ValueError if that fails."""
     module_path, _, name = path.rpartition(".")
     words = path.split(".")
     require(
@@ -157,8 +137,7 @@ def import_by_path(path: str) -> Any:
 def import_object(what: str, value: Any) -> Any:
     """Import the object of a path; return any other object unchanged.
 
-    Raises:
-        ValueError: see `import_by_path`; the message begins with `what` and the path.
+    The message of a ValueError begins with `what` and the path.
     """
     if not isinstance(value, str):
         return value
@@ -184,13 +163,13 @@ def _why_not_imported(module_path: str, error: BaseException) -> str:
 
 def own_folders() -> list[str]:
     """Folders of `sys.path` that are not part of an installation, without duplicates."""
-    found = [os.path.abspath(entry) for entry in sys.path]
+    folders = [os.path.abspath(entry) for entry in sys.path]
     installed = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)))
-    return [each for each in dict.fromkeys(found) if not each.startswith(installed)]
+    return [folder for folder in dict.fromkeys(folders) if not folder.startswith(installed)]
 
 
 def add_folders(folders: Iterable[str]) -> None:
     """Append folders to `sys.path`; installed packages take precedence."""
-    known = {os.path.abspath(entry) for entry in sys.path}
+    present = {os.path.abspath(entry) for entry in sys.path}
     new = [os.path.abspath(folder) for folder in folders]
-    sys.path += [each for each in dict.fromkeys(new) if each not in known]
+    sys.path += [folder for folder in dict.fromkeys(new) if folder not in present]

@@ -49,9 +49,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_if_possible(path: Path, text: str, name: str) -> bool:
-    """Write a file that the training does not need; return True if it was written.
+    """Write a file that the training does not need, or warn once per name, which is its kind.
 
-    A failure is warned about once per name, which is the kind of the file.
+    Return True if it was written.
     """
     with warn_once_on_failure(f"writing {name} to {path.parent}"):
         write_text(path, text)

@@ -35,15 +35,7 @@ HARMLESS_WARNINGS = (
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return an attribute of Lightning that has no public name.
-
-    Args:
-        owner: object of Lightning.
-        name: attribute, which begins with an underscore.
-
-    Raises:
-        RuntimeError: the installed version does not have it.
-    """
+    """Return an attribute of Lightning that has no public name."""
     if not hasattr(owner, name):
         raise RuntimeError(
             f"lightning {lightning.__version__} has no {type(owner).__name__}.{name}, which "
@@ -87,11 +79,7 @@ def validate_now(trainer: Any, *, log: bool = True) -> None:
 
     `Trainer.validate` cannot be called inside a fit. These are the steps that
     `_TrainingEpochLoop.on_advance_end` takes; all of their names are public, their order is not
-    documented.
-
-    Args:
-        trainer: in a fit.
-        log: pass the metrics to the loggers.
+    documented. With `log`, the metrics reach the loggers.
     """
     loop, loggers = trainer.fit_loop.epoch_loop.val_loop, trainer.loggers
     loop.restarting = False  # a resumed run would skip the batches that its checkpoint counted
@@ -135,12 +123,8 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor], prog_bar: Collection
     and the first number, which resets what an earlier epoch left, go through `log`.
 
     Names of this hook's last call that are missing now are not logged. `log_dict` would repeat
-    their old numbers; the trainer's `callback_metrics`, by which callbacks monitor, keep them.
-
-    Args:
-        module: in a step or hook of training.
-        numbers: scalars on the device of those logged before under the same names.
-        prog_bar: names that a progress bar of Lightning shows.
+    their old numbers; the trainer's `callback_metrics`, by which callbacks monitor, keep them. A
+    progress bar of Lightning shows `prog_bar`.
     """
     hook, results = private(module, "_current_fx_name"), private(module.trainer, "_results")
     if results is not None:
@@ -199,13 +183,14 @@ def remove_stock_progress_bar(trainer: Any) -> bool:
     """Remove Lightning's own progress bar, which counts the batches of an epoch.
 
     Called from `configure_callbacks`, when the trainer's list may still change. Subclasses of the
-    two stock bars, and other bars, stay.
-
-    Returns:
-        True if there was one.
+    two stock bars, and other bars, stay. Returns True if there was one.
     """
     # Exact types: a subclass was written on purpose.
-    stock = [each for each in trainer.callbacks if type(each) in (TQDMProgressBar, RichProgressBar)]
+    stock = [
+        callback
+        for callback in trainer.callbacks
+        if type(callback) in (TQDMProgressBar, RichProgressBar)
+    ]
     for bar in stock:
         trainer.callbacks.remove(bar)
     return bool(stock)

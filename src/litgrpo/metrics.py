@@ -31,15 +31,7 @@ WITH_EXTREMES = {"policy/clip_low_frac", "policy/clip_high_frac"}
 
 
 class SumsAndCounts:
-    """Sums and counts from micro-batches; sum / count is the exact average over all of them.
-
-    Example:
-        >>> totals = SumsAndCounts()
-        >>> totals.add({"policy/kl": torch.tensor([2.0, 1.0])})  # sum 2 over one token
-        >>> totals.add({"policy/kl": torch.tensor([10.0, 3.0])})
-        >>> totals.sums["policy/kl"].tolist()  # average 12 / 4, not the mean of 2 and 10 / 3
-        [12.0, 4.0]
-    """
+    """Sums and counts from micro-batches; sum / count is the exact average over all of them."""
 
     def __init__(self) -> None:
         self.sums: Stats = {}
@@ -60,12 +52,8 @@ class SumsAndCounts:
         self.add({name: torch.stack([value.detach(), torch.ones_like(value)])})
 
     def averages(self, comm: Comm, device: torch.device) -> Stats:
-        """Return {name: [] average over all ranks}, by one collective; without those of nothing.
-
-        Args:
-            comm: collectives of the ranks, which all add the same names.
-            device: where the numbers are stacked.
-        """
+        """Return {name: [] average over all ranks}, by one collective; without those of nothing."""
+        # All ranks add the same names.
         table = torch.stack([pair.to(device) for pair in self.sums.values()])
         sums, counts = comm.sum(table).unbind(-1)
         means = dict(zip(self.sums, (sums / counts).float(), strict=True))
@@ -86,14 +74,8 @@ class StepSums:
         self.losses.append(output.loss.detach())
 
     def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
-        """Return the sums of the step; static-shape devices copy all of them to the host here.
-
-        Args:
-            grad_norm: [] norm of the gradient.
-
-        Returns:
-            {name: [2] sum and count}, the [] loss of the step, and the norm.
-        """
+        """Return {name: [2] sum and count}, the [] loss of the step, and the norm."""
+        # Devices with static shapes copy all of them to the host here.
         loss = torch.zeros((), device=grad_norm.device)
         for part in self.losses:
             loss += part
@@ -106,13 +88,7 @@ def average_over_ranks(
     """Average the metrics of one iteration over ranks and optimizer steps; extremes stay extremes.
 
     A mean or an extreme of nothing, such as the length of correct completions if there are none, is
-    left out.
-
-    Args:
-        seen: {name: [] number, or [2] sum and count} of this rank; all ranks have the same names.
-        reports: of its optimizer steps.
-        comm: collectives of the ranks.
-        device: where the numbers are stacked.
+    left out. `seen` is {name: [] number, or [2] sum and count}, of the same names on all ranks.
     """
     totals = SumsAndCounts()
     for name, value in seen.items():
@@ -264,7 +240,7 @@ def reward_stat_names(components: Sequence[str]) -> list[str]:
     names += [f"{name}_std" for name in components]
     if len(components) > 1:
         names += [f"{name}_share" for name in components]
-        names += [f"cosine_{one}_{other}" for one, other in combinations(components, 2)]
+        names += [f"cosine_{first}_{second}" for first, second in combinations(components, 2)]
     return names
 
 
@@ -286,12 +262,12 @@ def _compare_components(rewards: RewardTable) -> Stats:
     stats = {
         f"reward/{name}_share": (values * total).sum() / power for name, values in weighted.items()
     }
-    for one, other in combinations(centered, 2):
-        product = (centered[one] * centered[other]).sum()
-        norms = centered[one].norm() * centered[other].norm()
+    for first, second in combinations(centered, 2):
+        product = (centered[first] * centered[second]).sum()
+        norms = centered[first].norm() * centered[second].norm()
         # Only the signs of the weights matter; a weight of 0 keeps the sign of the component.
-        sign = 1.0 if rewards.weights[one] * rewards.weights[other] >= 0 else -1.0
-        stats[f"reward/cosine_{one}_{other}"] = sign * product / norms
+        sign = 1.0 if rewards.weights[first] * rewards.weights[second] >= 0 else -1.0
+        stats[f"reward/cosine_{first}_{second}"] = sign * product / norms
     return stats
 
 
@@ -310,8 +286,8 @@ def completion_advantages(token_advantages: Tensor, loss_mask: Tensor) -> Tensor
     advantage of the completion, or of its last turn; 0 without such a token.
     """
     columns = torch.arange(loss_mask.shape[1], device=loss_mask.device)
-    last = torch.where(loss_mask, columns, 0).amax(1, keepdim=True)
-    return token_advantages.gather(1, last).squeeze(1)
+    last_token = torch.where(loss_mask, columns, 0).amax(1, keepdim=True)
+    return token_advantages.gather(1, last_token).squeeze(1)
 
 
 def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
@@ -323,12 +299,7 @@ def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
 def advantage_stats(advantages: Tensor, rewards: RewardTable, comm: Comm) -> Stats:
     """Return mean and standard deviation of the advantages of all ranks' scored completions.
 
-    {} if none has a reward.
-
-    Args:
-        advantages: [B, G] of this rank's completions, on the host.
-        rewards: [B, G] theirs.
-        comm: collectives of the ranks.
+    {} if none has a reward. `advantages` are [B, G], of this rank's completions, on the host.
     """
     advantages = comm.gather(advantages.where(rewards.valid.cpu(), torch.nan).flatten())
     mean = advantages.nanmean()  # NaN also pads a rank with fewer rows

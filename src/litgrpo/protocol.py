@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TrainedModule(Protocol):
-    """A LightningModule that counts iterations and reports its evaluations.
-
-    Example:
-        >>> from lightning import LightningModule
-        >>> isinstance(LightningModule(), TrainedModule)  # it does not count iterations
-        False
-    """
+    """A LightningModule that counts iterations and reports its evaluations."""
 
     @property
     def iteration(self) -> int:

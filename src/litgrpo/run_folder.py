@@ -57,11 +57,7 @@ RUN_FILES = (
 
 
 class NotSaved(SystemExit):
-    """The result of a run could not be written; the program prints the message and exits with 1.
-
-    Args:
-        message: the file, the reason, and what is left.
-    """
+    """The result of a run could not be written; the program prints the message and exits with 1."""
 
     exit_code = 1
 
@@ -70,16 +66,7 @@ class NotSaved(SystemExit):
 
 
 def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise before the files of two runs mix.
-
-    Args:
-        folder: run folder of a new run.
-        overwrite: an earlier run may be set aside.
-
-    Raises:
-        ValueError: the folder holds the results of another run, or files with such names that
-            litgrpo did not write.
-    """
+    """Raise before the files of two runs mix; with `overwrite` an earlier run may be set aside."""
     config, files = folder / CONFIG, find_run_files(folder)
     is_run = read_text(config).startswith(HEADER)
     if files and not is_run:
@@ -100,16 +87,13 @@ def check_links(folder: Path) -> None:
 
     The run folder may be a link. Those in `checkpoints/`, such as `last.ckpt`, are replaced, never
     written through.
-
-    Raises:
-        ValueError: names the link.
     """
     names = (*RUN_FILES, LOCK)
-    found = [path for path in _list(folder) if any(path.match(name) for name in names)]
+    paths = [path for path in _list(folder) if any(path.match(name) for name in names)]
     # Files of these are written in place; others get their names when they are complete.
     for name in (FINAL_MODEL, FINAL_ADAPTER):
-        found += _list(folder / name)
-    for path in found:
+        paths += _list(folder / name)
+    for path in paths:
         require(
             not path.is_symlink(),
             f"{path} is a link to {os.path.realpath(path)}, and a run writes through no link below "
@@ -132,22 +116,13 @@ def set_aside(folder: Path, files: Sequence[Path]) -> None:
 
 
 def claim_folder(folder: Path, config: str) -> None:
-    """Write the configuration, unless the folder holds the results of a run to be replaced.
-
-    Args:
-        folder: the run folder, after `check_is_free`.
-        config: the configuration as YAML text.
-    """
+    """Write the configuration, unless the folder holds the results of a run to be replaced."""
     if not earlier_files(folder):
         write_config(folder, config)
 
 
 def write_config(folder: Path, config: str) -> None:
-    """Write the configuration of a run, by which `check_is_free` recognizes its folder.
-
-    Raises:
-        ValueError: the disk is full, for example.
-    """
+    """Write the configuration of a run, by which `check_is_free` recognizes its folder."""
     try:
         write_text(folder / CONFIG, HEADER + command_comment() + config)
     except OSError as error:
@@ -183,16 +158,10 @@ def lock_run_folder(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Keep every other training out of a run folder.
 
     The kernel holds the lock and releases it when the process exits, even after SIGKILL; forks do
-    not inherit it. At the end the lock file is removed, and the folder if nothing was written.
-
-    Args:
-        folder: the run folder; created if it is missing.
-        patience_s: seconds to wait for another process to release the lock.
-
-    Raises:
-        ValueError: another training holds the lock, or the folder is not writable.
+    not inherit it. At the end the lock file is removed, and the folder if nothing was written. A
+    lock that another training holds is waited for, `patience_s` long, before the ValueError.
     """
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     lock = FileLock(folder / LOCK, timeout=patience_s)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -227,21 +196,15 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 ADVICE = "omit --ckpt_path to start a new run, or pass a .ckpt file or a run folder"
 
 
-def resolve_checkpoint(given: str, folder: Path | None = None, advice: str = ADVICE) -> Path:
-    """Find the file of a checkpoint that a user names.
+def resolve_checkpoint(name: str, folder: Path | None = None, advice: str = ADVICE) -> Path:
+    """Find the file of a checkpoint: `last` or `best` of a run folder, or a file.
 
-    Args:
-        given: `last`, `best`, a file, or a run folder, of which the last checkpoint is taken.
-        folder: the run folder in which `last` and `best` are looked up.
-        advice: for the error, if there is none.
-
-    Raises:
-        FileNotFoundError: there is no such file.
+    Of a run folder as `name`, it is the last one. A FileNotFoundError ends with the advice.
     """
-    path = Path(given)
-    if folder is not None and given == "last":
+    path = Path(name)
+    if folder is not None and name == "last":
         path = _last_of(folder)
-    elif folder is not None and given == "best":
+    elif folder is not None and name == "best":
         path = checkpoint_folder(folder) / BEST
         advice = f"it is linked after an evaluation, which needs a `val` of the data; {advice}"
     elif path.is_dir() and not (path / REST).exists():
@@ -258,8 +221,8 @@ def resolve_checkpoint(given: str, folder: Path | None = None, advice: str = ADV
 
 def _last_of(folder: Path) -> Path:
     """Return the newest checkpoint of a run, by its link, or the name that it would have."""
-    last = checkpoint_folder(folder) / LAST
-    return last if last.exists() else find_newest_checkpoint(folder) or last
+    link = checkpoint_folder(folder) / LAST
+    return link if link.exists() else find_newest_checkpoint(folder) or link
 
 
 def checkpoint_folder(folder: str | Path) -> Path:
@@ -274,11 +237,11 @@ def sort_checkpoints(folder: Path) -> dict[int, Path]:
     behind by a run that resumed from an older checkpoint. Times of files do not count: they change
     when files are copied or the clock is set.
     """
-    named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
-    numbered = {int(name[1]): path for name, path in named if name}
+    matches = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
+    numbered = {int(name[1]): path for name, path in matches if name}
     newest = NAME.fullmatch(_name_of_link(folder / LAST))
-    last = int(newest[1]) if newest else max(numbered, default=0)
-    order = sorted(numbered, key=lambda number: (number <= last, number), reverse=True)
+    newest_number = int(newest[1]) if newest else max(numbered, default=0)
+    order = sorted(numbered, key=lambda number: (number <= newest_number, number), reverse=True)
     return {number: numbered[number] for number in order}
 
 
@@ -293,10 +256,10 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     The one that `last.ckpt` links to, or `last.ckpt` if the link was copied as a file.
     """
     checkpoints = checkpoint_folder(folder)
-    last = checkpoints / LAST
-    if last.exists():
-        target = checkpoints / _name_of_link(last)
-        return target if target.exists() else last
+    link = checkpoints / LAST
+    if link.exists():
+        target = checkpoints / _name_of_link(link)
+        return target if target.exists() else link
     return next(iter(sort_checkpoints(checkpoints).values()), None)
 
 
@@ -321,34 +284,29 @@ class RunFolder(Callback):
 
     A resumed run writes it after its checkpoint was accepted; until then the folder keeps the
     configuration of the run that wrote the checkpoints.
-
-    Args:
-        config: the resolved configuration as YAML text.
-        replaced: files of an earlier run. They are set aside after the model was loaded, the data
-            were read and the start-up checks passed.
-
-    Example:
-        `Trainer(callbacks=[RunFolder("model: {group_size: 8}")], default_root_dir="runs/demo")`
     """
+
+    # The `replaced` files of an earlier run are set aside after the model was loaded, the data were
+    # read and the start-up checks passed.
 
     def __init__(self, config: str, replaced: Sequence[Path] = ()) -> None:
         self.config = config
         self.replaced = replaced
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set the earlier run aside: the evaluation before training writes the first files."""
+        # The evaluation before training writes the first files.
         if self.replaced and writes_files(trainer):
             set_aside(run_folder(trainer), self.replaced)
             write_config(run_folder(trainer), self.config)
         self.replaced = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write `config.yaml`: checkpoint and settings have been accepted."""
+        # Checkpoint and settings have been accepted.
         self.on_sanity_check_start(trainer, pl_module)  # not called without validation
         self._write_config(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write `config.yaml` if somebody removed the run folder."""
+        # Somebody may have removed the run folder.
         if not (run_folder(trainer) / CONFIG).exists():
             self._write_config(trainer)
 
@@ -358,5 +316,5 @@ class RunFolder(Callback):
                 write_config(run_folder(trainer), self.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """The configuration as plain text, so that checkpoints load with `weights_only`."""
+        # Plain text, so that checkpoints load with `weights_only`.
         return {"config": self.config}

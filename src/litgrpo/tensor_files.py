@@ -99,10 +99,6 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
 
     A process that is killed meanwhile leaves a file whose name begins with a dot. Every older
     checkpoint stays as it was.
-
-    Raises:
-        OSError: the disk is full, for example.
-        TypeError: the checkpoint holds an object that could not be loaded.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
@@ -146,12 +142,7 @@ def _rename_unwanted(folder: Path) -> Path:
 
 
 def write_synced(content: dict[str, Any], path: Path) -> None:
-    """Write a new file with `torch.save` and wait until the disk has the content.
-
-    Raises:
-        OSError: the disk is full, for example.
-        TypeError: the content has an object that `weights_only=True` would not load.
-    """
+    """Write a new file with `torch.save` and wait until the disk has the content."""
     check_plain(content)
     path.unlink(missing_ok=True)  # it may be a link, through which nothing is written
     with path.open("xb") as file:
@@ -203,16 +194,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_file(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read and verify a checkpoint.
-
-    Args:
-        path: the file.
-        required: parts that the file must have.
-
-    Raises:
-        DamagedCheckpoint: it is damaged, lacks a part, or has weights that are NaN or infinite.
-        FileNotFoundError: there is no such file.
-    """
+    """Read a checkpoint that has the required parts, or raise a `DamagedCheckpoint`."""
     with report_damage(path):
         check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -247,10 +229,6 @@ def check_archive(path: Path) -> None:
     `torch.save` compresses nothing and uses a name once. Compressed or overlapping records come
     from somebody else, and could need more memory than the file has bytes. `torch.load` fills a
     tensor with whatever is in memory if its record is marked as a folder, as one flipped bit does.
-
-    Raises:
-        DamagedCheckpoint: with the reason.
-        FileNotFoundError: there is no such file.
     """
     # A device or a pipe in its place could be read for ever.
     _check(path.is_file() or not path.exists(), f"{path} cannot be read: it is not a file")
@@ -269,11 +247,7 @@ def check_archive(path: Path) -> None:
 
 
 def check_sizes(value: Any, path: Path) -> None:
-    """Reject tensors that repeat their stored values: a copy would need more memory than the file.
-
-    Raises:
-        DamagedCheckpoint: there is one.
-    """
+    """Reject tensors that repeat stored values: a copy would need more memory than the file."""
 
     def check(tensor: Tensor) -> Tensor:
         stored = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
@@ -287,11 +261,7 @@ def check_sizes(value: Any, path: Path) -> None:
 
 
 def check_parts(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, ...]) -> None:
-    """Check that all required parts are there, and that the parts of a run are of their kinds.
-
-    Raises:
-        DamagedCheckpoint: with the names of the parts.
-    """
+    """Check that all required parts are there, and that the parts of a run are of their kinds."""
     missing = [name for name in required if name not in checkpoint]
     _check(
         not missing,

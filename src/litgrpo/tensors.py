@@ -141,11 +141,11 @@ def token_logprobs(
     ) -> tuple[Tensor, ...]:
         logits = head(hidden)
         logits = logits if temperature == 1 else widen(logits) / temperature
-        found: tuple[Tensor, ...] = _of_logits(
+        columns: tuple[Tensor, ...] = _of_logits(
             logits, targets, candidate_ids, entropy_grad, is_repeated
         )
         if compared is None and not score_norms:
-            return found
+            return columns
         logits = widen(logits)
         if candidate_ids is not None:
             logits = _of_candidates(logits, candidate_ids)
@@ -156,11 +156,11 @@ def token_logprobs(
                 other = _of_candidates(other, candidate_ids)
             # Models of one family may pad the vocabulary differently.
             common = min(logits.shape[-1], other.shape[-1])
-            found = *found, compared.divergence(logits[:, :common], other[:, :common])
+            columns = *columns, compared.divergence(logits[:, :common], other[:, :common])
         if score_norms:
             squares = logits.detach().softmax(-1).square().sum(-1)
-            found = *found, (1 - 2 * found[0].detach().exp() + squares).clamp(min=0)
-        return found
+            columns = *columns, (1 - 2 * columns[0].detach().exp() + squares).clamp(min=0)
+        return columns
 
     is_repeated = False
 
@@ -179,7 +179,7 @@ def token_logprobs(
         tensors = (hidden, targets, candidate_ids, None if compared is None else compared.hidden)
         for start in range(0, max(1, len(hidden)), chunk_size):
             rows = slice(start, start + chunk_size)
-            part: list[Any] = [None if whole is None else whole[rows] for whole in tensors]
+            part: list[Any] = [None if tensor is None else tensor[rows] for tensor in tensors]
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
                 yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=contexts)
             else:
@@ -203,7 +203,7 @@ def _of_logits(
         apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
         return apply(logits, targets, is_repeated)
     logits = widen(logits)
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    target_logits = logits.gather(-1, targets[:, None]).squeeze(-1)
     factor = logits
     if candidate_ids is not None:
         # Places without a candidate have p = 0. Their logit in p * z is 0: 0 * -inf is NaN, and the
@@ -214,7 +214,7 @@ def _of_logits(
     # H = log Z - sum_v p_v z_v
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = log_z - (torch.exp(logits - log_z[:, None]) * factor).sum(-1)
-    return chosen - log_z, entropy
+    return target_logits - log_z, entropy
 
 
 def _of_candidates(logits: Tensor, candidate_ids: Tensor) -> Tensor:
@@ -318,9 +318,9 @@ def compact_rows(active: Tensor, number: int) -> Tensor:
 
     Moving only these rows keeps copies of the key-value cache small.
     """
-    kept = torch.arange(number, device=active.device)
-    kept[~active[:number]] = active[number:].nonzero().squeeze(1) + number
-    return kept
+    rows = torch.arange(number, device=active.device)
+    rows[~active[:number]] = active[number:].nonzero().squeeze(1) + number
+    return rows
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def test_the_conversation_is_what_is_asked_without_the_chat_format():
         TextTemplate("prompt", "Say {{ prompt }}"), chat=Chat(system="be kind")
     )
     said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Say hi"}]
-    assert style.conversations(read_rows(["hi"])) == [said]
+    assert style.reward_columns(read_rows(["hi"])) == {"conversation": [said]}
 
 
 def test_chat_needs_a_chat_template():

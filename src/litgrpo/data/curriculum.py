@@ -72,21 +72,7 @@ class Curriculum:
 
 
 class CurriculumOrder(BatchOrder):
-    """Batches of a curriculum: the rows of the usual order, without those that are skipped.
-
-    Example:
-        >>> order = CurriculumOrder(
-        ...     lambda epoch: [[0, 1], [2, 3]],
-        ...     Curriculum(easy_prob=0.01),
-        ...     index_of=lambda row: row,
-        ...     num_indices=4,
-        ...     num_prompts=4,
-        ...     seed=0,
-        ... )
-        >>> order.success = {0: 1.0, 1: 0.5, 2: 1.0}
-        >>> list(order)
-        [[1, 3], [1, 3]]
-    """
+    """Batches of a curriculum: the rows of the usual order, without those that are skipped."""
 
     # The usual order of all epochs is one sequence of rows. Each batch takes the next rows of it,
     # and a number that depends on seed and place in the sequence decides whether an easy or hard
@@ -139,8 +125,8 @@ class CurriculumOrder(BatchOrder):
         rows: list[int] = []
         size = len(self.plan(0)[0])
         while len(rows) < count:
-            epoch, place = divmod(position, size * self.num_batches)
-            row = self.plan(epoch if sign > 0 else -1 - epoch)[place // size][place % size]
+            epoch, offset = divmod(position, size * self.num_batches)
+            row = self.plan(epoch if sign > 0 else -1 - epoch)[offset // size][offset % size]
             prob = self.curriculum.prob(self.success.get(self.index_of(row)))
             # A seed for each place: nothing has to be stored to continue.
             if prob == 1 or random.Random(f"{self.seed} {sign * position}").random() < prob:

@@ -52,7 +52,7 @@ def batch_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]:
     for row, name in enumerate(set_names):
         rows_of.setdefault(name, []).append(row)
     batches = [
-        [[rows[place] for place in part] for part in batch_in_order(len(rows), batch_size)]
+        [[rows[position] for position in part] for part in batch_in_order(len(rows), batch_size)]
         for rows in rows_of.values()
     ]
     return [batch for turn in zip_longest(*batches) for batch in turn if batch is not None]
@@ -112,7 +112,7 @@ def batch_by_length(
     rounded = (lengths + steps - 1) // steps * steps
     buckets = length_buckets(rounded[order], max_rows=max_rows, max_tokens=max_tokens)
     turn = shuffle_rows(len(buckets), seed, epoch).tolist()
-    return [order[buckets[place]].tolist() for place in turn]
+    return [order[buckets[number]].tolist() for number in turn]
 
 
 def allocate_rows(total: int, weights: Sequence[float]) -> list[int]:
@@ -152,7 +152,7 @@ def mix_sources(
         rows_of[source].append(row)
     for number in range(len(weights)):
         require(bool(rows_of[number]), f"source {number + 1} of train has a weight and no rows")
-    total, placed = len(sources), []
+    total, keyed = len(sources), []
     count = total if count is None else count
     for number, quota in enumerate(allocate_rows(count, weights)):
         require(
@@ -160,16 +160,16 @@ def mix_sources(
             f"source {number + 1} of train has so small a weight ({weights[number]:g} of "
             f"{sum(weights):g}) that none of the {count} rows of an epoch is its; raise it",
         )
-        own, repeats = rows_of[number], defaultdict[int, int](int)
+        source_rows, repeats = rows_of[number], defaultdict[int, int](int)
         for taken in range(quota):
-            turn, place = divmod(epoch * quota + taken, len(own))
-            order = _source_order(len(own), seed + number + 1, turn, shuffle)
-            row = own[order[place]]
-            placed.append(((taken + 0.5) / quota, number, row + total * repeats[row]))
+            turn, position = divmod(epoch * quota + taken, len(source_rows))
+            order = _source_order(len(source_rows), seed + number + 1, turn, shuffle)
+            row = source_rows[order[position]]
+            keyed.append(((taken + 0.5) / quota, number, row + total * repeats[row]))
             repeats[row] += 1
     if not shuffle:
-        return [row for *_, row in sorted(placed)]
-    return [placed[place][2] for place in shuffle_rows(count, seed, epoch).tolist()]
+        return [row for *_, row in sorted(keyed)]
+    return [keyed[position][2] for position in shuffle_rows(count, seed, epoch).tolist()]
 
 
 @lru_cache(maxsize=8)  # called once for each row

@@ -72,26 +72,20 @@ HARMLESS = {
 }
 
 
-def read_messages(given: Any, place: str) -> Messages:
-    """Return the messages of a row as chat templates take them: a role, and a text as content.
-
-    Example:
-        >>> read_messages([{"from": "human", "value": "1+1?"}], "a.jsonl, line 1")
-        [{'role': 'user', 'content': '1+1?'}]
-        >>> parts = [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]
-        >>> read_messages([{"role": "user", "content": parts}], "a.jsonl, line 1")
-        [{'role': 'user', 'content': '1+1?'}]
-    """
+def read_messages(messages: Any, place: str) -> Messages:
+    """Return the messages of a row as chat templates take them: a role, and a text as content."""
     # Fields `from` and `value` (ShareGPT) become `role` and `content`, parts of text are joined,
     # and the content of a message that only calls tools becomes "". Fields that are null are left
     # out, and a message of the assistant that is not to be trained on, by one of the fields of
     # `TRAINED`, gets `weight` 0. Older `datasets` return {field: one value per message}.
-    rows = as_rows(given)
+    rows = as_rows(messages)
     require(
-        isinstance(rows, list) and all(isinstance(each, Mapping) for each in rows),
-        f"{place}: messages are {given!r:.60}; {EXPECTED}",
+        isinstance(rows, list) and all(isinstance(message, Mapping) for message in rows),
+        f"{place}: messages are {messages!r:.60}; {EXPECTED}",
     )
-    return [_read_message(each, f"{place}, message {n}") for n, each in enumerate(rows, start=1)]
+    return [
+        _read_message(message, f"{place}, message {n}") for n, message in enumerate(rows, start=1)
+    ]
 
 
 def ends_with_assistant(messages: Messages) -> bool:
@@ -117,7 +111,7 @@ def looks_like_messages(value: Any) -> bool:
     return (
         isinstance(rows, list)
         and bool(rows)
-        and all(isinstance(each, Mapping) and ("role" in each or "from" in each) for each in rows)
+        and all(isinstance(row, Mapping) and ("role" in row or "from" in row) for row in rows)
     )
 
 
@@ -138,44 +132,46 @@ def without_nulls(value: Any) -> Any:
 
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
-    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def as_rows(given: Any) -> Any:
+def as_rows(value: Any) -> Any:
     """Return JSON, one message, and {field: one value per message} as lists of messages.
 
     Other values are returned unchanged.
     """
-    if isinstance(given, str) and given.lstrip()[:1] == "[":
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError):
-            return given
-    if isinstance(given, Mapping) and given and all(isinstance(v, list) for v in given.values()):
-        lengths = set(map(len, given.values()))
+            return value
+    if isinstance(value, Mapping) and value and all(isinstance(v, list) for v in value.values()):
+        lengths = set(map(len, value.values()))
         if len(lengths) == 1:
-            return [dict(zip(given, one, strict=True)) for one in zip(*given.values(), strict=True)]
-    if isinstance(given, Mapping) and ("role" in given or "from" in given):
-        return [given]
-    return list(given) if isinstance(given, tuple) else given
+            return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    if isinstance(value, Mapping) and ("role" in value or "from" in value):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _read_message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
-    message = {name: value for name, value in given.items() if value is not None}
-    for name, theirs in (("role", "from"), ("content", "value")):
-        if name not in message and theirs in message:
-            message = {name if key == theirs else key: value for key, value in message.items()}
+def _read_message(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
+    message = {name: value for name, value in fields.items() if value is not None}
+    for name, foreign_name in (("role", "from"), ("content", "value")):
+        if name not in message and foreign_name in message:
+            message = {
+                name if key == foreign_name else key: value for key, value in message.items()
+            }
     role = message.get("role")
     require(
         isinstance(role, str) and bool(role.strip()),
-        f"{place}: has no role ({given!r:.60}); {EXPECTED}",
+        f"{place}: has no role ({fields!r:.60}); {EXPECTED}",
     )
     role = str(role).strip()
     message["role"] = ROLES.get(role.lower(), role)
     if "content" not in message:
         calls = message.get("tool_calls") or message.get("function_call")
-        require(bool(calls), f"{place}: has no content ({given!r:.60}); {EXPECTED}")
+        require(bool(calls), f"{place}: has no content ({fields!r:.60}); {EXPECTED}")
     content = _read_content(message.get("content", ""), place)
     trained = _pop_marks(message, place)
     message = {"role": message["role"], **message, "content": content}
@@ -233,7 +229,7 @@ def _read_content(content: Any, place: str) -> str:
         return content
     parts = [content] if isinstance(content, Mapping) else content
     kind = type_with_article(content)
-    readable = isinstance(parts, Sequence) and all(isinstance(each, Mapping) for each in parts)
+    readable = isinstance(parts, Sequence) and all(isinstance(part, Mapping) for part in parts)
     require(
         readable and bool(parts), f"{place}: content is {content!r:.60} ({kind}), expected a text"
     )

@@ -96,8 +96,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         twice = sources["val"] is not None and reader.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
         template = prompt_format.template
-        theirs = {name.partition(".")[0] for name in reader.columns.values()}
-        names = {"prompt", "messages", *reader.columns.values(), *theirs, *template.variables}
+        top_columns = {name.partition(".")[0] for name in reader.columns.values()}
+        names = {"prompt", "messages", *reader.columns.values(), *top_columns, *template.variables}
         self.sources = {
             role: resolve_source(source, names, role) for role, source in sources.items()
         }
@@ -602,8 +602,8 @@ class PairData(SourceData[PairBatch]):
         The training rows are also read for validation: a tokenizer may be trained on them.
         """
         self._stage = stage
-        known = stage in ("fit", "validate")
-        require(known, f"PairData is for fit and validate, not {stage}; use PromptData")
+        has_pairs = stage in ("fit", "validate")
+        require(has_pairs, f"PairData is for fit and validate, not {stage}; use PromptData")
         required = self.prompt_format.template.required | self.pair_format.completion.required
         train, val = self.reader.read_train_and_val(
             self.sources["train"], self.sources["val"], required | self.reader.required
@@ -677,8 +677,8 @@ def validation_set_names(trainer: Trainer) -> list[str]:
     """Return the names of the sets that a trainer validates or tests on; [""] without names."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
-    held_out = [each for role, each in sets.items() if role in ("val", "test")]
-    return list(dict.fromkeys(name for each in held_out for name in each.set_names)) or [""]
+    held_out = [part for role, part in sets.items() if role in ("val", "test")]
+    return list(dict.fromkeys(name for part in held_out for name in part.set_names)) or [""]
 
 
 MAX_TASKS = 32  # whose metrics are logged
@@ -709,5 +709,5 @@ def reward_columns(trainer: Trainer) -> list[dict[str, list[Any]]]:
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
-    rewarded = {name: each for name, each in sets.items() if name != "predict"}
-    return [each.columns for each in rewarded.values() if isinstance(each, PromptSet)]
+    rewarded = {name: part for name, part in sets.items() if name != "predict"}
+    return [part.columns for part in rewarded.values() if isinstance(part, PromptSet)]

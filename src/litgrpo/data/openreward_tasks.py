@@ -70,6 +70,6 @@ class OpenRewardTasks(GeneratedSource):
 def _row(server: Any, task: Any) -> dict[str, Any]:
     with server.session(task=task) as session:
         blocks = session.get_prompt()
-    texts = [each.text for each in blocks if hasattr(each, "text")]
+    texts = [block.text for block in blocks if hasattr(block, "text")]
     require(len(texts) == len(blocks), "a prompt has an image; only texts can be trained on")
     return {"prompt": "\n".join(texts), TASK_DATA: json.dumps(asdict(task))}

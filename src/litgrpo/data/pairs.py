@@ -89,7 +89,7 @@ class PairBatch:
     def split(self, num_rows: int) -> list[PairBatch]:
         """Return parts of `num_rows` pairs in order; the last one may be smaller."""
         tensors = (self.input_ids, self.attention_mask, self.loss_mask)
-        ids, masks, targets = (each.split(num_rows) for each in tensors)
+        ids, masks, targets = (tensor.split(num_rows) for tensor in tensors)
         parts = zip(ids, masks, targets, strict=True)
         return [PairBatch(*part, set_name=self.set_name) for part in parts]
 
@@ -105,13 +105,7 @@ class PairBatch:
 
 @dataclass(frozen=True)
 class PairSet(Dataset[PairBatch]):
-    """Tokenized pairs; indexing with row numbers returns a batch.
-
-    Example:
-        >>> pairs = PairSet([[1, 69, 70, 71, 2]], [[(3, 5)]], pad_id=0, pad_to_multiple_of=1)
-        >>> pairs[[0]].loss_mask
-        tensor([[False, False, False,  True,  True]])
-    """
+    """Tokenized pairs; indexing with row numbers returns a batch."""
 
     ids: list[list[int]]  # token ids of each prompt with its completion
     # the tokens to predict of each pair, as half-open ranges (start, stop)
@@ -132,10 +126,10 @@ class PairSet(Dataset[PairBatch]):
     @property
     def token_fingerprint(self) -> str:
         """Hash of the token ids and of those to predict, in their order."""
-        found = TokenFingerprint()
+        fingerprint = TokenFingerprint()
         for ids, spans in zip(self.ids, self.loss_spans, strict=True):
-            found.add(ids, [*chain(*spans)])
-        return str(found)
+            fingerprint.add(ids, [*chain(*spans)])
+        return str(fingerprint)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -317,12 +311,7 @@ def tokenize_pairs(
 
 
 def clip_spans(spans: list[TextSpan], most: int) -> list[TextSpan]:
-    """Return the first `most` characters of a row's texts.
-
-    Example:
-        >>> clip_spans([("abc", False), ("de", True)], 4)
-        [('abc', False), ('d', True)]
-    """
+    """Return the first `most` characters of a row's texts."""
     starts = accumulate((len(text) for text, _ in spans), initial=0)
     return [
         (text[: max(0, most - start)], in_loss)
@@ -351,28 +340,23 @@ def read_conversation(row: SourceRow, prompt_format: ChatPromptFormat) -> Messag
 def message_spans(
     row: SourceRow, messages: Any, train_on_turns: TrainOnTurns = "all"
 ) -> list[TextSpan]:
-    """Return the texts of a completion of several messages without chat format.
-
-    Example:
-        >>> row = SourceRow({}, "a.jsonl, line 1", 0)
-        >>> call = {"role": "assistant", "content": "<call>3*4</call>"}
-        >>> result = {"role": "tool", "content": "12"}
-        >>> message_spans(row, [call, result, {"role": "assistant", "content": "."}])
-        [('<call>3*4</call>', True), ('12', False), ('.', True)]
-    """
+    """Return the texts of a completion of several messages without chat format."""
     # The assistant's are in the loss, unless they are marked as not to be trained on; with
     # `train_on_turns="last"` only the last one is.
     require(bool(messages), f"{row.place}: the completion is empty; {EXPECTED}")
-    found = read_messages(messages, f"{row.place}, completion")
-    check_fields(found, row.place)
-    last = found[-1]
+    completion = read_messages(messages, f"{row.place}, completion")
+    check_fields(completion, row.place)
+    answer = completion[-1]
     require(
-        is_trained(last),
-        f"{row.place}: the last message of the completion is of {last['role']!r}, or not to be "
+        is_trained(answer),
+        f"{row.place}: the last message of the completion is of {answer['role']!r}, or not to be "
         "trained on",
     )
-    in_loss = [is_trained(each) and (train_on_turns == "all" or each is last) for each in found]
-    return [(each["content"], trained) for each, trained in zip(found, in_loss, strict=True)]
+    all_turns = train_on_turns == "all"
+    return [
+        (message["content"], is_trained(message) and (all_turns or message is answer))
+        for message in completion
+    ]
 
 
 def conversation_spans(
@@ -390,7 +374,7 @@ def conversation_spans(
     # Messages after the last answer are left out.
     check_fields(messages, row.place, tokenizer.chat_template)
     messages = with_system(messages, chat.system)
-    answers = [number for number, each in enumerate(messages) if is_trained(each)]
+    answers = [number for number, message in enumerate(messages) if is_trained(message)]
     require(
         bool(answers),
         f"{row.place}: no message of the role assistant is to be trained on; there is nothing to "

@@ -176,8 +176,8 @@ class TextTemplate:
     def _value(self, row: SourceRow) -> Any:
         if self.source is None:
             return row.values[self.field]
-        given = row.values.get(self.field)
-        blank = isinstance(given, str) and not given.strip() and self.field in self.variables
+        value = row.values.get(self.field)
+        blank = isinstance(value, str) and not value.strip() and self.field in self.variables
         require(not blank, f"{row.place}: the {self.field} is empty")
         try:
             return self._jinja.render(row.values)
@@ -318,12 +318,12 @@ class ChatPromptFormat(PromptFormat):
 
     def messages(self, row: SourceRow) -> Messages:
         """Return the messages of a row without `chat.system`."""
-        given = row.values.get(self.template.field)
-        is_text = not isinstance(given, list | tuple | Mapping) and not looks_like_messages(given)
+        prompt = row.values.get(self.template.field)
+        is_text = not isinstance(prompt, list | tuple | Mapping) and not looks_like_messages(prompt)
         if self.template.source is not None or is_text:
             return [{"role": "user", "content": self.template.render(row)}]
-        messages = read_messages(given, row.place)
-        written = any(each["content"].strip() or "tool_calls" in each for each in messages)
+        messages = read_messages(prompt, row.place)
+        written = any(message["content"].strip() or "tool_calls" in message for message in messages)
         require(written, f"{row.place}: the {self.template.field} is empty")
         return messages
 
@@ -345,20 +345,20 @@ class ChatPromptFormat(PromptFormat):
             yield "\n".join(message["content"] for message in self.messages(row))
 
     def texts(self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        found = []
+        texts = []
         for row in rows:
             messages = self.conversation(row)
             check_fields(messages, row.place, tokenizer.chat_template)
             try:
-                found.append(self._render(messages, tokenizer, row.values.get(TASK)))
+                texts.append(self._render(messages, tokenizer, row.values.get(TASK)))
             except TemplateFailure as error:
                 raise ValueError(f"{row.place}: {error}") from error
-        return found
+        return texts
 
     def _for_reference(self, row: SourceRow) -> str | Messages:
         """Return the row's messages with another text as last user message."""
         messages = self.messages(row)
-        users = [n for n, each in enumerate(messages) if each["role"] == "user"]
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         require(bool(users), f"{row.place}: reference_template needs a user message")
         text = self._reference_text(row, messages[users[-1]]["content"])
         messages[users[-1]] = messages[users[-1]] | {"content": text}
@@ -384,16 +384,12 @@ class ChatPromptFormat(PromptFormat):
 
     def _chat_of(self, task: Any) -> Chat:
         """Return the settings with the tools of a task."""
-        own = self.tools_of_tasks.get(str(task), [])
-        return replace(self.chat, tools=[*self.chat.tools, *own]) if own else self.chat
+        tools = self.tools_of_tasks.get(str(task), [])
+        return replace(self.chat, tools=[*self.chat.tools, *tools]) if tools else self.chat
 
     def reward_columns(self, rows: list[SourceRow]) -> dict[str, list[Any]]:
-        """Return the messages without the chat format."""
-        return {"conversation": self.conversations(rows)}
-
-    def conversations(self, rows: list[SourceRow]) -> list[Messages]:
-        """Return the messages of each row, with the system message."""
-        return [self.conversation(row) for row in rows]
+        # The messages without the chat format.
+        return {"conversation": [self.conversation(row) for row in rows]}
 
     def count_systems(self, rows: list[SourceRow]) -> int:
         if self.chat.system is None:
@@ -428,16 +424,16 @@ class ChatPromptFormat(PromptFormat):
         tokenizer: PreTrainedTokenizerBase,
         split_added: bool = True,
     ) -> list[int]:
-        placeholders, given = Placeholders(tokenizer), columns["conversation"]
+        placeholders, conversation = Placeholders(tokenizer), columns["conversation"]
         if self.split_special_tokens:
-            messages = placeholders.hide_messages(append_opening(given, added))
+            messages = placeholders.hide_messages(append_opening(conversation, added))
         elif not split_added:
-            messages = append_opening(given, added)
+            messages = append_opening(conversation, added)
         elif isinstance(added, str):
-            messages = append_opening(given, placeholders.hide_text(added))
+            messages = append_opening(conversation, placeholders.hide_text(added))
         else:
-            append_opening(given, added)  # rejects malformed messages
-            messages = append_opening(given, placeholders.hide_messages(added))
+            append_opening(conversation, added)  # rejects malformed messages
+            messages = append_opening(conversation, placeholders.hide_messages(added))
         ids = self._encode_safe(messages, placeholders, tokenizer, columns.get(TASK))
         return self._remove_second_begin([ids], tokenizer)[0]
 
@@ -521,12 +517,12 @@ def _all_tools(tools: Messages | Mapping[str, Messages]) -> Messages:
     """Return the tools of all tasks, each once."""
     if not isinstance(tools, Mapping):
         return tools
-    return without_repeats(each for one in tools.values() for each in one)
+    return without_repeats(tool for task_tools in tools.values() for tool in task_tools)
 
 
 def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
     if tools:
-        names = ", ".join(str(each.get("function", each).get("name", "?")) for each in tools)
+        names = ", ".join(str(tool.get("function", tool).get("name", "?")) for tool in tools)
         rank_zero_warn(
             f"{why}: the prompt does not list the tools ({names}); `list_tools_in_prompt: true` of "
             "litgrpo.environments.Tools writes them into the prompt"
@@ -534,26 +530,23 @@ def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
 
 
 def append_opening(messages: Messages, added: str | Messages) -> Messages:
-    """Return a conversation with an environment's first observation, a text or messages.
-
-    Example:
-        >>> append_opening([{"role": "user", "content": "Guess"}], " 1-7.")
-        [{'role': 'user', 'content': 'Guess 1-7.'}]
-    """
+    """Return a conversation with an environment's first observation, a text or messages."""
     if not isinstance(added, str):
-        good = all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in added)
+        good = all(
+            isinstance(message, dict) and {"role", "content"} <= message.keys() for message in added
+        )
         expected = "expected [{role: user, content: text}, ...]"
         require(good, f"the environment begins with {added!r:.60}; {expected}")
         return [*messages, *added]
-    asked = [number for number, each in enumerate(messages) if each["role"] == "user"]
-    if not asked:
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
         raise ValueError(
             f"the environment begins with the text {added!r:.40}, which is appended to the last "
             "user message, and the prompt has none"
         )
-    last = messages[asked[-1]]
-    longer = last | {"content": f"{last['content']}{added}"}
-    return [*messages[: asked[-1]], longer, *messages[asked[-1] + 1 :]]
+    last_user = messages[users[-1]]
+    longer = last_user | {"content": f"{last_user['content']}{added}"}
+    return [*messages[: users[-1]], longer, *messages[users[-1] + 1 :]]
 
 
 def apply_chat_template(
@@ -565,8 +558,8 @@ def apply_chat_template(
     continue_final_message: bool = False,
 ) -> str:
     """Render messages in the tokenizer's chat format."""
-    known, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
-    require(known, "chat: the tokenizer has no chat template; use `template` instead")
+    has_template, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
+    require(has_template, "chat: the tokenizer has no chat template; use `template` instead")
     try:
         return render_messages(
             tokenizer,
@@ -595,12 +588,7 @@ class PromptDropped(ValueError):
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """Limit of a row's tokens, and the action for longer rows.
-
-    Example:
-        >>> LengthLimit("max_prompt_length", 512, "error").remedy
-        'raise max_prompt_length or set `long_prompts: drop`'
-    """
+    """Limit of a row's tokens, and the action for longer rows."""
 
     name: str  # option that sets the limit, for messages
     tokens: int  # largest number of tokens

@@ -42,13 +42,7 @@ KNOWN_COLUMNS = ("prompt", "completion", "messages", "answer", "id")
 
 @dataclass(frozen=True)
 class RowReader:
-    r"""Reads the rows of a training, validation, test or prediction set.
-
-    Example:
-        >>> reader = RowReader({"prompt": "q"}, {"answer": r"####\s*(.+)"}, 0.0, "drop")
-        >>> reader.read([{"q": "1+1?", "answer": "one more #### 2"}])[0].values
-        {'q': '1+1?', 'answer': '2', 'prompt': '1+1?'}
-    """
+    r"""Reads the rows of a training, validation, test or prediction set."""
 
     # {name in litgrpo: name in the source, or `column.field` of one whose values are objects}; a
     # row without the source's name that already has litgrpo's is used as it is. All fields also
@@ -114,38 +108,38 @@ class RowReader:
 
     def _group(self, row: SourceRow) -> int:
         """Return a number that is the same in rows that are held out together."""
-        known = self.split_by == "prompt" or self.split_by in row.values
-        require(known, f"{row.place}: no field {self.split_by!r}, which split_by names")
+        has_column = self.split_by == "prompt" or self.split_by in row.values
+        require(has_column, f"{row.place}: no field {self.split_by!r}, which split_by names")
         return digest(identity(row, self.split_by))
 
     def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
         """Return a row with columns renamed and extracted."""
-        own = [each for each in (self.tasks.get(row.set_name), row.origin) if each is not None]
-        of_source = {name: theirs for each in own for name, theirs in each.columns.items()}
-        patterns = {name: pattern for each in own for name, pattern in each.extract.items()}
+        sources = [*filter(None, (self.tasks.get(row.set_name), row.origin))]
+        of_source = {name: column for source in sources for name, column in source.columns.items()}
+        patterns = {name: pattern for source in sources for name, pattern in source.extract.items()}
         columns, extract = self.columns | of_source, self.extract | patterns
-        found = {name: find_value(row.values, theirs) for name, theirs in columns.items()}
+        renamed = {name: find_value(row.values, column) for name, column in columns.items()}
         # A column also keeps its own name, unless that name means something else in litgrpo.
-        replaced = {columns[name] for name, value in found.items() if value is not MISSING}
+        replaced = {columns[name] for name, value in renamed.items() if value is not MISSING}
         replaced &= {*REWARD_ARGUMENTS, *KNOWN_COLUMNS}
         values = {name: value for name, value in row.values.items() if name not in replaced}
-        values |= {name: value for name, value in found.items() if value is not MISSING}
+        values |= {name: value for name, value in renamed.items() if value is not MISSING}
         not_needed = {
             name
-            for column, others in self.substitutes.items()
+            for column, unneeded in self.substitutes.items()
             if column in values
-            for name in others
+            for name in unneeded
         }
         required = required | of_source.keys() | patterns.keys()
         missing = sorted(required - values.keys() - not_needed)
         if missing:
             name = missing[0]
-            theirs = columns.get(name, name)
-            owner, has = _fields_beside(row.values, theirs)
+            column = columns.get(name, name)
+            owner, has = _fields_beside(row.values, column)
             hint = f"{owner} has: {has}; `columns: {{{name}: ...}}` names another"
             if "messages" in values:
                 hint += "; `messages` need `chat: true`"
-            raise ValueError(f"{row.place}: no field {theirs!r} ({hint})")
+            raise ValueError(f"{row.place}: no field {column!r} ({hint})")
         for name in extract.keys() & values.keys():
             if not list_answers(values[name]):
                 continue  # no answer: counted when all rows are read
@@ -163,10 +157,10 @@ class RowReader:
         rows = self._read(train, required)
         if val is not None:
             held_out = self._read(val, required)
-            kept = self._without_overlap(rows, held_out)
+            training = self._without_overlap(rows, held_out)
         elif self.val_fraction:
             is_held_out = rows.groups.astype(np.uint64) < self.val_fraction * 2.0**64
-            held_out, kept = rows.select(is_held_out), rows.select(~is_held_out)
+            held_out, training = rows.select(is_held_out), rows.select(~is_held_out)
             require(
                 len(held_out.rows) > 0,
                 f"val_fraction {self.val_fraction} of {len(rows.rows)} rows holds out none",
@@ -174,9 +168,10 @@ class RowReader:
         else:
             return rows.rows, None
         require(
-            len(kept.rows) > 0, "no training row is left: all of them are held out for validation"
+            len(training.rows) > 0,
+            "no training row is left: all of them are held out for validation",
         )
-        return kept.rows, held_out.rows
+        return training.rows, held_out.rows
 
     def _without_overlap(self, train: _ReadRows, val: _ReadRows) -> _ReadRows:
         shared = np.flatnonzero(np.isin(train.prompts, val.prompts))
@@ -204,9 +199,9 @@ class _ReadRows:
     prompts: np.ndarray  # [rows] digests of their prompts
     groups: np.ndarray  # [rows] digests by which `val_fraction` holds rows out
 
-    def select(self, chosen: np.ndarray) -> _ReadRows:
+    def select(self, mask: np.ndarray) -> _ReadRows:
         """Return the rows that a mask chooses."""
-        return _ReadRows(self.rows.select(chosen), self.prompts[chosen], self.groups[chosen])
+        return _ReadRows(self.rows.select(mask), self.prompts[mask], self.groups[mask])
 
 
 def find_value(values: Mapping[str, Any], name: str) -> Any:
@@ -240,16 +235,11 @@ def _fields_beside(values: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def extract_group(pattern: str, value: Any, place: str) -> str:
-    r"""Return the text of a pattern's only group in a value; errors begin with `place`.
-
-    Example:
-        >>> extract_group(r"####\s*(.+)", "one more #### 2", "a.jsonl, line 1, field 'answer'")
-        '2'
-    """
-    found = re.search(pattern, value) if isinstance(value, str) else None
-    if found is None or found[1] is None:
+    r"""Return the text of a pattern's only group in a value; errors begin with `place`."""
+    match = re.search(pattern, value) if isinstance(value, str) else None
+    if match is None or match[1] is None:
         raise ValueError(f"{place}: {pattern!r} not found in {str(value)[-80:]!r}")
-    return found[1].strip()
+    return match[1].strip()
 
 
 def identity(row: SourceRow, name: str = "prompt") -> str:
@@ -312,16 +302,17 @@ class EmptyColumns:
     def warn(self, total: int) -> None:
         """Warn once for each column of which some rows are empty."""
         for name in self.names:
-            found = [
+            counts = [
                 counted
                 for (column, task, is_none), counted in self.empty.items()
                 if column == name and (not is_none or (name, task) in self.used)
             ]
-            if found:
+            if counts:
+                _, place, _ = min(counts, key=lambda item: item[2])
                 rank_zero_warn(
-                    f"{sum(count for count, *_ in found)} of {total} rows have an empty {name!r} "
-                    f"(the first: {min(found, key=lambda each: each[2])[1]}): rewards that compare "
-                    "with it do not score these rows; fill it in, or leave them out"
+                    f"{sum(count for count, *_ in counts)} of {total} rows have an empty {name!r} "
+                    f"(the first: {place}): rewards that compare with it do not score these rows; "
+                    "fill it in, or leave them out"
                 )
 
 
@@ -374,17 +365,12 @@ class RowScan:
 def columns_of(
     rows: Iterable[SourceRow], names: Iterable[str] | None = None
 ) -> dict[str, list[Any]]:
-    """Return {column: one value per row} of all columns but `prompt`; None for missing values.
-
-    Example:
-        >>> columns_of([SourceRow({"prompt": "1+1?", "answer": "2"}, "a.jsonl, line 1", 0)])
-        {'answer': ['2']}
-    """
+    """Return {column: one value per row} of all columns but `prompt`; None for missing values."""
     rows = [*rows]
     if names is None:
         names = dict.fromkeys(name for row in rows for name in row.values)
-    found = {name: [row.values.get(name) for row in rows] for name in names if name != "prompt"}
-    reserved = sorted(REWARD_ARGUMENTS & found.keys())
+    columns = {name: [row.values.get(name) for row in rows] for name in names if name != "prompt"}
+    reserved = sorted(REWARD_ARGUMENTS & columns.keys())
     if reserved:
         name = reserved[0]
         place = next(row.place for row in rows if name in row.values)
@@ -392,4 +378,4 @@ def columns_of(
             f"{place}: field {name!r} has the name of an argument of reward functions; "
             f"rename it with `columns: {{reference_{name}: {name}}}`"
         )
-    return found
+    return columns

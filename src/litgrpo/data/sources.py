@@ -384,12 +384,6 @@ def read_rows(sets: Any) -> Rows:
     """Open a source or named sets, up to the limits of their sources.
 
     Rows of named sets get the name as column `task`, unless they have such a column.
-
-    Example:
-        >>> [row.values for row in read_rows(["What is 3+4?"])]
-        [{'prompt': 'What is 3+4?'}]
-        >>> [row.values for row in read_rows({"sums": ["What is 3+4?"]})]
-        [{'task': 'sums', 'prompt': 'What is 3+4?'}]
     """
     parts: list[Part] = []
     positions = [np.zeros(0, np.int64)]
@@ -553,12 +547,7 @@ def _load_from_hub(path: str) -> Any:
 
 
 def task_weights_of(sets: Any, weights: Mapping[str, float] | None) -> list[float] | None:
-    """Return the weight of each named set, in their order; None without weights.
-
-    Example:
-        >>> task_weights_of({"math": "a.jsonl", "chat": "b.jsonl"}, {"chat": 1, "math": 2})
-        [2, 1]
-    """
+    """Return the weight of each named set, in their order; None without weights."""
     if weights is None:
         return None
     require(

@@ -102,11 +102,7 @@ def _continue_with(
 
 
 def added_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens that the tokenizer adds before and after every text, such as an end token.
-
-    Example:
-        A tokenizer with the begin token 1 that adds no end token: `([1], [])`.
-    """
+    """Return the tokens, such as an end token, that are added before and after every text."""
     bare, complete = tokenize(tokenizer, ["a"])[0], list(tokenizer("a").input_ids)
     starts = (n for n in range(len(complete)) if complete[n : n + len(bare)] == bare)
     start = next(starts, 0)

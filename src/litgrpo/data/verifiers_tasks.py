@@ -51,13 +51,13 @@ class VerifiersTasks(GeneratedSource):
         try:
             kind = vf.taskset_config_type(self.taskset["id"])
             taskset = vf.load_taskset(kind.model_validate(self.taskset))
-            chosen = taskset.select(vf.SelectConfig(**self.select))
+            tasks = taskset.select(vf.SelectConfig(**self.select))
         except Exception as error:  # a taskset's module may raise anything
             raise ValueError(f"{self.name}: {summarize_error(error)}") from error
         require(
-            chosen.bounded, f"{self.name} has no end; give select: {{limit: 500}} or another limit."
+            tasks.bounded, f"{self.name} has no end; give select: {{limit: 500}} or another limit."
         )
-        return [_row(task.data) for task in chosen]
+        return [_row(task.data) for task in tasks]
 
 
 def _row(data: Any) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not 0 < self.predict_top_p <= 1:
-            given = f"model.evaluation.predict_top_p is {self.predict_top_p}"
-            raise ValueError(f"{given}; it must be above 0 and at most 1 (off).")
+            problem = f"model.evaluation.predict_top_p is {self.predict_top_p}"
+            raise ValueError(f"{problem}; it must be above 0 and at most 1 (off).")
         at_least("model.evaluation.num_samples", self.num_samples, 1)
         for k in self.pass_at_k:
             if not 1 <= k <= self.num_samples:
@@ -92,14 +92,7 @@ class Evaluation:
 
 
 def format_success_rule(rewards: Mapping[str, str], threshold: float) -> str:
-    """Write when a completion is correct; `rewards` are those of `Evaluator.success_rewards`.
-
-    Example:
-        >>> format_success_rule({"": "correct"}, 1.0)
-        "reward 'correct' >= 1"
-        >>> format_success_rule({"": "correct", "chat": "judge"}, 0.5)
-        "reward 'correct' >= 0.5, of task 'chat' reward 'judge' >= 0.5"
-    """
+    """Write when a completion is correct; `rewards` are those of `Evaluator.success_rewards`."""
     other = {task: name for task, name in rewards.items() if name != rewards[""]}
     rules = [f"of task {task!r} reward {name!r}" for task, name in other.items()]
     return ", ".join(f"{rule} >= {threshold:g}" for rule in (f"reward {rewards['']!r}", *rules))
@@ -139,12 +132,12 @@ def summarize_rows(rows: Sequence[Row], settings: Evaluation) -> dict[str, float
         numbers |= text_quality(columns["text"])
     if "distance" in kinds:
         numbers |= initial_distance(columns["distance"])
-    known = {}
+    report = {}
     for name, value in numbers.items():
         mean = re.sub("_(low|high)$", "", name)
         if not isnan(numbers.get(mean, value)) and (name == mean or isfinite(value)):
-            known[name] = value
-    return known
+            report[name] = value
+    return report
 
 
 @dataclass(frozen=True)
@@ -176,7 +169,7 @@ class Evaluator:
         # {task: the reward that decides there}, "" for all others
         self.success_rewards = find_success_rewards(
             {name: weight for name, weight in scorer.weights.items() if name not in ignored},
-            {name: each.tasks for name, each in scorer.components.items()},
+            {name: reward.tasks for name, reward in scorer.components.items()},
             settings.success_reward,
         )
         taken = sorted(RESERVED & set(names))
@@ -289,7 +282,11 @@ class Evaluator:
         report: dict[str, float] = {}
         for name in self.rows:
             # Reversed, so that the first of several rows of a prompt stays.
-            merged = {n: row for each in reversed(of_ranks) for n, row in each[name].items()}
+            merged = {
+                n: row
+                for rows_of_rank in reversed(of_ranks)
+                for n, row in rows_of_rank[name].items()
+            }
             if rows := {index: merged[index] for index in sorted(merged)}:
                 prefix = f"{stage}/{name}" if name else stage
                 numbers = summarize_rows(list(rows.values()), self.settings)

@@ -247,13 +247,13 @@ def compare_evaluations(before: PromptValues, after: PromptValues) -> Comparison
     # its samples are. Means have bootstrap intervals, because no distribution can be assumed for a
     # graded reward; binary outcomes have an exact test. Numbers may be NaN; prompts are matched by
     # `index`.
-    places = {number: row for row, number in enumerate(before.get("index", ()))}
-    rows = [(places[n], row) for row, n in enumerate(after.get("index", ())) if n in places]
+    row_of = {number: row for row, number in enumerate(before.get("index", ()))}
+    rows = [(row_of[n], row) for row, n in enumerate(after.get("index", ())) if n in row_of]
     if not rows:
         return None
     names = [name for name in after if name in before and name != "index"]
     pairs = {n: [(before[n][old], after[n][new]) for old, new in rows] for n in names}
-    changes = {name: change for name, each in pairs.items() if (change := _change(each))}
+    changes = {name: change for name, values in pairs.items() if (change := _change(values))}
     solved_by = next((name for name in ("greedy", *names) if name in names and _binary(name)), "")
     gained, lost = [], []
     for (old, now), (_, row) in zip(pairs.get(solved_by, ()), rows, strict=False):

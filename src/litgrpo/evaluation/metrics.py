@@ -50,8 +50,8 @@ def ratio(total: float, count: float) -> float:
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the values that are not NaN; NaN if there is none."""
-    known = [value for value in values if not isnan(value)]
-    return ratio(fsum(known), len(known))
+    numbers = [value for value in values if not isnan(value)]
+    return ratio(fsum(numbers), len(numbers))
 
 
 # --- accuracy ---
@@ -126,7 +126,9 @@ def reward_means(rows: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, f
 
 def count_turns(rollout: Rollout) -> list[Numbers]:
     """Return turns and fraction with a tool call of each prompt, means over its episodes."""
-    turns = [(len(each.assistant_texts), float(bool(each.calls))) for each in rollout.episodes]
+    turns = [
+        (len(episode.assistant_texts), float(bool(episode.calls))) for episode in rollout.episodes
+    ]
     table = torch.tensor(turns, dtype=torch.float64).view(-1, rollout.group_size, 2)
     return [(number, calls) for number, calls in table.mean(1).tolist()]
 

@@ -117,7 +117,7 @@ def prompt_text_of(prompt: str | Sequence[Message]) -> str:
     """
     if isinstance(prompt, str) or len(prompt) == 1:
         return text_of(prompt)
-    return "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def list_answers(answer: object) -> list[Any]:
@@ -131,16 +131,16 @@ def list_answers(answer: object) -> list[Any]:
         (['7'], ['7', 'seven'], [])
     """
     several = isinstance(answer, Sequence) and not isinstance(answer, str | bytes)
-    return [one for one in (answer if several else [answer]) if _is_answer(one)]  # type: ignore[attr-defined]
+    return [item for item in (answer if several else [answer]) if _is_answer(item)]  # type: ignore[attr-defined]
 
 
-def _is_answer(one: object) -> bool:
-    if isinstance(one, str):
-        marked = extract_answer(one)
-        return bool(normalize(one if marked is None else marked).strip())
-    if isinstance(one, Sized):
-        return len(one) > 0
-    return one is not None and bool(one == one)  # noqa: PLR0124 (NaN and NaT differ from themselves)
+def _is_answer(item: object) -> bool:
+    if isinstance(item, str):
+        marked = extract_answer(item)
+        return bool(normalize(item if marked is None else marked).strip())
+    if isinstance(item, Sized):
+        return len(item) > 0
+    return item is not None and bool(item == item)  # noqa: PLR0124 (NaN and NaT differ from themselves)
 
 
 def find_tagged(text: str, tag: str) -> list[str]:
@@ -156,15 +156,15 @@ def find_hashed(text: str) -> list[str]:
 
 def find_boxed(text: str) -> list[str]:
     r"""Return the argument of every `\boxed{...}`, with balanced braces; skip an unclosed box."""
-    found, start, depth = [], 0, 0
+    boxes, start, depth = [], 0, 0
     for brace in BOX_OR_BRACE.finditer(text):
         if depth:
             depth += BRACE_DEPTH[brace[0][-1]]
             if not depth:
-                found.append(text[start : brace.start()])
+                boxes.append(text[start : brace.start()])
         elif len(brace[0]) > 1:  # a box, not a bare brace
             start, depth = brace.end(), 1
-    return found
+    return boxes
 
 
 def answer_claims(text: str, *, tag: str = "answer") -> list[str]:
@@ -208,8 +208,8 @@ def extract_reasoning(text: str, *, tag: str = "reasoning", answer_tag: str = "a
         >>> extract_reasoning("<reasoning>40 + 32</reasoning><answer>72</answer>")
         '40 + 32'
     """
-    found = find_tagged(text, tag)
-    return (found[-1] if found else text.partition(f"<{answer_tag}>")[0]).strip()
+    tagged = find_tagged(text, tag)
+    return (tagged[-1] if tagged else text.partition(f"<{answer_tag}>")[0]).strip()
 
 
 def reasonings(completions: Completions, tag: str = "reasoning") -> list[str]:
@@ -240,12 +240,12 @@ def parse_number(text: str, nouns: Container[str] = ()) -> Fraction | None:
     plain = _plain(text)
     if plain is None:
         return None
-    found = list(islice(MAGNITUDE.finditer(plain), 4))
-    if not found or any(len(match[0]) > MAX_DIGITS for match in found):
+    magnitudes = list(islice(MAGNITUDE.finditer(plain), 4))
+    if not magnitudes or any(len(match[0]) > MAX_DIGITS for match in magnitudes):
         return None
-    gaps = [plain[a.end() : b.start()] for a, b in pairwise(found)]
-    size = _size([match[0] for match in found], gaps)
-    before, after = plain[: found[0].start()], plain[found[-1].end() :]
+    gaps = [plain[a.end() : b.start()] for a, b in pairwise(magnitudes)]
+    size = _size([match[0] for match in magnitudes], gaps)
+    before, after = plain[: magnitudes[0].start()], plain[magnitudes[-1].end() :]
     sign = _sign(before)
     if size is None or sign is None or _is_another_claim(before, after):
         return None
@@ -363,11 +363,11 @@ def _size(numbers: Sequence[str], gaps: Sequence[str]) -> Fraction | None:
     values = [Fraction(number.replace(",", "").replace(" ", "")) for number in numbers]
     if not gaps:
         return values[0]
-    *whole, above, below = values
+    *whole_number, above, below = values
     # 3/4, or 1 3/4: a whole number, one space, and a fraction below 1.
-    mixed = gaps[:-1] == [" "] and whole[0].denominator == 1 and above < below
-    readable = below and FRACTION_BAR.fullmatch(gaps[-1]) and (mixed or not whole)
-    return sum(whole, above / below) if readable else None
+    mixed = gaps[:-1] == [" "] and whole_number[0].denominator == 1 and above < below
+    readable = below and FRACTION_BAR.fullmatch(gaps[-1]) and (mixed or not whole_number)
+    return sum(whole_number, above / below) if readable else None
 
 
 def _sign(before: str) -> int | None:

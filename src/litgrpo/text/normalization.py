@@ -85,7 +85,9 @@ def _spell(character: str) -> str:
     # A label, no digit of the number before it.
     if kind == "<circle>":
         return character
-    spelling = "".join(SAME.get(each, each) for each in unicodedata.normalize("NFKC", character))
+    spelling = "".join(
+        SAME.get(letter, letter) for letter in unicodedata.normalize("NFKC", character)
+    )
     return f" {spelling}" if kind == "<fraction>" else spelling
 
 

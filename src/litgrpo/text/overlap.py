@@ -50,14 +50,7 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def without_articles(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces: what SQuAD compares.
-
-    Example:
-        >>> without_articles("The cat, a dog!")
-        'cat dog'
-
-    Source: SQuAD's evaluation script, version 1.1.
-    """
+    """Lower case, without punctuation and articles, single spaces: what SQuAD compares."""
     bare = "".join(letter for letter in normalize(text).lower() if letter not in PUNCTUATION)
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 

@@ -13,9 +13,9 @@ def program_name() -> str:
 
 def program_in_shell() -> str:
     """Return `program_name`, with the path of the interpreter if `python` is another one."""
-    folder, found = os.path.dirname(sys.executable), shutil.which("python")
+    folder, python = os.path.dirname(sys.executable), shutil.which("python")
     name = program_name()
-    if name == "litgrpo" or (found is not None and os.path.dirname(found) == folder):
+    if name == "litgrpo" or (python is not None and os.path.dirname(python) == folder):
         return name
     path = os.path.relpath(sys.executable)
     return f"{sys.executable if path.startswith(os.pardir) else path} cli.py"

@@ -103,19 +103,19 @@ def _mask_value(value: Any, *, name: str, free_form: bool) -> Any:
     if isinstance(value, Mapping):
         return {
             key: _mask_value(
-                each,
+                inner,
                 name=str(key) if is_secret_name(str(key), free_form) else name,
                 free_form=free_form or key in FREE_FORM,
             )
             if key not in HEADERS
-            else _mask_value(each, name=str(key), free_form=True)
-            for key, each in value.items()
+            else _mask_value(inner, name=str(key), free_form=True)
+            for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        names = [name, *(name or _name_of_next(each) for each in value)]
+        names = [name, *(name or _name_of_next(inner) for inner in value)]
         masked = [
-            _mask_value(each, name=of, free_form=free_form)
-            for each, of in zip(value, names, strict=False)
+            _mask_value(inner, name=owner, free_form=free_form)
+            for inner, owner in zip(value, names, strict=False)
         ]
         return type(value)(masked)
     # YAML reads a key of digits as a number; `budget_tokens: 512` is a limit.
@@ -130,17 +130,17 @@ def _mask_value(value: Any, *, name: str, free_form: bool) -> Any:
 
 def _name_of_next(value: Any) -> str:
     """Return the name of an argument such as --api-key, whose value follows; else ""."""
-    found = ARGUMENT.fullmatch(value) if isinstance(value, str) else None
-    is_secret = found is not None and found[2] is None and is_secret_name(found[1])
+    argument = ARGUMENT.fullmatch(value) if isinstance(value, str) else None
+    is_secret = argument is not None and argument[2] is None and is_secret_name(argument[1])
     return str(value) if is_secret else ""
 
 
 def _mask_in_text(value: str) -> str:
     """Mask keys in a text of a recipe: in addresses, in arguments, and those of known services."""
-    found = ARGUMENT.fullmatch(value)
-    secrets = [found[2]] if found and found[2] and is_secret_name(found[1]) else []
+    argument = ARGUMENT.fullmatch(value)
+    secrets = [argument[2]] if argument and argument[2] and is_secret_name(argument[1]) else []
     secrets += re.findall(KEY_LIKE, value)
-    secrets += IN_ADDRESS[0].findall(value) + [each for _, each in IN_ADDRESS[1].findall(value)]
+    secrets += IN_ADDRESS[0].findall(value) + [secret for _, secret in IN_ADDRESS[1].findall(value)]
     for secret in secrets:
         remember_secret(secret)
         value = value.replace(secret, MASK)
@@ -164,12 +164,14 @@ def is_secret_name(name: str, free_form: bool = False) -> bool:
 def find_masked(settings: Any, path: str = "") -> list[str]:
     """Return the dotted names of values that were masked."""
     if isinstance(settings, Mapping):
-        parts = [(f"{path}.{name}" if path else str(name), each) for name, each in settings.items()]
+        parts = [
+            (f"{path}.{name}" if path else str(name), inner) for name, inner in settings.items()
+        ]
     elif isinstance(settings, list | tuple):
-        parts = [(path, each) for each in settings]
+        parts = [(path, inner) for inner in settings]
     else:
         return [path] if settings == MASK else []
-    return [name for where, each in parts for name in find_masked(each, where)]
+    return [name for inner_path, inner in parts for name in find_masked(inner, inner_path)]
 
 
 def mask_text(text: str) -> str:
@@ -194,12 +196,16 @@ def _mask_parts(text: str, secret: str) -> str:
         lowered, sought = text, secret
     size = min(WINDOW, len(sought))
     hidden: set[int] = set()
-    for start in {sought[at : at + size] for at in range(len(sought) - size + 1)}:
-        place = lowered.find(start)
-        while place >= 0:
-            hidden.update(range(place, place + size))
-            place = lowered.find(start, place + 1)
+    for window in {
+        sought[position : position + size] for position in range(len(sought) - size + 1)
+    }:
+        position = lowered.find(window)
+        while position >= 0:
+            hidden.update(range(position, position + size))
+            position = lowered.find(window, position + 1)
     if not hidden:
         return text
-    marked = "".join("\0" if at in hidden else each for at, each in enumerate(text))
+    marked = "".join(
+        "\0" if position in hidden else character for position, character in enumerate(text)
+    )
     return re.sub("\0+", MASK, marked)

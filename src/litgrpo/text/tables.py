@@ -23,9 +23,9 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> lis
         >>> markdown_table(("reward", "weight"), [("correct", 1)])
         ['| reward  | weight |', '| ------- | ------ |', '| correct | 1      |']
     """
-    first, *others = _pad_cells([head, *([str(value) for value in row] for row in rows)])
-    ruler = ["-" * len(cell) for cell in first]
-    return [f"| {' | '.join(cells)} |" for cells in [first, ruler, *others]]
+    header, *body = _pad_cells([head, *([str(value) for value in row] for row in rows)])
+    ruler = ["-" * len(cell) for cell in header]
+    return [f"| {' | '.join(cells)} |" for cells in [header, ruler, *body]]
 
 
 def _pad_cells(rows: Iterable[Sequence[str]]) -> list[list[str]]:

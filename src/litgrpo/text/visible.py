@@ -21,15 +21,15 @@ def visible(text: object, max_chars: int | None = None) -> str:
     """
     # Control characters (also those that command a terminal), marks that reverse the direction of
     # writing, and halves of characters stand as their numbers.
-    whole = str(text)
-    more = 0 if max_chars is None else len(whole) - max_chars
-    shown = "".join(map(_seen, whole[:max_chars].replace("\r\n", "\n")))
-    return f"{shown} ... [{more:,} more characters]" if more > 0 else shown
+    full_text = str(text)
+    more = 0 if max_chars is None else len(full_text) - max_chars
+    visible_text = "".join(map(_seen, full_text[:max_chars].replace("\r\n", "\n")))
+    return f"{visible_text} ... [{more:,} more characters]" if more > 0 else visible_text
 
 
 def _seen(character: str) -> str:
-    kept = character in KEPT or character in JOINERS
-    acts = not kept and unicodedata.category(character) in ACTING
+    is_layout = character in KEPT or character in JOINERS
+    acts = not is_layout and unicodedata.category(character) in ACTING
     return f"[U+{ord(character):04X}]" if acts else character
 
 

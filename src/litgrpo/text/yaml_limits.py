@@ -69,7 +69,7 @@ def check_values(text: str) -> None:
             raise Misread(
                 f"{place} is written {node.value}, which YAML reads as {reading}, or quote a text"
             )
-        letters = [CONTROLS[each] for each in node.value if each in CONTROLS]
+        letters = [CONTROLS[character] for character in node.value if character in CONTROLS]
         if node.style == '"' and letters:
             raise Misread(
                 f"{place} has \\{letters[0]} in double quotes, which is a control character: use "
@@ -85,12 +85,7 @@ def misreading(node: yaml.ScalarNode) -> str:
 
 
 def is_misread(text: str) -> bool:
-    """Return True for a single value that YAML reads as something else than it looks like.
-
-    Example:
-        >>> is_misread("1:30"), is_misread("no"), is_misread("10"), is_misread("'no'")
-        (True, True, False, False)
-    """
+    """Return True for a single value that YAML reads as something else than it looks like."""
     return any(look.fullmatch(text.strip()) for look in MISREAD)
 
 

@@ -152,11 +152,11 @@ def calculate(expression: str) -> str:
         >>> calculate("347*82"), calculate("3+4"), calculate("347**82"), calculate("047*82")
         ('28454', '7', 'error', 'error')
     """
-    found = re.fullmatch(r"(0|[1-9]\d*)([+*])(0|[1-9]\d*)", expression)
-    if found is None:
+    match = re.fullmatch(r"(0|[1-9]\d*)([+*])(0|[1-9]\d*)", expression)
+    if match is None:
         return ERROR
-    first, second = int(found[1]), int(found[3])
-    return str(first + second if found[2] == "+" else first * second)
+    first, second = int(match[1]), int(match[3])
+    return str(first + second if match[2] == "+" else first * second)
 
 
 def _answer(text: str) -> dict[str, str]:
@@ -174,8 +174,8 @@ def _guess(problem: Calculation, rng: random.Random) -> str:
 
 def _replace_digit(digits: str, rng: random.Random) -> str:
     """Replace one digit of a number by a random one, which may be the same."""
-    place = rng.randrange(len(digits))
-    return digits[:place] + rng.choice("0123456789") + digits[place + 1 :]
+    position = rng.randrange(len(digits))
+    return digits[:position] + rng.choice("0123456789") + digits[position + 1 :]
 
 
 def _draw(rng: random.Random, parts: Sequence[int]) -> Calculation:

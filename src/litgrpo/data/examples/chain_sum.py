@@ -53,24 +53,24 @@ class ChainSumDemonstrator:
     def _step(self, first: int, second: int, rng: random.Random) -> tuple[int, str]:
         """Return the sum of two terms, and its steps as text."""
         # With different signs: subtract the smaller absolute value, so no digit gets negative.
-        one, other, sign = abs(first), abs(second), "+"
+        upper, lower, sign = abs(first), abs(second), "+"
         if (first < 0) != (second < 0):
-            one, other, sign = max(one, other), min(one, other), "-"
-        size, columns = self._columns(one, sign, other, rng)
-        task, total = f"{one}{sign}{other}", size
+            upper, lower, sign = max(upper, lower), min(upper, lower), "-"
+        size, columns = self._columns(upper, sign, lower, rng)
+        task, total = f"{upper}{sign}{lower}", size
         if first + second < 0:
             task = f"-({task})"
             total = size if rng.random() < self.forgotten_sign_frac else -size
         return total, f"{task}: {columns}, {total}"
 
-    def _columns(self, one: int, sign: str, other: int, rng: random.Random) -> tuple[int, str]:
-        """Return `one` + `other`, or `one` - `other` (at most `one`), and its steps as text."""
-        length = max(len(str(one)), len(str(other)))
-        pairs = zip(reversed(f"{one:0{length}}"), reversed(f"{other:0{length}}"), strict=True)
-        carry, found, columns = 0, 0, []
-        for place, (upper, lower) in enumerate(pairs):
-            last = place == length - 1
-            top, bottom = int(upper), int(lower)
+    def _columns(self, upper: int, sign: str, lower: int, rng: random.Random) -> tuple[int, str]:
+        """Return the sum or the difference, at least 0, of two numbers, and its steps as text."""
+        length = max(len(str(upper)), len(str(lower)))
+        pairs = zip(reversed(f"{upper:0{length}}"), reversed(f"{lower:0{length}}"), strict=True)
+        carry, total, columns = 0, 0, []
+        for place, (top_digit, bottom_digit) in enumerate(pairs):
+            is_last = place == length - 1
+            top, bottom = int(top_digit), int(bottom_digit)
             carried = f"{sign}1" if carry else ""
             if sign == "+":
                 # An incorrect digit sum determines its own carry: 7+8=16 carries 1, as 15 would.
@@ -82,10 +82,10 @@ class ChainSumDemonstrator:
                 digit = self._digit(top - bottom - carry, 9, rng)
                 carry = borrow
             columns.append(f"{top}{sign}{bottom}{carried}={digit}")
-            found += (digit if last else digit % 10) * 10**place
+            total += (digit if is_last else digit % 10) * 10**place
             if carry and rng.random() < self.forgotten_carry_frac:
                 carry = 0
-        return found, ", ".join(columns)
+        return total, ", ".join(columns)
 
     def _digit(self, correct: int, largest: int, rng: random.Random) -> int:
         if rng.random() >= self.wrong_digit_frac:
@@ -103,13 +103,13 @@ NOISY = ChainSumDemonstrator(
 
 def parse_terms(prompt: str) -> list[int]:
     """Parse the signed terms of a problem's text."""
-    found = EXPRESSION.search(prompt)
+    match = EXPRESSION.search(prompt)
     require(
-        found is not None,
+        match is not None,
         f"not a {TASK} problem: got {prompt!r}, expected a text ending in `: 42 - 25 =`",
     )
-    assert found is not None
-    return [-int(number) if sign == "-" else int(number) for sign, number in TERM.findall(found[1])]
+    assert match is not None
+    return [-int(number) if sign == "-" else int(number) for sign, number in TERM.findall(match[1])]
 
 
 def demonstrations(

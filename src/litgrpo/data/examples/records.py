@@ -123,4 +123,4 @@ def test() -> list[Row]:
 
 def split_words(words: str) -> list[str]:
     """Split a text at `;` and normalize whitespace."""
-    return [" ".join(each.split()) for each in words.split(";")]
+    return [" ".join(word.split()) for word in words.split(";")]

@@ -70,4 +70,4 @@ def test() -> list[Row]:
 
 
 def _rows(text: str) -> list[Row]:
-    return [{"prompt": " ".join(each.split())} for each in text.split(";")]
+    return [{"prompt": " ".join(topic.split())} for topic in text.split(";")]
