@@ -51,20 +51,6 @@ def test_prompts_of_pairs_that_a_template_makes_equal_are_a_warning(tmp_path):
         ready(tmp_path, [row | {"task": "sums"} for row in SUMS], template="{{ task }}")
 
 
-def test_short_pairs_are_padded_on_the_right(tmp_path):
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "bcd"}]
-    batch = the_batch(tmp_path, rows, pad_to_multiple_of=4)
-    short = texts_of(batch).index("<bos>ab<eos><pad><pad><pad><pad>")
-    assert batch.attention_mask[short].tolist() == [True] * 4 + [False] * 4
-    assert batch.loss_mask[short].tolist() == [False] * 2 + [True] * 2 + [False] * 4
-
-
-def test_there_is_one_end_token_where_the_text_has_it_already(tmp_path):
-    assert texts_of(the_batch(tmp_path, [{"prompt": "a", "completion": "b<eos>"}])) == [
-        "<bos>ab<eos>"
-    ]
-
-
 def test_templates_make_prompt_and_completion(tmp_path):
     settings = dict(template="Q {{ q }} A ", completion_template="{{ steps }} so {{ a }}")
     batch = the_batch(tmp_path, [{"q": "1+1", "a": "2", "steps": "add"}], **settings)

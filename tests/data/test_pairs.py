@@ -10,7 +10,7 @@ from tests.support.models import byte_tokenizer
 
 
 def test_a_batch_of_rows_marks_what_is_to_predict():
-    rows = [{"prompt": "a", "completion": "bc"}, {"prompt": "de", "completion": "f<eos>"}]
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "de", "completion": "f<eos>"}]
     pairs = tokenize_pairs(
         read_rows(rows),
         "train",
@@ -21,13 +21,13 @@ def test_a_batch_of_rows_marks_what_is_to_predict():
     )
     batch = pairs[[1, 0]]
     assert len(pairs) == 2
-    assert pairs.lengths.tolist() == [5, 5]
+    assert pairs.lengths.tolist() == [4, 5]
     assert byte_tokenizer().batch_decode(batch.input_ids) == [
         "<bos>def<eos><pad><pad><pad>",
-        "<bos>abc<eos><pad><pad><pad>",
+        "<bos>ab<eos><pad><pad><pad><pad>",
     ]
-    assert batch.attention_mask.sum(1).tolist() == [5, 5]
-    assert batch.loss_mask.sum(1).tolist() == [2, 3]
+    assert batch.attention_mask.tolist() == [[True] * 5 + [False] * 3, [True] * 4 + [False] * 4]
+    assert batch.loss_mask.nonzero().tolist() == [[0, 3], [0, 4], [1, 2], [1, 3]]
 
 
 SAID = [

@@ -424,8 +424,6 @@ def test_a_batch_that_is_not_divisible_by_the_processes_is_refused_at_the_start(
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="val and val_fraction are both set"):
-        PromptData(val=["a"], val_fraction=0.1)
     with pytest.raises(ValueError, match="batch_size is 0"):
         PromptData(batch_size=0)
 

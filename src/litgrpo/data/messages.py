@@ -36,39 +36,13 @@ TRAINED = {
 MASKED = "masked"  # of torchtune, which says the opposite
 # Fields that only some chat templates read, or nothing, and that do not change what a message is.
 HARMLESS = {
-    *(
-        "name",
-        "id",
-        "tool_calls",
-        "tool_call_id",
-        "function_call",
-        "reasoning_content",
-        "reasoning",
-    ),
-    *("thinking", "tool_plan", "citations", "annotations", "channel", "recipient"),
-    *(
-        "author",
-        "message_id",
-        "parent_id",
-        "turn_id",
-        "turn_identifier",
-        "turn",
-        "index",
-        "end_turn",
-    ),
-    *("timestamp", "time", "date", "created_at", "updated_at", "create_time", "update_time"),
-    *(
-        "metadata",
-        "meta",
-        "model",
-        "source",
-        "language",
-        "lang",
-        "status",
-        "state",
-        "finish_reason",
-    ),
-    *("stop_reason", "usage", "logprobs", "country", "hashed_ip", "header", "toxic", "redacted"),
+    *("name", "id", "tool_calls", "tool_call_id", "function_call", "reasoning_content"),
+    *("reasoning", "thinking", "tool_plan", "citations", "annotations", "channel", "recipient"),
+    *("author", "message_id", "parent_id", "turn_id", "turn_identifier", "turn", "index"),
+    *("end_turn", "timestamp", "time", "date", "created_at", "updated_at", "create_time"),
+    *("update_time", "metadata", "meta", "model", "source", "language", "lang", "status"),
+    *("state", "finish_reason", "stop_reason", "usage", "logprobs", "country", "hashed_ip"),
+    *("header", "toxic", "redacted"),
 }
 
 
