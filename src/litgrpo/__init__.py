@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from litgrpo.runs.summary import Summary
     from litgrpo.types import PromptBatch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # {module: its public names}
 _PUBLIC_BY_MODULE = {
     "algorithms.advantages": ("Normalized",),
