@@ -28,11 +28,11 @@ def metrics() -> list[list[str]]:
 
 def options(table: str) -> list[list[str]]:
     """Options of TRL or verl, and those of litgrpo."""
-    rows = [[table, "litgrpo", "remark"]]
+    rows = [[table, "litgrpo"]]
     for row in read("foreign_names.csv"):
         if row["table"] == table:
             name = ".".join(filter(None, (row["prefix"], row["name"])))
-            rows.append([code(name), code(row["option"]), row["remark"]])
+            rows.append([code(name), "; ".join(filter(None, (code(row["option"]), row["remark"])))])
     return rows
 
 
