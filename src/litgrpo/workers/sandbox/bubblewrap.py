@@ -87,7 +87,7 @@ def _try_start() -> tuple[SandboxResult, bool]:
     with ours:
         with theirs:
             limits, end = SandboxLimits(seconds=TRIAL_S), theirs.fileno()
-            running = _start(code, limits, {"end": end}, descriptors=[end])
+            running = _start(code, limits, {"end": end}, [end])
         ours.settimeout(TRIAL_S)
         with suppress(TimeoutError):
             ours.recv(7)  # at the end of the program, if it cannot start
@@ -101,8 +101,6 @@ def start(
     limits: SandboxLimits | None = None,
     *,
     names: Mapping[str, Any] | None = None,
-    files: Mapping[str, str] | None = None,
-    packages: Sequence[str] = (),
     descriptors: Sequence[int] = (),
 ) -> RunningSandbox:
     """Start Python code in a new sandbox.
@@ -111,8 +109,6 @@ def start(
         code: Python program.
         limits: resource limits.
         names: global variables of the program, as JSON values.
-        files: {path below /tmp: text}, written before the program starts.
-        packages: folders of installed packages that it may import; none by default.
         descriptors: file descriptors that the program inherits.
 
     Raises:
@@ -121,29 +117,23 @@ def start(
     reason = unavailable_reason()
     if reason:
         raise ValueError(f"Could not start a sandbox: {reason}")
-    given = {"names": dict(names or {}), "files": dict(files or {})}
-    return _start(
-        code, limits or SandboxLimits(), **given, packages=packages, descriptors=descriptors
-    )
+    return _start(code, limits or SandboxLimits(), names or {}, descriptors)
 
 
-def run(code: str, limits: SandboxLimits | None = None, **given: Any) -> SandboxResult:
+def run(
+    code: str, limits: SandboxLimits | None = None, *, names: Mapping[str, Any] | None = None
+) -> SandboxResult:
     r"""Run Python code in a new sandbox and wait for it; arguments as in `start`.
 
     Example:
         >>> run("print(6 * 7)").output if available() else "42\n"
         '42\n'
     """
-    return start(code, limits, **given).wait()
+    return start(code, limits, names=names).wait()
 
 
 def _start(
-    code: str,
-    limits: SandboxLimits,
-    names: Mapping[str, Any] | None = None,
-    files: Mapping[str, str] | None = None,
-    packages: Sequence[str] = (),
-    descriptors: Sequence[int] = (),
+    code: str, limits: SandboxLimits, names: Mapping[str, Any], descriptors: Sequence[int]
 ) -> RunningSandbox:
     is_root = os.geteuid() == 0
     user = FIRST_USER + next(_numbers) % USERS if is_root else 0
@@ -151,16 +141,14 @@ def _start(
         "code": code,
         "limits": limits.of_a_process(),
         "user": user,
-        "names": names or {},
-        "files": files or {},
-        "packages": list(packages),
+        "names": dict(names),
     }
     # bubblewrap reads the filter from a descriptor; an unlinked file needs no cleaning up.
     with tempfile.TemporaryFile() as calls:
         calls.write(program(platform.machine()))
         calls.seek(0)
         command = [
-            *("bwrap", *_rights(is_root), *_folders(limits, packages)),
+            *("bwrap", *_rights(is_root), *_folders(limits)),
             *("--seccomp", str(calls.fileno()), "--clearenv", "--setenv", "PATH", "/usr/bin"),
             *("--setenv", "HOME", "/tmp", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
             *("--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1"),
@@ -203,7 +191,7 @@ def _rights(is_root: bool) -> list[str]:
     return [*namespaces, "--unshare-cgroup-try", *user, "--die-with-parent", "--new-session"]
 
 
-def _folders(limits: SandboxLimits, packages: Sequence[str]) -> list[str]:
+def _folders(limits: SandboxLimits) -> list[str]:
     """Return the mounts: Python and system libraries read-only, small /tmp and /dev/shm."""
     size = ["--size", str(limits.disk_mib * MIB), "--perms", "1777", "--tmpfs"]
     # bubblewrap's own /dev has more devices. /dev/zero is left out: mapping it is an uncounted
@@ -214,25 +202,22 @@ def _folders(limits: SandboxLimits, packages: Sequence[str]) -> list[str]:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     words += ["--symlink", "/proc/self/fd", "/dev/fd", "--proc", "/proc", *_hidden_proc()]
-    # After /tmp and /dev/shm, because Python and packages may lie below them. bubblewrap creates
-    # parent folders with mode 0700. Code that root starts runs as another user, which could not
-    # enter them.
+    # After /tmp and /dev/shm, because Python may lie below them. bubblewrap creates parent folders
+    # with mode 0700. Code that root starts runs as another user, which could not enter them.
     libraries = os.path.join(sys.base_prefix, "lib")
     parents = dict.fromkeys(
         str(parent)
-        for path in (*SYSTEM, libraries, _python(), *packages)
+        for path in (*SYSTEM, libraries, _python())
         for parent in reversed(Path(path).parents[:-1])
     )
     words += [word for path in parents for word in ("--perms", "0755", "--dir", path)]
     words += [word for path in SYSTEM for word in ("--ro-bind-try", path, path)]
     words += ["--ro-bind", libraries, libraries, "--ro-bind", _python(), _python()]
-    # Installed packages lie below Python's library. An empty tmpfs hides them; requested ones are
-    # mounted over it.
+    # Installed packages lie below Python's library. An empty tmpfs hides them.
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     hidden = [os.path.join(libraries, version, "site-packages"), "/usr/lib/python3/dist-packages"]
     hidden = [path for path in hidden if os.path.isdir(path)]
     words += [word for path in hidden for word in ("--tmpfs", path)]
-    words += [word for path in packages for word in ("--ro-bind", path, path)]
     # A tmpfs without a size limit is made read-only, also that of the root, which comes last.
     closed = (*hidden, "/dev", "/")
     return [

@@ -14,7 +14,7 @@ import sys
 
 def prepare() -> dict[str, object]:
     """Apply the limits of the payload on stdin to this process and its descendants."""
-    given = json.load(sys.stdin.buffer)
+    payload = json.load(sys.stdin.buffer)
     # The code must not wait for input.
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -23,19 +23,14 @@ def prepare() -> dict[str, object]:
     # If the machine runs out of memory, the kernel kills this process before any other.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    for name, value in given["limits"].items():
+    for name, value in payload["limits"].items():
         resource.setrlimit(vars(resource)[name], (value, value))
     # After the limits, which only root could raise. Groups first: setuid gives up that right.
-    if given["user"]:
+    if payload["user"]:
         os.setgroups([])
-        os.setgid(given["user"])
-        os.setuid(given["user"])
-    sys.path += given["packages"]
-    for path, text in given["files"].items():
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    return given
+        os.setgid(payload["user"])
+        os.setuid(payload["user"])
+    return payload
 
 
 if __name__ == "__main__":
