@@ -10,6 +10,7 @@ import pytest
 
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox import SandboxLimits, bubblewrap
+from litgrpo.workers.server import descendants
 from tests.support.raises import raises_for
 
 in_sandbox = pytest.mark.skipif(
@@ -172,12 +173,16 @@ def test_stdin_is_empty_and_sandboxes_share_nothing():
 
 
 @in_sandbox
-def test_kill_stops_a_sandbox_and_can_be_repeated():
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02, 0.05, 0.1])
+def test_kill_stops_a_sandbox_also_while_it_starts_and_can_be_repeated(delay_s):
     running = sandbox.start("import time; time.sleep(99)", SandboxLimits(seconds=60.0))
-    time.sleep(0.1)
+    time.sleep(delay_s)
+    started = descendants(running.process.pid)
     running.kill()
     running.kill()  # again: nothing happens
     assert running.process.returncode == -9
+    assert running.wait().exceeded == ""
+    assert not [pid for pid in started if os.path.exists(f"/proc/{pid}/exe")]  # a zombie has none
 
 
 def test_without_bubblewrap_start_raises_with_the_fix(monkeypatch):

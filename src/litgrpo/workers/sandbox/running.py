@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import time
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from threading import Thread
 
 from litgrpo.arguments import above, at_least
 from litgrpo.workers.sandbox.usage import find_first, memory_of
+from litgrpo.workers.server import descendants, kill
 
 MIB = 1 << 20
 LOOK_S = 0.05  # interval between two checks of total memory and time
@@ -122,8 +124,17 @@ class RunningSandbox:
 
     def kill(self) -> None:
         """Kill all its processes; does nothing after they have exited."""
-        self.process.kill()
+        self._kill_processes()
         self.wait()
+
+    def _kill_processes(self) -> None:
+        if self.process.poll() is not None:
+            return
+        # The kernel kills what bubblewrap has started only once bubblewrap has asked for it. Before
+        # that its first process would stay behind; stopped, bubblewrap starts no further one.
+        self.process.send_signal(signal.SIGSTOP)
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            kill(pid)
 
     def _watch(self) -> None:
         try:
@@ -154,7 +165,7 @@ class RunningSandbox:
             while not exceeded and not self._has_exited():
                 exceeded = self._find_exceeded()
         finally:
-            self.process.kill()
+            self._kill_processes()
             self.process.wait()
             pipe.close()
         output, end = head.decode("utf-8", "replace"), tail.decode("utf-8", "replace")
