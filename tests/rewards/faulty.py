@@ -121,18 +121,6 @@ async def async_hangs(completions):
     return lengths(completions)
 
 
-async def async_blocks(completions):
-    if "bad" in completions:
-        time.sleep(3600)
-    return lengths(completions)
-
-
-async def async_crashes(completions):
-    if "bad" in completions:
-        os._exit(7)
-    return lengths(completions)
-
-
 def all_are_there(path, name, of):
     """Leave a file, and say whether all others have left theirs."""
     open(os.path.join(path, name), "w").close()
@@ -154,12 +142,6 @@ def meeting(path, name, of):
 def pure_meeting(completions, path):
     while not all_are_there(path[0], completions[0], 2):
         time.sleep(0.01)
-    return lengths(completions)
-
-
-async def async_meeting(completions, path, name, of):
-    while not all_are_there(path[0], name, of):
-        await asyncio.sleep(0.01)
     return lengths(completions)
 
 

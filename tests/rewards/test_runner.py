@@ -228,12 +228,18 @@ def test_a_coroutine_that_blocks_its_thread_costs_its_rows_and_not_the_run(monke
             released.wait()
         return [1.0] * len(completions)
 
-    runner = Runner(num_workers=0, timeout_s=0.5, max_failed_frac=1.0)
+    async def waits(completions):
+        await asyncio.sleep(0.01)
+        return [2.0] * len(completions)
+
+    runner = Runner(num_workers=1, timeout_s=0.5, max_failed_frac=1.0)
+    scorer = Scorer({"blocks": Reward(blocks), "waits": Reward(waits)}, runner=runner)
     try:
-        table, scorer = score(blocks, runner)
-        assert not table.valid.any()
-        assert scorer.failures == {"r": {"TimeoutError": 4}}
-        assert score(blocks, runner, texts=["a", "b"])[0].valid.all()
+        table = scorer(["p"] * 4, TEXTS, {}, 4)
+        assert table.components["blocks"].isnan().all()
+        assert table.components["waits"].tolist() == [[2.0] * 4]
+        assert scorer.failures == {"blocks": {"TimeoutError": 4}}
+        assert scorer(["p"] * 2, ["a", "b"], {}, 2).valid.all()
     finally:
         released.set()
 

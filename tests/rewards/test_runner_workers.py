@@ -45,8 +45,6 @@ FAULTS = {
     "loops_in_python": "TimeoutError",
     "catastrophic_regex": "TimeoutError",
     "async_hangs": "TimeoutError",
-    "async_blocks": "TimeoutError",
-    "async_crashes": "exited with 7",
     "pure_hangs": "TimeoutError",
     "segfaults": "died of SIGSEGV",
     "exits_at_once": "exited with 7",
@@ -128,12 +126,14 @@ def test_independent_functions_run_side_by_side(runner, tmp_path, caplog) -> Non
     # each answers only when the other has begun, too
     meet = {name: Reward(faulty.meeting(str(tmp_path), name, 2)) for name in ("a", "b")}
     scorer = Scorer(meet, runner=runner)
+    caplog.set_level(logging.WARNING, "litgrpo")
     assert scorer(["p"] * 2, ["a", "b"], {}, 2).valid.all()
     assert not caplog.text
 
 
 def test_rows_of_a_pure_function_run_side_by_side(runner, tmp_path, caplog) -> None:
     columns = {"path": [str(tmp_path)] * 2}
+    caplog.set_level(logging.WARNING, "litgrpo")
     assert score(runner, faulty.pure_meeting, ["a", "b"], columns)[0].valid.all()
     assert not caplog.text
 
@@ -160,26 +160,11 @@ def test_slow_imports_of_workers_are_explained(runner, caplog, monkeypatch) -> N
     assert "imported the modules of the rewards r in" in caplog.text
 
 
-def test_coroutines_run_together(tmp_path, caplog) -> None:
-    runner = Runner(timeout_s=60.0, num_workers=1)
-    parts = {n: Reward(faulty.async_meeting, kwargs={"name": n, "of": 3}) for n in "abc"}
-    columns = {"path": [str(tmp_path)] * 2}
-    table = Scorer(parts, runner=runner)(["p"] * 2, ["a", "b"], columns, 2)
-    runner.close()
-    assert table.valid.all()
-    assert not caplog.text
+def test_coroutine_functions_run_in_this_process(runner) -> None:
+    async def its_process(completions):
+        return faulty.its_process(completions)
 
-
-def test_a_coroutine_takes_no_worker_from_other_functions(tmp_path, caplog) -> None:
-    runner = Runner(num_workers=1)
-    parts = {
-        "waits": Reward(faulty.async_meeting, kwargs={"name": "waits", "of": 2}),
-        "computes": Reward(faulty.meeting(str(tmp_path), "computes", 2)),
-    }
-    columns = {"path": [str(tmp_path)] * 2}
-    assert Scorer(parts, runner=runner)(["p"] * 2, ["a", "b"], columns, 2).valid.all()
-    runner.close()
-    assert not caplog.text
+    assert (score(runner, its_process)[0].total == os.getpid()).all()
 
 
 def test_functions_of_a_script_or_notebook_travel_whole(runner) -> None:
@@ -357,12 +342,20 @@ def test_a_row_with_own_limits_that_crashes_scores_zero_and_one_that_raises_fail
     assert scorer.failures == {"r": {"KeyError": 1, "MemoryError": 1}}
 
 
-def test_a_row_with_an_own_limit_fails_if_its_worker_survives(runner) -> None:
-    async def interrupts(completions):
-        return faulty.interrupts(completions)
+class LoadedHereOnly:
+    """Value of a column that raises where a worker unpickles it."""
 
-    interrupts.row_timeout_s = 20.0
-    table, scorer = score(runner, interrupts)
+    def __reduce__(self):
+        return exec, ("raise ImportError('not here')",)
+
+
+def test_a_row_with_an_own_limit_fails_if_its_worker_survives(runner) -> None:
+    def counts(completions, values):
+        return faulty.lengths(completions)
+
+    counts.row_timeout_s = 20.0
+    values = [LoadedHereOnly() if text == "bad" else 0 for text in TEXTS]
+    table, scorer = score(runner, counts, columns={"values": values})
     assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
     assert sum(scorer.failures["r"].values()) == 1
 
@@ -386,7 +379,7 @@ def test_scores_are_entered_by_row():
 def send(call):
     """The scores, after the journeys there and back."""
     target = pickle.loads(process.dump(FunctionInWorker(call)))
-    message = pickle.loads(pickle.dumps((call.rows, call.num_rows, call.context, 1.0)))
+    message = pickle.loads(pickle.dumps((call.rows, call.num_rows, call.context)))
     return pickle.loads(pickle.dumps(target(message, None)[0]))
 
 

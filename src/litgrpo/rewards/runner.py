@@ -20,7 +20,6 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import above, at_least, at_most
 from litgrpo.event_loops import drop_event_loop, event_loop
 from litgrpo.rewards.calls import (
-    LOOP,
     Call,
     Function,
     MalformedResult,
@@ -71,17 +70,14 @@ class FunctionInWorker:
 
     def __call__(self, message: tuple[Any, ...], send: Send) -> tuple[Scores, float]:
         """Return the scores of some rows, and the seconds that it took."""
-        rows, num_rows, context, limit_s = message
+        rows, num_rows, context = message
         call = replace(self.call, rows=rows, num_rows=num_rows, context=context)
         memory_bytes = find_mark(call.function, "row_memory_bytes")
         if memory_bytes is not None:
             _limit_memory(memory_bytes)
         started = time.perf_counter()
-        if call.is_coroutine:
-            scores = asyncio.run(score_coroutine(call, limit_s))
-        else:
-            # Ctrl-C does not reach a worker, so every exception comes from the function.
-            scores = score_call(call, (BaseException,))
+        # Ctrl-C does not reach a worker, so every exception comes from the function.
+        scores = score_call(call, (BaseException,))
         if not isinstance(scores.error, MalformedResult | UnusableReward | None):
             scores.error = to_picklable(scores.error)
         return scores, time.perf_counter() - started
@@ -111,8 +107,8 @@ class Runner:
 
     Functions run in worker processes, several at a time. One that hangs (even in C code) is killed
     after its time limit; one that crashes loses only the affected rows. litgrpo's own functions run
-    in the training process, which is faster, as do objects with `state_dict` and functions that
-    cannot be pickled (with a warning).
+    in the training process, which is faster, as do objects with `state_dict`, coroutine functions
+    (each in an event loop of its own), and functions that cannot be pickled (with a warning).
 
     The fields are those of `Scoring`, which are the options of a recipe.
 
@@ -195,7 +191,11 @@ class Runner:
 
         Functions that run in this process are left out.
         """
-        sent = [call for call in calls if self.size and not stays_in_process(call)]
+        sent = [
+            call
+            for call in calls
+            if self.size and not (call.is_coroutine or stays_in_process(call))
+        ]
         began = time.monotonic()
         new = [call for call in sent if not self._has_loaded(call)]
         for call in new:  # the servers load at the same time
@@ -348,7 +348,7 @@ class Task(NamedTuple):
 
     number: int  # of the call
     rows: Sequence[int]  # numbers of the rows
-    limit_s: float  # of a coroutine for all rows, and again for the single rows
+    limit_s: float
     is_first: bool  # a failure of several rows is followed by a task for each of them
 
 
@@ -374,10 +374,9 @@ class StartedCalls:
             elif pool is not None:
                 self._results[n] = make_failed_scores(call.num_rows, pool, pool.cause)
             elif call.is_coroutine:
+                # Each has its own loop: one that blocks its thread must not stop the others.
                 self._coroutines[n] = asyncio.run_coroutine_threadsafe(
-                    score_coroutine(call, self._limit_s(call)),
-                    # A function that blocks its loop must not stop a judge.
-                    event_loop("judges" if self._limit_s(call) is None else LOOP),
+                    score_coroutine(call, self._limit_s(call)), event_loop(loop_of(call))
                 )
             else:
                 self._here.append(n)
@@ -441,30 +440,22 @@ class StartedCalls:
         try:
             return self._coroutines[number].result(limit_s and 2 * limit_s + GRACE_S)
         except TimeoutError as error:
-            drop_event_loop(LOOP)
+            drop_event_loop(loop_of(call))
             return make_failed_scores(call.num_rows, error)
 
     def _dispatch(self) -> None:
         """Send tasks while workers are free, without waiting for answers."""
         for number, tasks in self._queues.items():
-            # A coroutine waits most of its time: it takes no worker from the others.
-            ignores_size = self.calls[number].is_coroutine
-            while tasks and (ignores_size or self._num_computing() < self.runner.size):
+            while tasks and len(self._running) < self.runner.size:
                 worker = self._pools[number].take()
                 if worker is None:
                     break
                 self._send(worker, tasks.popleft())
 
-    def _num_computing(self) -> int:
-        return sum(not self.calls[task.number].is_coroutine for task in self._running.values())
-
     def _send(self, worker: Worker, task: Task) -> None:
         self._running[worker] = task
         call = self.calls[task.number].only(task.rows)
-        limit_s = task.limit_s
-        if call.is_coroutine:  # for all rows, and again for the single rows
-            limit_s = (1 + task.is_first) * limit_s + GRACE_S
-        worker.send((call.rows, call.num_rows, call.context, task.limit_s), limit_s)
+        worker.send((call.rows, call.num_rows, call.context), task.limit_s)
 
     def _record(self, worker: Worker, task: Task, answer: Any) -> None:
         """Enter the scores of a task, or add a task for each row if several failed together."""
@@ -489,6 +480,11 @@ class StartedCalls:
             self._queues[task.number].extend(alone)
         else:
             result.put(task.rows, scores)
+
+
+def loop_of(call: Call) -> str:
+    """Return the name of the event loop in which a coroutine function runs."""
+    return f"reward {call.name}"
 
 
 def plan_tasks(number: int, call: Call, timeout_s: float, num_workers: int) -> list[Task]:
