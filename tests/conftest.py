@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -63,7 +64,7 @@ def rewards_run_in_this_process(monkeypatch):
     programs that a test starts, such as the run of tests/golden: these use worker processes.
     """
 
-    def runner(timeout_s=Runner.timeout_s, num_workers=None, *args):
-        return Runner(timeout_s, num_workers or 0, *args)
+    def runner(scoring):
+        return Runner(replace(scoring, num_workers=scoring.num_workers or 0))
 
     monkeypatch.setattr("litgrpo.rewards.scorer.Runner", runner)

@@ -17,7 +17,7 @@ from litgrpo.algorithms.turns import (
 )
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.rewards.reward import Reward, environment
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable
 from tests.learning.parts import gradient_of, learner_of, rollouter_of
@@ -246,7 +246,7 @@ def test_every_algorithm_config_trains_on_episodes(name):
     policy = tiny_policy("llama")
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
     rollout = rollouter.generate(prompt_batch("a", "hello there"), "train")
-    scorer = Scorer({"environment": Reward(environment)}, runner=Runner(num_workers=0))
+    scorer = Scorer({"environment": Reward(environment)}, Scoring(num_workers=0))
     rewards = scorer.start(rollout).wait()
     assert rewards.total.unique().numel() > 1
     learner = learner_of(policy, PUBLISHED[name])

@@ -8,7 +8,7 @@ import pytest
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.evaluation.metrics import CorpusMetrics
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
 from tests.learning.parts import letters, rollouter_of
@@ -35,7 +35,7 @@ def odd(prompts, completions, **_):
 
 def evaluator(*, function=letters, **settings):
     parts = {"first": Reward(function), "second": Reward(grade, weight=0.5)}
-    return Evaluator(Evaluation(**settings), Scorer(parts, runner=Runner(num_workers=0)))
+    return Evaluator(Evaluation(**settings), Scorer(parts, Scoring(num_workers=0)))
 
 
 def rollouter():
@@ -60,7 +60,7 @@ def test_the_heaviest_reward_counts_unless_another_is_named():
     assert evaluator().success_rewards == {"": "first"}  # of equal weights
     assert evaluator().success_rule == "reward 'first' >= 1"
     rewards = {"format": Reward(letters, weight=0.2), "exact": Reward(grade), "last": Reward(zero)}
-    heaviest = Evaluator(Evaluation(), Scorer(rewards, runner=Runner(num_workers=0)))
+    heaviest = Evaluator(Evaluation(), Scorer(rewards, Scoring(num_workers=0)))
     assert heaviest.success_rewards == {"": "exact"}
     with raises_for("evaluation.success_reward", "secnd"):
         evaluator(success_reward="secnd")
@@ -80,9 +80,7 @@ def test_a_success_reward_that_scores_nothing_has_no_accuracy():
         return [None] * len(completions)
 
     parts = {"only": Reward(abstains)}
-    judge = Evaluator(
-        Evaluation(success_threshold=-1.0), Scorer(parts, runner=Runner(num_workers=0))
-    )
+    judge = Evaluator(Evaluation(success_threshold=-1.0), Scorer(parts, Scoring(num_workers=0)))
     judge.evaluate(rollouter(), BATCH, "val", 0)
     report = judge.report("val")
     assert report["val/unscored_frac"] == report["val/greedy_unscored_frac"] == 1
@@ -93,8 +91,8 @@ def test_a_success_reward_that_scores_nothing_has_no_accuracy():
 
 def test_a_completion_whose_other_reward_failed_is_left_out_of_accuracy():
     parts = {"first": Reward(lambda completions: [1.0] * len(completions)), "other": Reward(odd)}
-    runner = Runner(num_workers=0, max_failed_frac=1.0)
-    judge = Evaluator(Evaluation(success_threshold=0.5, greedy=False), Scorer(parts, runner=runner))
+    scorer = Scorer(parts, Scoring(num_workers=0, max_failed_frac=1.0))
+    judge = Evaluator(Evaluation(success_threshold=0.5, greedy=False), scorer)
     evaluated = judge.evaluate(rollouter(), BATCH, "val", 0)
     assert (~evaluated.correct.isnan()).tolist() == evaluated.rewards.valid.tolist()
     report = judge.report("val")
@@ -109,7 +107,7 @@ def test_a_reward_of_another_task_does_not_decide_and_has_no_mean():
         "other": Reward(lambda completions: [0.25] * len(completions), weight=0.5),
         "never": Reward(lambda completions: [None] * len(completions), weight=0.1),
     }
-    judge = Evaluator(Evaluation(greedy=False), Scorer(parts, runner=Runner(num_workers=0)))
+    judge = Evaluator(Evaluation(greedy=False), Scorer(parts, Scoring(num_workers=0)))
     judge.evaluate(rollouter(), BATCH, "val", 0)
     report = judge.report("val")
     assert (report["val/avg@4"], report["val/pass@1"]) == (0.5, 0.5)

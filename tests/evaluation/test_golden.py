@@ -23,7 +23,7 @@ from litgrpo.evaluation import (
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.evaluation.intervals import bootstrap_ratio, compare_evaluations, mcnemar
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.runs.pairing import per_prompt_values
 from litgrpo.types import PromptBatch, Rollout
@@ -104,7 +104,7 @@ def report_of(batches: list[list[int]]) -> tuple[dict[str, float], dict[str, lis
     rewards = {"cat": Reward(has_cat), "brevity": Reward(brevity, weight=0.3)}
     rewards["broken"] = Reward(broken, weight=0.1)
     settings = Evaluation(num_samples=4, corpus_metrics=DialogueScores())
-    scorer = Scorer(rewards, runner=Runner(num_workers=0, max_failed_frac=1.0))
+    scorer = Scorer(rewards, Scoring(num_workers=0, max_failed_frac=1.0))
     evaluator = Evaluator(settings, scorer)
     rows = []
     for indices in batches:

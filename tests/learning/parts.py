@@ -11,7 +11,7 @@ from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
@@ -49,7 +49,7 @@ def learner_of(
 
 def rewards_of(rollout: Rollout, function=letters) -> RewardTable:
     """Return the rewards of a function in this process."""
-    scorer = Scorer({"reward": Reward(function)}, runner=Runner(num_workers=0))
+    scorer = Scorer({"reward": Reward(function)}, Scoring(num_workers=0))
     return scorer.start(rollout).wait()
 
 

@@ -7,7 +7,7 @@ import jsonargparse
 import pytest
 import torch
 
-from litgrpo.rewards import Reward, Runner, Scorer
+from litgrpo.rewards import Reward, Scorer, Scoring
 from litgrpo.rewards.reward_model import Judge, load_judges
 from litgrpo.rewards.rubric import Criterion, Rubric
 
@@ -142,11 +142,10 @@ def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
         "with_weights": Rubric(CRITERIA, Placed(), max_score=1e9),
         "plain": Rubric(CRITERIA, score_place, max_score=1e9),
     }
-    runner = Runner(num_workers=1)
     rewards = {name: Reward(function) for name, function in parts.items()}
-    scorer = Scorer(rewards, runner=runner)
+    scorer = Scorer(rewards, Scoring(num_workers=1))
     table = scorer(PROMPTS, TEXTS, {}, group_size=2)
-    scorer.runner.close()
+    scorer.close()
     here = os.getpid()
     assert table.components["weights"][0, 0] == here
     assert table.components["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)

@@ -13,18 +13,20 @@ import torch
 from litgrpo.rewards import (
     Reward,
     RewardFailure,
-    Runner,
     Scorer,
+    Scoring,
     whole_batch,
 )
 from litgrpo.rewards.calls import Call
+from litgrpo.rewards.runner import Runner
 from tests.rewards import faulty
 
 TEXTS = ["a", "b", "bad", "d"]
+IN_PROCESS = Scoring(num_workers=0)
 
 
-def score(function, runner=None, times=1, texts=TEXTS, **columns):
-    scorer = Scorer({"r": Reward(function)}, runner=runner or Runner(num_workers=0))
+def score(function, scoring=IN_PROCESS, times=1, texts=TEXTS, **columns):
+    scorer = Scorer({"r": Reward(function)}, scoring)
     for _ in range(times):
         table = scorer(["p"] * len(texts), list(texts), columns, len(texts))
     return table, scorer
@@ -67,7 +69,7 @@ def test_a_whole_batch_function_is_masked_whole() -> None:
         calls.append(len(completions))
         raise KeyError
 
-    table, scorer = score(compare, Runner(num_workers=0, max_failed_frac=1.0))
+    table, scorer = score(compare, Scoring(num_workers=0, max_failed_frac=1.0))
     assert calls == [4]
     assert not table.valid.any()
     assert scorer.failures == {"r": {"KeyError": 4}}
@@ -116,9 +118,9 @@ def test_too_many_failures_stop_the_run_with_the_reason() -> None:
     ) as caught:
         score(broken)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    score(raises_on_bad, Runner(num_workers=0, max_failed_frac=0.25))
+    score(raises_on_bad, Scoring(num_workers=0, max_failed_frac=0.25))
     with pytest.raises(RewardFailure):
-        score(raises_on_bad, Runner(num_workers=0, max_failed_frac=0.24))
+        score(raises_on_bad, Scoring(num_workers=0, max_failed_frac=0.24))
 
 
 def test_the_first_traceback_is_whole_and_then_only_counts(caplog) -> None:
@@ -139,7 +141,7 @@ def test_the_deadline_covers_the_rows() -> None:
         raise KeyError
 
     _, scorer = score(
-        slow, Runner(num_workers=0, timeout_s=0.12, max_failed_frac=1.0), texts=["x"] * 50
+        slow, Scoring(num_workers=0, timeout_s=0.12, max_failed_frac=1.0), texts=["x"] * 50
     )
     assert scorer.failures["r"]["TimeoutError"] > 40
 
@@ -203,7 +205,7 @@ def test_coroutine_functions_run_together_and_lose_only_bad_rows(caplog) -> None
 
     functions = {"a": meeting("a", raises_on_bad), "b": meeting("b", twos), "c": raises_on_bad}
     parts = {name: Reward(function) for name, function in functions.items()}
-    table = Scorer(parts, runner=Runner(num_workers=0))(["p"] * 4, TEXTS, {}, 4)
+    table = Scorer(parts, Scoring(num_workers=0))(["p"] * 4, TEXTS, {}, 4)
     assert table.total.tolist() == [[4, 4, 2, 4]]
     assert table.valid.tolist() == [[True, True, False, True]]
     assert "TimeoutError" not in caplog.text
@@ -214,7 +216,7 @@ def test_a_hanging_coroutine_is_stopped() -> None:
         await asyncio.sleep(3600 if "bad" in completions else 0)
         return [1.0] * len(completions)
 
-    table, scorer = score(hangs, Runner(num_workers=0, timeout_s=2.0))
+    table, scorer = score(hangs, Scoring(num_workers=0, timeout_s=2.0))
     assert table.valid.tolist() == [[True, True, False, True]]
     assert scorer.failures == {"r": {"TimeoutError": 1}}
 
@@ -232,8 +234,8 @@ def test_a_coroutine_that_blocks_its_thread_costs_its_rows_and_not_the_run(monke
         await asyncio.sleep(0.01)
         return [2.0] * len(completions)
 
-    runner = Runner(num_workers=1, timeout_s=0.5, max_failed_frac=1.0)
-    scorer = Scorer({"blocks": Reward(blocks), "waits": Reward(waits)}, runner=runner)
+    settings = Scoring(num_workers=1, timeout_s=0.5, max_failed_frac=1.0)
+    scorer = Scorer({"blocks": Reward(blocks), "waits": Reward(waits)}, settings)
     try:
         table = scorer(["p"] * 4, TEXTS, {}, 4)
         assert table.components["blocks"].isnan().all()
@@ -265,14 +267,14 @@ def test_scores_are_computed_once_and_kept():
         calls.append(len(completions))
         return [1.0] * len(completions)
 
-    started = Runner(num_workers=0).start([call(counting)])
+    started = Runner(IN_PROCESS).start([call(counting)])
     assert not calls
     assert started.wait() is started.wait()
     assert calls == [2]
 
 
 def test_too_many_failures_raise_from_the_first_error_each_time_one_waits():
-    started = Runner(num_workers=0).start([call(faulty.raises, ["bad", "bad"])])
+    started = Runner(IN_PROCESS).start([call(faulty.raises, ["bad", "bad"])])
     for _ in range(2):
         with pytest.raises(RewardFailure, match="2 of 2") as caught:
             started.wait()
@@ -280,7 +282,7 @@ def test_too_many_failures_raise_from_the_first_error_each_time_one_waits():
 
 
 def test_started_calls_are_cancelled_by_the_next_start_and_by_close():
-    runner = Runner(num_workers=0)
+    runner = Runner(IN_PROCESS)
     first, second = (runner.start([call(faulty.lengths)]) for _ in range(2))
     runner.close()
     for cancelled in (first, second):
@@ -301,14 +303,15 @@ def test_what_runs_in_this_process_runs_in_the_callers_thread():
             threads.add(threading.current_thread())
         return [0.0] * len(completions)
 
-    for runner in (Runner(num_workers=0), Runner(num_workers=1)):
+    for num_workers in (0, 1):
+        runner = Runner(Scoring(num_workers=num_workers))
         runner.start([call(here)]).wait()
         runner.close()
     assert threads == {threading.main_thread()}
 
 
 def test_a_runner_with_started_calls_can_be_copied():
-    runner = Runner(num_workers=0)
+    runner = Runner(IN_PROCESS)
     runner.start([call(faulty.lengths)])
     for twin in (copy.deepcopy(runner), pickle.loads(pickle.dumps(runner))):
         assert twin.start([call(faulty.lengths)]).wait()[0].values == [1.0, 2.0]
@@ -318,9 +321,11 @@ def test_a_runner_with_started_calls_can_be_copied():
     ("settings", "message"),
     [
         ({"timeout_s": 0}, "scoring.timeout_s is 0; it must be above 0"),
+        ({"num_workers": -1}, "scoring.num_workers is -1; it must be at least 0"),
         ({"max_failed_frac": 1.5}, "scoring.max_failed_frac is 1.5; it must be at most 1"),
+        ({"overlong_buffer_frac": -0.1}, "overlong_buffer_frac is -0.1; it must be at least 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Runner(num_workers=0, **settings)
+        Scoring(**settings)

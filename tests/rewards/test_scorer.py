@@ -16,16 +16,15 @@ from litgrpo.rewards import (
     LLMJudge,
     Reward,
     RewardFailure,
-    Runner,
     Scorer,
+    Scoring,
 )
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.reward import name_rewards
-from litgrpo.rewards.scorer import Scoring
+from litgrpo.rewards.scorer import overlong_reward
 from tests.learning.parts import rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
-from tests.support.raises import raises_for
 
 PROMPTS = ["p", "p", "q", "q"]
 TEXTS = ["a", "bb", "ccc", "dddd"]
@@ -50,7 +49,7 @@ def table(context=None, reward_format="text", **parts: Any):
     rewards = {
         name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
     }
-    composite = Scorer(rewards, reward_format=reward_format, runner=Runner(num_workers=0))
+    composite = Scorer(rewards, Scoring(reward_format, num_workers=0))
     return composite(PROMPTS, TEXTS, COLUMNS, 2, context)
 
 
@@ -208,8 +207,8 @@ def test_wrong_inputs_are_refused_with_names_and_numbers() -> None:
         composite(PROMPTS, TEXTS, {"answer": ["1"] * 3}, 2)
     with pytest.raises(ValueError, match="4 completions do not make whole groups of 3"):
         composite(PROMPTS, TEXTS, COLUMNS, 3)
-    with pytest.raises(ValueError, match="reward_format is 'json'; it must be one of: text, chat"):
-        Scorer({"a": Reward(size)}, reward_format="json")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scoring\.format is 'json'"):
+        Scoring("json")  # type: ignore[arg-type]
 
 
 def test_a_result_of_the_wrong_length_is_one_clear_sentence() -> None:
@@ -245,7 +244,7 @@ def test_rewards_are_read_from_yaml(tmp_path) -> None:
 
 
 def shape_rewards(**parts: Reward):
-    composite = Scorer(parts, runner=Runner(num_workers=0))
+    composite = Scorer(parts, Scoring(num_workers=0))
     return lambda iteration=0: composite(PROMPTS, TEXTS, COLUMNS, 2, iteration=iteration)
 
 
@@ -293,7 +292,7 @@ def test_a_component_whose_schedule_is_at_zero_masks_the_same_rows() -> None:
 
 
 def test_a_single_completion_is_a_group_of_one() -> None:
-    composite = Scorer({"size": Reward(size)}, runner=Runner(num_workers=0))
+    composite = Scorer({"size": Reward(size)}, Scoring(num_workers=0))
     assert composite(["p"], ["abc"], {}, 1).total.tolist() == [[3.0]]
 
 
@@ -377,10 +376,9 @@ def counts(completions, log_metric, log_extra):
 @pytest.mark.parametrize("num_workers", [0, None])
 def test_what_a_function_logs_is_in_the_table(num_workers):
     """Metrics are means over calls and functions; extras stay with their completions."""
-    runner = Runner(num_workers=num_workers)
-    scorer = Scorer({"a": counts}, runner=runner)
+    scorer = Scorer({"a": counts}, Scoring(num_workers=num_workers))
     table = scorer(["p"] * 4, ["ab", "c", "d", "e"], {}, 2)
-    runner.close()
+    scorer.close()
     assert table.metrics == {"reward/letters": 5.0}
     assert table.extras == {"first": {0: "a", 1: "c", 2: "d", 3: "e"}}
 
@@ -393,7 +391,7 @@ def test_rows_that_are_asked_alone_keep_their_own_extras():
             raise KeyError
         return [1.0]
 
-    table = Scorer([picky], runner=Runner(num_workers=0))(["p"] * 3, ["a", "bad", "c"], {}, 3)
+    table = Scorer([picky], Scoring(num_workers=0))(["p"] * 3, ["a", "bad", "c"], {}, 3)
     assert table.extras == {"own": {0: "a", 2: "c"}}
     assert table.metrics == {"reward/n": 1.0}
 
@@ -409,7 +407,7 @@ def test_what_cannot_be_logged_is_refused(name, values, message):
         return [1.0] * len(completions)
 
     with pytest.raises((ValueError, RewardFailure), match=message):
-        Scorer([logs], runner=Runner(num_workers=0))(["p"] * 2, ["a", "b"], {}, 2)
+        Scorer([logs], Scoring(num_workers=0))(["p"] * 2, ["a", "b"], {}, 2)
 
 
 def test_bare_functions_count_one_and_are_named_after_themselves():
@@ -417,7 +415,7 @@ def test_bare_functions_count_one_and_are_named_after_themselves():
         return [float(len(text)) for text in completions]
 
     for rewards in ({"long": long}, [long]):
-        scorer = Scorer(rewards, runner=Runner(num_workers=0))
+        scorer = Scorer(rewards, Scoring(num_workers=0))
         assert scorer(["p"] * 2, ["a", "bb"], {}, 2).total.tolist() == [[1.0, 2.0]]
         assert list(scorer.components) == ["long"]
     with pytest.raises(ValueError, match="the same name: long, long"):
@@ -425,11 +423,11 @@ def test_bare_functions_count_one_and_are_named_after_themselves():
 
 
 def test_a_number_whose_square_overflows_fails_its_row():
-    runner = Runner(num_workers=0, max_failed_frac=1.0)
-    scorer = Scorer([lambda completions: [1e38, 1.0, -1e16, 1e15]], runner=runner)
+    settings = Scoring(num_workers=0, max_failed_frac=1.0)
+    scorer = Scorer([lambda completions: [1e38, 1.0, -1e16, 1e15]], settings)
     table = scorer(["p"] * 4, list("abcd"), {}, 4)
     assert table.valid.tolist() == [[False, True, False, True]]
-    assert "returned 1e+38, beyond 1e+15" in runner.failures["<lambda>"]
+    assert "returned 1e+38, beyond 1e+15" in scorer.failures["<lambda>"]
 
 
 def test_a_failure_names_the_cause_the_line_and_the_prompt():
@@ -437,7 +435,7 @@ def test_a_failure_names_the_cause_the_line_and_the_prompt():
         return {}[len(completions)]
 
     with pytest.raises(RewardFailure) as caught:
-        Scorer([raises], runner=Runner(num_workers=0))(["p", "p", "q", "q"], list("abcd"), {}, 2)
+        Scorer([raises], Scoring(num_workers=0))(["p", "p", "q", "q"], list("abcd"), {}, 2)
     told = str(caught.value)
     assert "(completion 0 of prompt 0)" in told
     assert "the first cause: KeyError: 4 (test_scorer.py, line " in told
@@ -453,7 +451,7 @@ class Halved(Scorer):
 
 
 def test_a_subclass_changes_what_every_caller_gets():
-    scorer = Halved([lambda completions: [4.0] * len(completions)], runner=Runner(num_workers=0))
+    scorer = Halved([lambda completions: [4.0] * len(completions)], Scoring(num_workers=0))
     assert scorer(["p"] * 2, ["a", "b"], {}, 2).total.tolist() == [[2.0, 2.0]]
 
 
@@ -498,7 +496,7 @@ def play_episodes(environment, purpose="val"):
 
 
 def score_with(rollout, reward_format="text", **parts):
-    scorer = Scorer(parts, reward_format, runner=Runner(num_workers=0))
+    scorer = Scorer(parts, Scoring(reward_format, num_workers=0))
     return scorer.start(rollout).wait()
 
 
@@ -569,7 +567,7 @@ def strip_text(prompts, completions):
 
 
 def test_prompts_in_chat_format_are_the_messages_of_the_data():
-    scorer = Scorer({"a": Reward(trl_reward)}, "chat", Runner(num_workers=0))
+    scorer = Scorer({"a": Reward(trl_reward)}, Scoring("chat", num_workers=0))
     columns = {"conversation": [CONVERSATION] * 2}
     assert scorer([RENDERED] * 2, ["yes", "no"], columns, 2).total.tolist() == [[1.0, 0.0]]
     # Data without chat format give one user message.
@@ -582,7 +580,7 @@ def test_a_function_may_name_the_rendered_prompts(reward_format):
     def look(prompts, completions, prompt_texts):
         return [float(text == RENDERED) for text in prompt_texts]
 
-    scorer = Scorer({"a": Reward(look)}, reward_format, Runner(num_workers=0))
+    scorer = Scorer({"a": Reward(look)}, Scoring(reward_format, num_workers=0))
     columns = {"conversation": [CONVERSATION]}
     scorer.check(columns)
     assert scorer([RENDERED], ["yes"], columns, 1).total.tolist() == [[1.0]]
@@ -595,7 +593,7 @@ def test_a_thought_that_the_template_begins_belongs_to_the_completion(reward_for
     if name == "reasoning_answer":
         completion, tag = "two</reasoning>\n<answer>4</answer>", "<reasoning>"
     function = Reward(f"litgrpo.rewards.{name}")
-    scorer = Scorer({"a": function}, reward_format, Runner(num_workers=0))
+    scorer = Scorer({"a": function}, Scoring(reward_format, num_workers=0))
     columns = {"conversation": [CONVERSATION] * 4}
     asked = [f"q\n{tag}\n", f"q{tag}", "q\n", f"{tag} q"]
     assert scorer(asked, [completion] * 4, columns, 4).total.tolist() == [[1.0, 1.0, 0.0, 0.0]]
@@ -611,21 +609,14 @@ def test_a_thought_that_the_template_begins_belongs_to_the_completion(reward_for
 )
 def test_a_function_for_the_other_format_is_an_error_that_names_it(function, reward_format, other):
     named = pytest.raises(RewardFailure, match=f"model.scoring.format to {other}")
-    scorer = Scorer({"a": Reward(function)}, reward_format, Runner(num_workers=0))
+    scorer = Scorer({"a": Reward(function)}, Scoring(reward_format, num_workers=0))
     with named:
         scorer(["ab"] * 2, ["yes", "no"], {}, 2)
 
 
 def test_the_end_of_long_completions_is_punished():
-    assert Scoring().overlong_reward(100) == {}
-    (reward,) = Scoring(overlong_buffer_frac=0.25).overlong_reward(100).values()
+    assert overlong_reward(Scoring(), 100) == {}
+    (reward,) = overlong_reward(Scoring(overlong_buffer_frac=0.25), 100).values()
     assert reward.kwargs == {"max_completion_length": 100, "soft_punish_cache": 25}
-    assert (
-        Scoring(overlong_buffer_frac=0.001)
-        .overlong_reward(100)["soft_overlong"]
-        .kwargs["soft_punish_cache"]
-        == 1
-    )
-    for fraction in (-0.1, 1.5):
-        with raises_for("overlong_buffer_frac", str(fraction)):
-            Scoring(overlong_buffer_frac=fraction)
+    (reward,) = overlong_reward(Scoring(overlong_buffer_frac=0.001), 100).values()
+    assert reward.kwargs["soft_punish_cache"] == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
 from tests.support.rewards_with_state import SavedNovelty
 
@@ -15,7 +15,7 @@ def score(scorer, *texts):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_state_of_an_object_is_saved_and_restored(num_workers):
     first, second = (
-        Scorer({"new": SavedNovelty()}, runner=Runner(num_workers=num_workers)) for _ in range(2)
+        Scorer({"new": SavedNovelty()}, Scoring(num_workers=num_workers)) for _ in range(2)
     )
     try:
         assert score(first, "a", "b") == [1.0, 1.0]

@@ -173,7 +173,7 @@ def measure_slowest(part: Reward, scorer: Scorer, columns: Mapping[str, Any]) ->
         scorer: it is one of its rewards.
         columns: other columns that the function may require, of any problem.
     """
-    alone = Scorer({"part": Reward(part.function, kwargs=part.kwargs)}, scorer.reward_format)
+    alone = Scorer({"part": Reward(part.function, kwargs=part.kwargs)}, scorer.scoring)
     problem, worst = Problem("How much is 40 + 32?", "72", columns), (0.0, "")
     with patient_scorer(alone, 2 * SLOW_S, num_workers=1) as patient:
         # The first call starts the worker: its imports are not timed.

@@ -17,7 +17,7 @@ from litgrpo.audit.samples import audit_environment, audit_open, instantiate_dat
 from litgrpo.audit.score import evenly
 from litgrpo.data.sources import read_rows
 from litgrpo.modules.episode_setup import check_own_reward
-from litgrpo.rewards import Reward, Scorer
+from litgrpo.rewards import Reward, Scorer, Scoring
 from litgrpo.rewards.builtin.code import unit_tests
 from litgrpo.rewards.builtin.reasoning_gym import EVALUATED, reasoning_gym
 from litgrpo.text.answers import extract_reasoning, list_answers
@@ -122,7 +122,7 @@ def build_scorer(settings: Mapping[str, Any]) -> Scorer:
     rewards = parser.instantiate(config).rewards
     if settings.get("environment") is None:
         check_own_reward(rewards)
-    return Scorer(rewards, settings.get("scoring", {}).get("format", "text"))
+    return Scorer(rewards, Scoring(settings.get("scoring", {}).get("format", "text")))
 
 
 def read_problems(recipe: Mapping[str, Any], reference_source: str | None) -> list[Problem]:

@@ -244,7 +244,7 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
     }
     del columns["prompt"]
     prompts = [episode.game.prompt for episode in played]
-    chat = scorer.reward_format == "chat"
+    chat = scorer.scoring.format == "chat"
     completions: Any = [episode.messages for episode in played] if chat else last
     table = scorer(prompts, completions, columns, 1)
     paid[complete] = table.total.masked_fill(~table.valid, torch.nan).flatten()

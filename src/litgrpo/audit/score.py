@@ -13,7 +13,7 @@ from torch import Tensor
 
 from litgrpo.audit.cases import Case, Problem
 from litgrpo.metrics import reward_stats
-from litgrpo.rewards import Runner, Scorer
+from litgrpo.rewards import Scorer, Scoring
 from litgrpo.types import RewardTable
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def patient_scorer(
     log = logging.getLogger("litgrpo.rewards.runner")
     level = log.level
     # max_failed_frac=1: the audit counts failures, so none may stop it.
-    runner = Runner(timeout_s=patience_s, max_failed_frac=1.0, **settings)
+    scoring = Scoring(scorer.scoring.format, patience_s, max_failed_frac=1.0, **settings)
     log.setLevel(logging.ERROR)
     try:
-        with closing(runner):
-            yield Scorer(scorer.components, scorer.reward_format, runner)
+        with closing(Scorer(scorer.components, scoring)) as patient:
+            yield patient
     finally:
         log.setLevel(level)
 

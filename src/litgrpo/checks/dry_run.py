@@ -15,7 +15,7 @@ from litgrpo.distributed.precision import matmul_precision
 from litgrpo.learning.learner import Learner
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Runner
+from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import REFERENCE_PROMPT, PromptBatch, RewardTable, Rollout, TrainingBatch
@@ -72,7 +72,7 @@ class DryRun:
 
     def rewards(self, rollout: Rollout) -> RewardTable:
         """Compute rewards that differ within every group."""
-        scorer = Scorer({"probe": Reward(self.probe)}, runner=Runner(num_workers=0))
+        scorer = Scorer({"probe": Reward(self.probe)}, Scoring(num_workers=0))
         return scorer.start(rollout).wait()
 
 

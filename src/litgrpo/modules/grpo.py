@@ -86,7 +86,8 @@ from litgrpo.modules.run_setup import (
 from litgrpo.modules.stop_token import find_stop_token
 from litgrpo.rewards.reward import Reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
-from litgrpo.rewards.scorer import Scorer, Scoring
+from litgrpo.rewards.runner import Scoring
+from litgrpo.rewards.scorer import Scorer, overlong_reward
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
@@ -239,11 +240,9 @@ class GRPO(LanguageModule):
         self.episode, self.seed = episode, seed
 
         self.objective = with_importance_correction(objective, engine, self.source)
-        overlong = scoring.overlong_reward(max_completion_length)
+        overlong = overlong_reward(scoring, max_completion_length)
         rewards |= overlong
-        self.scorer = self.scorer_class(
-            rewards, scoring.format, scoring.make_runner(), max_iterations
-        )
+        self.scorer = self.scorer_class(rewards, scoring, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer, ignored=overlong)
 
         # Loaded and built by `configure_model`.

@@ -39,14 +39,14 @@ from litgrpo.rewards.builtin.reasoning import (
 from litgrpo.rewards.builtin.reasoning_gym import reasoning_gym
 from litgrpo.rewards.builtin.safety import safety
 from litgrpo.rewards.calls import pure, whole_batch
-from litgrpo.rewards.runner import RewardFailure, Runner
+from litgrpo.rewards.runner import RewardFailure, Scoring
 
 if TYPE_CHECKING:
     from litgrpo.rewards.llm_judge import LLMJudge
     from litgrpo.rewards.reward import Reward
     from litgrpo.rewards.reward_model import Judge, RewardModel
     from litgrpo.rewards.rubric import Criterion, Rubric
-    from litgrpo.rewards.scorer import PendingRewards, Scorer, Scoring
+    from litgrpo.rewards.scorer import PendingRewards, Scorer
 
 # {name: module} of the names whose modules import torch, which takes a second. They are imported
 # on first use, because a worker process imports this package for a user's reward function that
@@ -60,7 +60,6 @@ NEED_TORCH = {
     "RewardModel": "reward_model",
     "Rubric": "rubric",
     "Scorer": "scorer",
-    "Scoring": "scorer",
 }
 
 __all__ = [
@@ -72,7 +71,6 @@ __all__ = [
     "RewardFailure",
     "RewardModel",
     "Rubric",
-    "Runner",
     "Scorer",
     "Scoring",
     "arithmetic",

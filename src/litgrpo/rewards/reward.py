@@ -95,7 +95,6 @@ def environment(
     return [sum(row) if row else None for row in known]
 
 
-RewardFormat = Literal["text", "chat"]
 OWN = {"environment": environment}  # functions of rewards that need not name one
 Normalize = Literal["none", "group", "batch"]
 

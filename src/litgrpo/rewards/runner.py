@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import above, at_least, at_most
+from litgrpo.arguments import above, at_least, at_most, one_of
 from litgrpo.event_loops import drop_event_loop, event_loop
 from litgrpo.rewards.calls import (
     Call,
@@ -38,6 +38,7 @@ from litgrpo.workers.process import Send, Worker, WorkerPool, receive
 log = logging.getLogger(__name__)
 
 OWN_PACKAGE = "litgrpo.rewards."
+RewardFormat = Literal["text", "chat"]
 MAX_WORKERS = 4
 GRACE_S = 2.0  # for a coroutine to be stopped from within, on a busy machine
 SLOW_S = 1.0  # of a call; slower ones are logged
@@ -101,35 +102,51 @@ class FunctionWorkers(NamedTuple):
 
 
 @check_field_types
-@dataclass(eq=False)
-class Runner:
-    """Runs reward functions, counts failures, and stops the run if too many rows fail.
+@dataclass(frozen=True)
+class Scoring:
+    """How completions are scored, whatever the reward functions.
 
-    Functions run in worker processes, several at a time. One that hangs (even in C code) is killed
-    after its time limit; one that crashes loses only the affected rows. litgrpo's own functions run
-    in the training process, which is faster, as do objects with `state_dict`, coroutine functions
-    (each in an event loop of its own), and functions that cannot be pickled (with a warning).
-
-    The fields are those of `Scoring`, which are the options of a recipe.
-
-    Example:
-        >>> from litgrpo.rewards import Runner, Scorer
-        >>> def is_two(completions):
-        ...     return [float(text == "2") for text in completions]
-        >>> scorer = Scorer([is_two], runner=Runner(num_workers=0))
-        >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
-        [[1.0, 0.0]]
+    Args:
+        format: `text`, or `chat` for functions that expect lists of messages.
+        timeout_s: seconds that one function may take per iteration: half of them for all rows
+            together; if that fails, the other half for the rows one by one.
+        num_workers: number of worker processes; default: one per core, at most 4. 0 runs everything
+            in the training process: a function that hangs is not interrupted, and one that crashes
+            ends the run.
+        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
+            run.
+        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
+            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
     """
 
+    format: RewardFormat = "text"
     timeout_s: float = 60.0
     num_workers: int | None = None
     max_failed_frac: float = 0.5
+    overlong_buffer_frac: float = 0.0
 
     def __post_init__(self) -> None:
+        one_of("model.scoring.format", self.format, get_args(RewardFormat))
         above("model.scoring.timeout_s", self.timeout_s, 0)
         at_least("model.scoring.num_workers", self.num_workers, 0)
         at_least("model.scoring.max_failed_frac", self.max_failed_frac, 0)
         at_most("model.scoring.max_failed_frac", self.max_failed_frac, 1)
+        at_least("model.scoring.overlong_buffer_frac", self.overlong_buffer_frac, 0)
+        at_most("model.scoring.overlong_buffer_frac", self.overlong_buffer_frac, 1)
+
+
+class Runner:
+    """Runs reward functions, counts failures, and stops the run if too many rows fail."""
+
+    # Functions run in worker processes, several at a time. One that hangs (even in C code) is
+    # killed after its time limit; one that crashes loses only the affected rows. litgrpo's own
+    # functions run in the training process, which is faster, as do objects with `state_dict`,
+    # coroutine functions (each in an event loop of its own), and functions that cannot be pickled
+    # (with a warning).
+
+    def __init__(self, scoring: Scoring = Scoring()) -> None:
+        self.timeout_s, self.num_workers = scoring.timeout_s, scoring.num_workers
+        self.max_failed_frac = scoring.max_failed_frac
         self.failures: dict[str, FailureCounter] = {}
         self.proven: set[str] = set()  # functions that have scored a row
         self.warned: set[str] = set()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import nan
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import one_of, require
+from litgrpo.arguments import require
 from litgrpo.metrics import reward_stat_names
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.calls import (
@@ -27,13 +26,12 @@ from litgrpo.rewards.calls import (
 from litgrpo.rewards.reward import (
     Normalize,
     Reward,
-    RewardFormat,
     missing_columns_error,
     name_rewards,
     parameters,
     resolve_functions,
 )
-from litgrpo.rewards.runner import Runner, StartedCalls
+from litgrpo.rewards.runner import Runner, Scoring, StartedCalls
 from litgrpo.types import TASK, RewardTable, Rollout
 
 EPS = 1e-4
@@ -137,50 +135,15 @@ def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
 OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
 
 
-@check_field_types
-@dataclass(frozen=True)
-class Scoring:
-    """How completions are scored, whatever the reward functions.
-
-    Args:
-        format: `text`, or `chat` for functions that expect lists of messages.
-        timeout_s: seconds that one function may take per iteration: half of them for all rows
-            together; if that fails, the other half for the rows one by one.
-        num_workers: number of worker processes; default: one per core, at most 4. 0 runs everything
-            in the training process: a function that hangs is not interrupted, and one that crashes
-            ends the run.
-        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
-            run.
-        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
-            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
-    """
-
-    format: RewardFormat = "text"
-    timeout_s: float = Runner.timeout_s
-    num_workers: int | None = Runner.num_workers
-    max_failed_frac: float = Runner.max_failed_frac
-    overlong_buffer_frac: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.overlong_buffer_frac <= 1:
-            raise ValueError(
-                f"model.scoring.overlong_buffer_frac is {self.overlong_buffer_frac}; it must be "
-                "between 0 (off) and 1."
-            )
-
-    def make_runner(self) -> Runner:
-        """Return what runs the reward functions."""
-        return Runner(self.timeout_s, self.num_workers, self.max_failed_frac)
-
-    def overlong_reward(self, max_completion_length: int) -> dict[str, Reward]:
-        """Return DAPO's soft overlong punishment as a reward; {} if it is off."""
-        if not self.overlong_buffer_frac:
-            return {}
-        kwargs: dict[str, Any] = {
-            "max_completion_length": max_completion_length,
-            "soft_punish_cache": max(1, round(self.overlong_buffer_frac * max_completion_length)),
-        }
-        return {"soft_overlong": Reward(soft_overlong, kwargs=kwargs)}
+def overlong_reward(scoring: Scoring, max_completion_length: int) -> dict[str, Reward]:
+    """Return DAPO's soft overlong punishment as a reward; {} if it is off."""
+    if not scoring.overlong_buffer_frac:
+        return {}
+    kwargs: dict[str, Any] = {
+        "max_completion_length": max_completion_length,
+        "soft_punish_cache": max(1, round(scoring.overlong_buffer_frac * max_completion_length)),
+    }
+    return {"soft_overlong": Reward(soft_overlong, kwargs=kwargs)}
 
 
 class Scorer:
@@ -193,16 +156,14 @@ class Scorer:
     Args:
         components: {name: Reward}; names appear in logs as `reward/<name>`. A bare function has
             weight 1; functions in a list are named after themselves.
-        reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
-            does.
-        runner: how the functions are run; default is `Runner()`.
+        scoring: format of completions, limits and worker processes of the functions.
         max_iterations: length of the run, for functions that name `trainer_state`.
 
     Example:
-        >>> from litgrpo.rewards import Runner
+        >>> from litgrpo.rewards import Scoring
         >>> def is_two(completions):
         ...     return [float(text == "2") for text in completions]
-        >>> scorer = Scorer({"two": Reward(is_two, weight=0.5)}, runner=Runner(num_workers=0))
+        >>> scorer = Scorer({"two": Reward(is_two, weight=0.5)}, Scoring(num_workers=0))
         >>> scorer(["1+1?"] * 2, ["2", "3"], {}, group_size=2).total.tolist()
         [[0.5, 0.0]]
     """
@@ -210,17 +171,14 @@ class Scorer:
     def __init__(
         self,
         components: Mapping[str, Reward],
-        reward_format: RewardFormat = "text",
-        runner: Runner | None = None,
+        scoring: Scoring = Scoring(),  # noqa: B008 (frozen)
         max_iterations: int | None = None,
     ) -> None:
-        one_of("reward_format", reward_format, get_args(RewardFormat))
         self.components = name_rewards(components)
         self.max_iterations = max_iterations
         self.functions = resolve_functions(self.components)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
-        self.reward_format = reward_format
-        self.runner = Runner() if runner is None else runner
+        self.scoring, self.runner = scoring, Runner(scoring)
         self.weights = {name: float(each.weight) for name, each in self.components.items()}
 
     @property
@@ -288,7 +246,7 @@ class Scorer:
             "completions": list(rollout.completions),
         }
         if (
-            rollout.episodes and self.reward_format == "chat"
+            rollout.episodes and self.scoring.format == "chat"
         ):  # roles separate turns from tool output
             texts["completions"] = [each.messages for each in rollout.episodes]
         columns = {
@@ -371,7 +329,7 @@ class Scorer:
         if lengths:
             name, length = next(iter(lengths.items()))
             raise ValueError(f"column '{name}' has {length} entries for {num_rows} completions")
-        if self.reward_format == "chat":
+        if self.scoring.format == "chat":
             # Messages as the data have them; texts of data without chat format become one message.
             asked = rows.get("conversation") or rows["prompts"]
             rows["prompts"] = [_messages("user", prompt) for prompt in asked]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from litgrpo.rewards import Reward, Runner, Scorer
+from litgrpo.rewards import Reward, Scorer, Scoring
 from litgrpo.rewards.builtin.code import (
     extract_code,
     find_undefined,
@@ -351,7 +351,7 @@ def test_tests_that_cannot_be_read_stop_the_run_before_training():
 def test_a_row_that_is_first_seen_in_training_stops_the_run(num_workers):
     exits = "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(2), 4)\nunittest.main()"
     scorer = Scorer(
-        {"tests": Reward("litgrpo.rewards.unit_tests")}, runner=Runner(num_workers=num_workers)
+        {"tests": Reward("litgrpo.rewards.unit_tests")}, Scoring(num_workers=num_workers)
     )
     columns = {"tests": [SQUARES] * 3 + [exits]}
     with raises_for("tests", "unittest.main"):
@@ -566,7 +566,7 @@ def no_sandbox(monkeypatch, tmp_path):
 @pytest.mark.parametrize("num_workers", [0, None])
 def test_without_a_sandbox_the_run_is_rejected_before_training_and_in_it(no_sandbox, num_workers):
     scorer = Scorer(
-        {"tests": Reward("litgrpo.rewards.unit_tests")}, runner=Runner(num_workers=num_workers)
+        {"tests": Reward("litgrpo.rewards.unit_tests")}, Scoring(num_workers=num_workers)
     )
     columns = {"tests": [SQUARES] * 2}
     with raises_for("tests", "sandbox", "bubblewrap"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from litgrpo.rewards import Reward, Runner, Scorer
+from litgrpo.rewards import Reward, Scorer, Scoring
 from litgrpo.rewards.builtin.code import read_tests
 from litgrpo.rewards.builtin.dialogue import bleu, f1, lapdog, rouge_l
 from litgrpo.rewards.builtin.format import json_fields
@@ -306,11 +306,11 @@ SLOW = [
 
 
 def verify_in_workers(claims, golds):
-    runner = Runner(timeout_s=30.0, num_workers=2)
-    scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
+    settings = Scoring(timeout_s=30.0, num_workers=2)
+    scorer = Scorer({"same": Reward(math_verify)}, settings)
     texts = [f"<answer>{claim}</answer>" for claim in claims]
     table = scorer(["?"] * len(claims), texts, {"answer": golds}, len(claims))
-    runner.close()
+    scorer.close()
     assert table.valid.all()
     return table.total.flatten().tolist()
 

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from litgrpo.data.sources import ReasoningGym, row_of_entry
-from litgrpo.rewards import Reward, Runner, Scorer
+from litgrpo.rewards import Reward, Scorer, Scoring
 from litgrpo.rewards.builtin import reasoning_gym as reward
 from litgrpo.rewards.calls import Call
 from litgrpo.rewards.runner import stays_in_process
@@ -256,8 +256,8 @@ def test_a_hostile_answer_scores_nothing_and_changes_no_score_of_another(task, t
 def test_another_version_or_none_is_rejected_before_training_and_in_it(found, told, monkeypatch):
     monkeypatch.setattr(reward, "installed_version", lambda: found)
     # In this process, where the version is another one.
-    runner = Runner(num_workers=0)
-    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=runner)
+    settings = Scoring(num_workers=0)
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, settings)
     columns = {"metadata": ["{}"] * 2, "task": ["gcd", "countdown"]}
     with raises_for("right", told, f"reasoning-gym=={reward.TESTED_VERSION}"):
         scorer.check(columns)
@@ -268,7 +268,7 @@ def test_another_version_or_none_is_rejected_before_training_and_in_it(found, to
 def test_answers_are_scored_in_workers():
     pytest.importorskip("reasoning_gym", reason=NO_PACKAGE)
     row = ReasoningGym({"countdown": 1}, size=1, seed=3).rows()[0]
-    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, runner=Runner())
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")}, Scoring())
     columns = {"metadata": [row["metadata"]] * 2, "task": ["countdown"] * 2}
     said = [f"<answer>{row['answer']}</answer>", "<answer>exit()</answer>"]
     assert scorer(["?"] * 2, said, columns, group_size=2).total.tolist() == [[1.0, 0.0]]
