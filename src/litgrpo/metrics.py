@@ -204,7 +204,7 @@ def reward_stats(rewards: RewardTable) -> Stats:
     A statistic of nothing, such as the mean reward if no completion has one, is left out.
     """
     zero_variance = rewards.find_zero_variance()
-    spread = compare_within_groups(rewards.scored, rewards.precision)[1].squeeze(1)
+    spread = compare_within_groups(rewards.scored)[1].squeeze(1)
     scores = rewards.scored[rewards.valid]
     stats: Stats = {
         "reward/mean": scores.mean(),
@@ -255,7 +255,7 @@ def _compare_components(rewards: RewardTable) -> Stats:
     centered = {}
     for name, component in rewards.processed.items():
         scored = component.where(rewards.valid, torch.nan)
-        centered[name] = compare_within_groups(scored, rewards.precision)[0].nan_to_num(0.0)
+        centered[name] = compare_within_groups(scored)[0].nan_to_num(0.0)
     weighted = {name: rewards.weights[name] * values for name, values in centered.items()}
     total = torch.stack(list(weighted.values())).sum(0)
     power = total.square().sum()

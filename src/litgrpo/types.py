@@ -540,7 +540,10 @@ class Rollout:
         return [ids[:length] for ids, length in rows]
 
 
-def compare_within_groups(values: Tensor, precision: float) -> tuple[Tensor, Tensor, Tensor]:
+ROUNDING = 1e-6  # relative difference up to which rewards count as equal
+
+
+def compare_within_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1.
 
     The deviation is NaN where the value is, and exactly 0 if the values of a group differ only by
@@ -548,14 +551,13 @@ def compare_within_groups(values: Tensor, precision: float) -> tuple[Tensor, Ten
 
     Args:
         values: [B, G] float64; NaN for completions without a value, which are left out.
-        precision: machine epsilon of the arithmetic that the values came in.
     """
     missing = values.isnan()
     largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
     high = values.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(1, keepdim=True)
     # Rounding noise divided by its own standard deviation would be an advantage of order 1.
-    equal = high - low <= 4 * precision * largest
+    equal = high - low <= ROUNDING * largest
     deviation = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
     degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
     std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
@@ -572,8 +574,6 @@ class RewardTable:
         total: [B, G] float64 weighted sum over `processed`, without those that are NaN; 0 if all
             are.
         valid: [B, G] False if a function failed or all abstained: the row has zero advantage.
-        precision: machine epsilon of the coarsest arithmetic in which rewards were computed.
-            Relative differences of up to 4 epsilons count as equal.
         processed: {name: [B, G]} the components after normalization and gates, which are weighted
             and summed; default: the components themselves.
         metrics: {name to log: number} that reward functions logged themselves.
@@ -600,7 +600,6 @@ class RewardTable:
     weights: dict[str, float]
     total: Tensor
     valid: Tensor
-    precision: float = torch.finfo(torch.float64).eps
     processed: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
@@ -648,7 +647,7 @@ class RewardTable:
 
         A single scored completion has nothing to differ from: 1.0. NaN for groups without one.
         """
-        deviation = compare_within_groups(self.scored, self.precision)[0]
+        deviation = compare_within_groups(self.scored)[0]
         equal = (deviation.nan_to_num(0.0) == 0).all(1)
         return equal.double().where(self.valid.any(1), torch.nan)
 

@@ -182,7 +182,6 @@ def advantages(case: Case, arrays: Arrays) -> np.ndarray:
         weights=dict(zip(names, weights.tolist(), strict=True)),
         total=(grouped * weights).nansum(2),
         valid=valid,
-        precision=torch.finfo(torch.float32).eps,
     )
     chosen: Advantages = Normalized(baseline="group", scale=case["scale_rewards"])
     if case["multi_objective_aggregation"] == "normalize_then_sum":

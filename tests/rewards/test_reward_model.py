@@ -222,7 +222,6 @@ def test_several_models_judge_at_once(tmp_path):
     for name, part in parts.items():
         scores = part.function(PROMPTS, TEXTS).double().view(2, 2)
         assert torch.equal(table.components[name], scores)
-    assert table.precision == torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -232,12 +231,6 @@ def test_it_computes_in_its_own_precision_inside_mixed_precision(dtype, tmp_path
     assert plain.dtype == getattr(torch, dtype)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(judge(PROMPTS, TEXTS), plain)
-
-
-def test_rewards_that_differ_by_bfloat16_rounding_count_as_equal(tmp_path):
-    judge = RewardModel(write_classifier(tmp_path), dtype="bfloat16")
-    table = Scorer({"judge": Reward(judge)})(PROMPTS, TEXTS, {}, group_size=2)
-    assert table.precision == torch.finfo(torch.bfloat16).eps
 
 
 def test_it_is_loaded_lazily_once_and_frozen(tmp_path):

@@ -369,10 +369,10 @@ def test_a_function_with_other_settings_is_loaded_again(runner) -> None:
 def test_scores_are_entered_by_row():
     scores = Scores([math.nan] * 3)
     scores.put(
-        [2, 0], Scores([7.0, math.nan], {1: "KeyError"}, 1e-3, None, {"m": [1.0]}, {"c": {1: "x"}})
+        [2, 0], Scores([7.0, math.nan], {1: "KeyError"}, None, {"m": [1.0]}, {"c": {1: "x"}})
     )
     assert scores.values[2] == 7.0
-    assert (scores.failures, scores.precision) == ({0: "KeyError"}, 1e-3)
+    assert scores.failures == {0: "KeyError"}
     assert (scores.metrics, scores.extras) == ({"m": [1.0]}, {"c": {0: "x"}})
 
 

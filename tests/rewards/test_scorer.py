@@ -64,6 +64,17 @@ def test_weighted_parts_add_up_by_hand() -> None:
     assert result.weights == {"size": 2.0, "sign": -1.0}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(4), np.arange(4, dtype=np.float32), list(np.arange(4.0)), torch.arange(4),
+        torch.arange(4).bfloat16(), list(torch.arange(4.0)),
+    ],
+)  # fmt: skip
+def test_arrays_tensors_and_lists_of_their_numbers_are_rewards(values) -> None:
+    assert table(a=returning(values)).total.tolist() == [[0, 1], [2, 3]]
+
+
 def test_an_abstaining_part_is_left_out_of_the_sum() -> None:
     result = table(a=returning([None, 1, None, 2]), b=returning([3, None, None, 4]))
     assert result.total.tolist() == [[3, 1], [0, 6]]
@@ -84,19 +95,6 @@ def test_a_reward_of_weight_zero_is_shown_and_changes_nothing() -> None:
     assert result.valid.all()
     assert result.total.tolist() == [[1, 2], [3, 4]]
     assert result.components["b"][1].tolist() == [7, 7]
-
-
-def test_precision_is_that_of_the_coarsest_arithmetic() -> None:
-    double = torch.finfo(torch.float64).eps
-    single, brain = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
-    ones = torch.ones(4)
-    assert table(a=size, b=returning(np.ones(4))).precision == double
-    assert table(a=size, b=returning(torch.ones(4, dtype=torch.long))).precision == double
-    assert table(a=size, b=returning(ones)).precision == single
-    assert table(a=size, b=returning(np.ones(4, dtype=np.float32))).precision == single
-    assert table(a=size, b=returning(list(np.ones(4, dtype=np.float32)))).precision == single
-    assert table(a=returning(list(ones)), b=returning(ones.bfloat16())).precision == brain
-    assert table(a=size, b=Reward(returning(ones), weight=0.0)).precision == double
 
 
 def test_a_function_gets_what_its_signature_names() -> None:
@@ -170,7 +168,7 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
         "'correctnes' is not an import path.*built in is 'litgrpo.rewards.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
         ("litgrpo.rewards.builtin.math.Fraction", "expected a function or an object"),
-        ("litgrpo.rewards.calls.DOUBLE_EPS", "must be a function"), ("", "has no function; name one"),  # noqa: E501
+        ("litgrpo.rewards.calls.LARGEST", "must be a function"), ("", "has no function; name one"),
         (".math.correctness", "is not an import path"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from litgrpo.argument_types import check_field_types
 from litgrpo.distributed.collectives import Comm
-from litgrpo.types import RewardTable, compare_within_groups
+from litgrpo.types import ROUNDING, RewardTable, compare_within_groups
 
 if TYPE_CHECKING:
     from litgrpo.algorithms.turns import Turns
@@ -76,7 +76,7 @@ class Groups:
 
     def group_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B, G] deviation from the group's mean, [B, 1] standard deviation, [B, 1] n - 1."""
-        return compare_within_groups(self.values, self.table.precision)
+        return compare_within_groups(self.values)
 
     def batch_statistics(self) -> tuple[Tensor, Tensor]:
         """[B, G] deviation from the mean of all ranks' rewards, [] their standard deviation."""
@@ -85,7 +85,7 @@ class Groups:
         squares = self.comm.sum((self.values - mean).square().nansum())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         # Rewards that differ only by rounding deviate by exactly 0.
-        differ = std > 4 * self.table.precision * mean.abs()
+        differ = std > ROUNDING * mean.abs()
         return torch.where(differ, self.values - mean, 0.0), std.where(differ, 0.0)
 
 
@@ -477,7 +477,7 @@ class Whitened(Advantages):
         mean = groups.comm.sum((tokens * values.nan_to_num(0.0)).sum()) / count.clamp(min=1)
         squares = groups.comm.sum((tokens * (values - mean).nan_to_num(0.0).square()).sum())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
-        differ = std > 4 * groups.table.precision * mean.abs()
+        differ = std > ROUNDING * mean.abs()
         return _divide(values - mean, std.where(differ, 0.0), self.eps)
 
 

@@ -200,6 +200,5 @@ def with_rewards(
         processed=put(rewards.processed, fresh.processed),
         total=put_rows(rewards.total, replaced, fresh.total, donors),
         valid=put_rows(rewards.valid, replaced, fresh.valid, donors),
-        precision=max(rewards.precision, fresh.precision),
         tasks=tasks,
     )

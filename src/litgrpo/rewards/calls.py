@@ -98,7 +98,6 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-DOUBLE_EPS = sys.float_info.epsilon
 LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance
 ATOMS = {str, int, float, bool, bytes, type(None)}
 ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
@@ -166,8 +165,6 @@ class Scores:
 
     values: list[float]  # N numbers; NaN where the function abstained or failed
     failures: dict[int, str] = field(default_factory=dict)  # {row: reason}
-    # machine epsilon of the coarsest arithmetic that the numbers came in
-    precision: float = DOUBLE_EPS
     error: Exception | None = None  # the first exception
     # {name: the numbers that the function logged}
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -179,7 +176,6 @@ class Scores:
         for row, value in zip(rows, other.values, strict=True):
             self.values[row] = value
         self.failures |= {rows[place]: reason for place, reason in other.failures.items()}
-        self.precision = max(self.precision, other.precision)
         final = isinstance(other.error, UnusableReward)
         self.error = other.error if final else self.error or other.error
         for name, numbers in other.metrics.items():
@@ -226,13 +222,13 @@ class Notes:
 def read_result(result: object, num_rows: int) -> Scores:
     """Convert the list, array or tensor that a function returned to numbers; None abstains."""
     # NaN, infinities, numbers beyond 1e15 and anything that is not a real number fail their row.
-    entries, precision = _as_python(result)
+    entries = _as_python(result)
     if not isinstance(entries, list | tuple):
         kind = type(result).__name__
         raise MalformedResult(f"returned {kind} instead of a list of {num_rows} rewards")
     if len(entries) != num_rows:
         raise MalformedResult(f"returned {len(entries)} rewards for {num_rows} completions")
-    scores = Scores([nan] * num_rows, precision=precision)
+    scores = Scores([nan] * num_rows)
     for row, entry in enumerate(entries):
         if type(entry) is float and -LARGEST <= entry <= LARGEST:  # nearly always, and quick
             scores.values[row] = entry
@@ -243,8 +239,7 @@ def read_result(result: object, num_rows: int) -> Scores:
 
 def _read_entry(scores: Scores, row: int, entry: Any) -> None:
     """Enter one number of any type, or the reason why it is not one."""
-    plain, precision = _as_python(entry)
-    scores.precision = max(scores.precision, precision)
+    plain = _as_python(entry)
     if not isinstance(plain, Real):
         scores.failures[row] = f"returned {type(plain).__name__}"
         return
@@ -259,17 +254,11 @@ def _read_entry(scores: Scores, row: int, entry: Any) -> None:
         scores.failures[row] = f"returned {value}{beyond}"
 
 
-def _as_python(value: Any) -> tuple[Any, float]:
-    """A tensor, array or number as plain Python, and the machine epsilon that it came in."""
+def _as_python(value: Any) -> Any:
+    """A tensor, array or number as plain Python."""
     loaded = [(sys.modules[library], kind) for library, kind in ARRAYS if library in sys.modules]
-    found = next((lib for lib, kind in loaded if isinstance(value, getattr(lib, kind))), None)
-    if found is None:
-        return value, DOUBLE_EPS
-    try:
-        precision = float(found.finfo(value.dtype).eps)
-    except (TypeError, ValueError):  # whole numbers and truth values are exact
-        precision = DOUBLE_EPS
-    return value.tolist(), precision
+    is_array = any(isinstance(value, getattr(library, kind)) for library, kind in loaded)
+    return value.tolist() if is_array else value
 
 
 def score_call(

@@ -112,16 +112,11 @@ class Rubric(Judge):
         ]
         if inspect.isawaitable(asked[0]):
             asked = run_coroutines(asked)
-        dtypes = [marks.dtype for marks in asked if isinstance(marks, torch.Tensor)]
         listed = [
             self._check_marks(name, marks, len(completions))
             for name, marks in zip(self.criteria, asked, strict=True)
         ]
-        means = [self._mean(marks) for marks in zip(*listed, strict=True)]
-        if not dtypes:
-            return means
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)  # equal up to rounding
-        return [mean if mean is None else torch.tensor(mean, dtype=coarsest) for mean in means]
+        return [self._mean(marks) for marks in zip(*listed, strict=True)]
 
     def _check_marks(self, name: str, marks: Any, num_rows: int) -> list[Mark]:
         listed = marks.tolist() if isinstance(marks, torch.Tensor) else marks

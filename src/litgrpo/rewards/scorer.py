@@ -15,7 +15,6 @@ from litgrpo.arguments import require
 from litgrpo.metrics import reward_stat_names
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.calls import (
-    DOUBLE_EPS,
     Call,
     Notes,
     Scores,
@@ -32,42 +31,29 @@ from litgrpo.rewards.reward import (
     resolve_functions,
 )
 from litgrpo.rewards.runner import Runner, Scoring, StartedCalls
-from litgrpo.types import TASK, RewardTable, Rollout
+from litgrpo.types import TASK, RewardTable, Rollout, compare_within_groups
 
 EPS = 1e-4
 
 
-def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
+def normalize(values: Tensor, how: Normalize) -> Tensor:
     """Return the deviation from the mean in standard deviations, [B, G]; NaN is left out and stays.
 
-    `precision` is the machine epsilon of the values: those equal up to rounding get exactly 0.
+    Values that are equal up to rounding get exactly 0.
     """
     if how == "none":
         return values
-    compared = values if how == "group" else values.reshape(1, -1)
-    # (x - mean) / (std + eps), with n - 1 in the standard deviation
-    missing = compared.isnan()
-    deviation = compared - compared.nanmean(1, keepdim=True)
-    degrees_of_freedom = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
-    std = (deviation.square().nansum(1, keepdim=True) / degrees_of_freedom).sqrt()
-    high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
-    low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
-    largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
-    # Rounding errors would be blown up by a standard deviation that is one itself.
-    equal = high - low <= 4 * precision * largest
-    result = torch.where(equal & ~missing, 0.0, deviation / (std + EPS))
-    return result.view(values.shape)
+    deviation, std, _ = compare_within_groups(values if how == "group" else values.reshape(1, -1))
+    return (deviation / (std + EPS)).view(values.shape)
 
 
-def apply_gate(
-    values: Tensor, gate: Tensor, threshold: float, how: Normalize, precision: float
-) -> Tensor:
+def apply_gate(values: Tensor, gate: Tensor, threshold: float, how: Normalize) -> Tensor:
     """Return the values where the gate is at least the threshold, and 0 elsewhere, [B, G].
 
     NaN in the gate, nothing is known, gives NaN. Only values behind open gates are normalized.
     """
     is_open = gate >= threshold
-    compared = normalize(values.where(is_open, torch.nan), how, precision)
+    compared = normalize(values.where(is_open, torch.nan), how)
     return compared.where(is_open, 0.0).where(~gate.isnan(), torch.nan)
 
 
@@ -86,14 +72,14 @@ def schedule_factor(schedule: Mapping[int, float], iteration: int) -> float:
 
 
 def normalize_and_gate(
-    name: str, values: Mapping[str, Tensor], rewards: Mapping[str, Reward], precision: float
+    name: str, values: Mapping[str, Tensor], rewards: Mapping[str, Reward]
 ) -> Tensor:
     """Return a component [B, G] after normalization, and 0 where its gate is closed."""
     reward = rewards[name]
     if reward.gate is None:
-        return normalize(values[name], reward.normalize, precision)
+        return normalize(values[name], reward.normalize)
     gate = values[reward.gate]
-    return apply_gate(values[name], gate, reward.gate_threshold, reward.normalize, precision)
+    return apply_gate(values[name], gate, reward.gate_threshold, reward.normalize)
 
 
 OF_EPISODES = ("messages", "turns", "turn_rewards")
@@ -399,7 +385,7 @@ class Scorer:
             if each.schedule
         }
         processed = values | {
-            name: normalize_and_gate(name, values, self.components, scores[name].precision)
+            name: normalize_and_gate(name, values, self.components)
             for name, each in self.components.items()
             if each.is_normalized_or_gated
         }
@@ -415,8 +401,7 @@ class Scorer:
         gates = [gate for name in counting if (gate := self.components[name].gate) is not None]
         for name in {*counting, *gates}:
             failed.view(-1)[list(scores[name].failures)] = True
-        precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
-        table = RewardTable(values, weights, total, answered & ~failed, precision, processed)
+        table = RewardTable(values, weights, total, answered & ~failed, processed)
         return replace(table, metrics=self._metrics(results), extras=extras_of(results))
 
     def _metrics(self, results: Sequence[Scores]) -> dict[str, float]:
