@@ -8,11 +8,11 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from litgrpo import lightning_compat
 from litgrpo.lightning_compat import (
-    find_pending_metrics,
     find_trainer,
     find_training_loader,
     is_compiled,
@@ -21,7 +21,6 @@ from litgrpo.lightning_compat import (
     remove_stock_progress_bar,
     set_data_parallel_size,
     validate_now,
-    validation_is_due,
 )
 from tests.support.fitting import fit
 from tests.support.raises import raises_for
@@ -47,14 +46,7 @@ def test_the_number_of_ranks_of_a_sharded_strategy_is_set():
     assert strategy._data_parallel_size == 4
 
 
-class Asks(Callback):
-    def __init__(self):
-        self.due, self.numbers = [], []
-
-    def on_train_batch_end(self, trainer, *_):
-        self.due.append(validation_is_due(trainer))
-        self.numbers.append(find_pending_metrics(trainer))
-
+class Validates(Callback):
     def on_train_end(self, trainer, pl_module):
         before = pl_module.evaluations
         validate_now(trainer)
@@ -62,12 +54,18 @@ class Asks(Callback):
         assert trainer.training
 
 
-def test_due_validations_and_pending_metrics_are_known_when_an_iteration_ends(tmp_path):
-    asks = Asks()
-    fit(tmp_path, asks, module=StandIn(3), val_check_interval=2)
-    assert asks.due == [False, True, True]  # the last one because the training stops
-    assert [int(numbers["step"]) for numbers in asks.numbers] == [1, 2, 3]
-    assert float(asks.numbers[0]["reward/mean"]) == 0.5
+def test_a_validation_may_run_after_the_training_has_ended(tmp_path):
+    fit(tmp_path, Validates(), module=StandIn(3))
+
+
+class Remembers(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step):
+        if "every" in metrics:
+            self.rows.append(metrics)
 
 
 class Logs(Callback):
@@ -84,9 +82,9 @@ class Logs(Callback):
 
 def test_log_numbers_equals_log_dict_but_does_not_repeat_earlier_numbers(tmp_path):
     def collect(log):
-        asks = Asks()
-        fit(tmp_path, Logs(log), asks, module=StandIn(7), limit_train_batches=2)
-        return [{n: float(x) for n, x in each.items() if "/" not in n} for each in asks.numbers]
+        logger = Remembers()
+        fit(tmp_path, Logs(log), module=StandIn(7), limit_train_batches=2, logger=logger)
+        return [{n: x for n, x in row.items() if "/" not in n} for row in logger.rows]
 
     found = collect(log_numbers)
     expected = collect(lambda module, numbers: module.log_dict(numbers))

@@ -92,20 +92,6 @@ def validate_now(trainer: Any, *, log: bool = True) -> None:
     trainer.training = True
 
 
-def validation_is_due(trainer: Any) -> bool:
-    """Return whether Lightning will validate after the iteration that just ended.
-
-    A checkpoint that is written before that validation records it, so that a resumed run begins
-    with it. Lightning's rule has seven cases (intervals in batches, epochs or time, early stops);
-    a copy of it would go wrong silently.
-    """
-    loop = trainer.fit_loop
-    if not trainer.enable_validation:
-        return False
-    is_due = private(loop.epoch_loop, "_should_check_val_fx")
-    return bool(is_due(private(loop, "_data_fetcher")))
-
-
 def log_every_iteration(trainer: Any) -> None:
     """Log each iteration, unless the trainer was given another interval than Lightning's default.
 
@@ -140,15 +126,6 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor], prog_bar: Collection
             results.update_metrics(key, value, batch_size=1)
         else:
             module.log(name, value, prog_bar=name in prog_bar)
-
-
-def find_pending_metrics(trainer: Any) -> dict[str, Any]:
-    """Return the metrics that Lightning will pass to the loggers after all `on_train_batch_end`.
-
-    A checkpoint is written before that, so it carries them. The public `trainer.logged_metrics`
-    also holds numbers of earlier iterations and validations.
-    """
-    return dict(private(trainer, "_logger_connector").metrics["log"])
 
 
 def count_training_batches(trainer: Any) -> int | float:

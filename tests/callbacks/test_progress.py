@@ -137,8 +137,7 @@ def test_the_estimate_waits_for_some_seconds_and_leaves_out_the_first_iteration(
 ):
     now, bar = [0.0], Progress()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    connector = SimpleNamespace(metrics={"log": {}})
-    trainer = SimpleNamespace(enable_validation=False, _logger_connector=connector)
+    trainer = SimpleNamespace(enable_validation=False, callback_metrics={})
     for iteration, seconds in enumerate([3.0, 1.0, 1.5, 9.0], start=1):
         bar.on_train_batch_start(trainer)
         now[0] += seconds

@@ -28,11 +28,7 @@ from litgrpo.callbacks.formatting import (
     terminal_columns,
     without_zero_counts,
 )
-from litgrpo.lightning_compat import (
-    find_pending_metrics,
-    find_trainer,
-    remove_stock_progress_bar,
-)
+from litgrpo.lightning_compat import find_trainer, remove_stock_progress_bar
 from litgrpo.protocol import TrainedModule
 from litgrpo.text.counts import plural
 
@@ -150,7 +146,7 @@ class Progress(ProgressBar):
             if self.has_estimate and n < total:
                 self._print_estimate(trainer, total - n)
         line = f"training {n}/{total}" if total else f"training {n}"
-        self._show(n, line, find_pending_metrics(trainer))
+        self._show(n, line, trainer.callback_metrics)
 
     def _print_estimate(self, trainer: Trainer, iterations: int) -> None:
         interval = math.inf

@@ -19,12 +19,16 @@ from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.formatting import strip_stage
 from litgrpo.callbacks.trainer_options import check_strategy
 from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
-from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
+from litgrpo.checkpointing.resume import (
+    get_all_random_state,
+    set_all_random_state,
+    use_random_state,
+)
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.loader import BatchLoader
 from litgrpo.data.modules import SourceData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.lightning_compat import validate_now, validation_is_due
+from litgrpo.lightning_compat import validate_now
 from litgrpo.models.loading.load import check_weights
 from litgrpo.protocol import TrainedModule
 from litgrpo.run_folder import (
@@ -118,7 +122,9 @@ class IterationCheckpoint(Checkpoint):
         self.last_saved = -1
         self.evaluated_source = -1  # iteration of the file that was read, if its score is in it
         self.has_failed = False  # the newest file could not be written
-        self.validation_due = False
+        self.is_between = False  # an iteration has ended, and the next has not begun
+        self.save_due = False  # of the iteration that has ended
+        self.validation_due = False  # began after an iteration, and has not ended
         self.io = VerifiedCheckpointIO()
         self.stop = StopRequest()
         self.boundary: Boundary | None = None  # of the newest iteration, once training started
@@ -177,8 +183,8 @@ class IterationCheckpoint(Checkpoint):
     # --- saving ---
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.stop.check(trainer)
-        self.stop.droppable = True
+        self._end_iteration(trainer)
+        self.is_between, self.stop.droppable = False, True
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         if self.stop.droppable:  # from its first optimizer step on, an iteration is finished
@@ -195,18 +201,30 @@ class IterationCheckpoint(Checkpoint):
         if n == self.boundary.iteration:
             return
         self._log_saves(pl_module)
-        self.validation_due = validation_is_due(trainer)
-        self.boundary = Boundary.capture(trainer)
-        # Before the validation: one that takes an hour and is killed costs no training.
-        if (every > 0 and n % every == 0) or n == pl_module.max_iterations:
-            self.save(trainer, n)
+        self.boundary, self.is_between = Boundary.capture(trainer), True
+        self.save_due = (every > 0 and n % every == 0) or n == pl_module.max_iterations
+
+    def _end_iteration(self, trainer: Any) -> None:
+        """Write the file that is due, and stop if that was asked for.
+
+        Called by the first hook after an iteration: Lightning passes its metrics to the loggers
+        after `on_train_batch_end`, and a file that is written later needs none of them.
+        """
+        if self.save_due:
+            assert self.boundary is not None
+            self.save_due = False
+            with use_random_state(self.boundary.random):
+                self.save(trainer, self.boundary.iteration)
         self.stop.check(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn != "fit":
             self.stop.install(trainer)
-        self.stop.check(trainer)
-        self.stop.droppable = True  # the resumed run repeats it
+        # The file is written before the validation: one that takes an hour and is killed costs no
+        # training. A run that resumes from it begins with the validation.
+        self.validation_due = self.validation_due or self.is_between
+        self._end_iteration(trainer)
+        self.stop.droppable = True
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -231,6 +249,7 @@ class IterationCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         # It is missing if a limit other than `max_iterations` ended the training.
         self._save_if_missing(trainer, pl_module.iteration)
+        self.stop.check(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, Stopped) and self.boundary is not None:

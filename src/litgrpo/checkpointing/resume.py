@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.loggers import MetricsCSV, loggers_of
 from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.distributed.random_state import random_state, set_random_state
-from litgrpo.lightning_compat import find_pending_metrics
 from litgrpo.run_folder import run_folder, writes_files
 
 RANDOM_STATE, OPTIMIZER_CLASSES, LOGGERS = "random_state", "optimizers", "loggers"  # in the file
@@ -54,6 +55,17 @@ def set_all_random_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     set_random_state(state["torch"])
+
+
+@contextmanager
+def use_random_state(state: dict[str, Any]) -> Iterator[None]:
+    """Let random numbers have an earlier state, and set the current one again at the end."""
+    current = get_all_random_state()
+    set_all_random_state(state)
+    try:
+        yield
+    finally:
+        set_all_random_state(current)
 
 
 class RngState(Callback):
@@ -237,31 +249,19 @@ class LoggerState(Callback):
     """Stores the position of the log files in the checkpoint, and returns to it on resume.
 
     A resumed run removes what was logged after its checkpoint, so that no iteration is logged
-    twice. Lightning logs an iteration after the checkpoint is written; the checkpoint therefore
-    holds the metrics of that iteration, so that none is missing.
+    twice. None is missing: `IterationCheckpoint` saves when an iteration has been logged.
     """
 
     def __init__(self, folder: str | Path) -> None:
         # TensorBoard opens a new event file for every process; these are of earlier ones.
         self.earlier_events = sorted(Path(folder).glob(EVENTS))
-        self.is_pending = False  # an iteration is not yet logged
         self.stored: dict[str, Any] | None = None
         self.has_started = False
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.is_pending = True  # Lightning logs it after all callbacks
-
-    def _mark_logged(self, *_: Any, **__: Any) -> None:
-        self.is_pending = False
-
-    on_train_batch_start = on_validation_start = on_train_end = _mark_logged
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        rows, sizes, pending = 0, {}, {}
-        if self.is_pending:
-            pending = {name: float(x) for name, x in find_pending_metrics(trainer).items()}
+        rows, sizes = 0, {}
         if writes_files(trainer):
             for board in loggers_of(trainer, TensorBoardLogger):
                 with warn_once_on_failure(f"logger {board.__class__.__name__}"):
@@ -270,7 +270,7 @@ class LoggerState(Callback):
                 rows = table.num_rows
             files = run_folder(trainer).glob(EVENTS)
             sizes = {path.name: path.stat().st_size for path in files}
-        checkpoint[LOGGERS] = {"rows": rows, "sizes": sizes, "pending": pending}
+        checkpoint[LOGGERS] = {"rows": rows, "sizes": sizes}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
@@ -287,14 +287,8 @@ class LoggerState(Callback):
         for path in self.earlier_events:
             if path.exists():  # --overwrite has moved those of an earlier run
                 truncate(path, stored["sizes"].get(path.name, 0))
-        numbers = dict(stored["pending"])
-        step = int(numbers.pop("step", pl_module.iteration))
         for table in loggers_of(trainer, MetricsCSV):
             table.truncate(stored["rows"])
-        if numbers:
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, step)
-                logger.save()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         # The event file of a run that failed at start would be listed by TensorBoard.
