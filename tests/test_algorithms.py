@@ -117,8 +117,9 @@ def test_an_unknown_name_lists_the_nearest_ones():
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_an_importance_correction_has_a_name(name):
     objective = objective_of(QUICKSTART, "--model.objective.importance_correction", name)
-    assert objective.correction == Objective(importance_correction=name).correction
-    assert objective.correction == CORRECTIONS[name]
+    named = Objective(importance_correction=name)
+    assert objective.resolved_correction == named.resolved_correction
+    assert objective.resolved_correction == CORRECTIONS[name]
     with raises_for("importance_correction", "tis"):
         Objective(importance_correction="no")
 

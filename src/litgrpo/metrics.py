@@ -17,7 +17,6 @@ from litgrpo.types import (
     Rollout,
     Stats,
     StepReport,
-    TrainingBatch,
     compare_within_groups,
 )
 
@@ -288,12 +287,6 @@ def completion_advantages(token_advantages: Tensor, loss_mask: Tensor) -> Tensor
     columns = torch.arange(loss_mask.shape[1], device=loss_mask.device)
     last_token = torch.where(loss_mask, columns, 0).amax(1, keepdim=True)
     return token_advantages.gather(1, last_token).squeeze(1)
-
-
-def group_advantages(batch: TrainingBatch, rewards: RewardTable) -> Tensor:
-    """Return [B, G] the advantage of each completion, on the host; see `completion_advantages`."""
-    advantages = completion_advantages(batch.advantages, batch.loss_mask)
-    return advantages.view_as(rewards.total).cpu()
 
 
 def advantage_stats(advantages: Tensor, rewards: RewardTable, comm: Comm) -> Stats:

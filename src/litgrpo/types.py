@@ -696,7 +696,7 @@ class TrainingBatch:
         ref_hidden: [M, C, E] hidden states of the reference; see `RolloutLogprobs`.
         selected: [M, C] True marks a token that the surrogate selected among all of the optimizer
             step; None before `Objective.prepare_step`, or if the surrogate selects none.
-        kept: [M, C] True marks a token that the step masks of the objective keep; None before
+        step_mask: [M, C] True marks a token that the step masks of the objective keep; None before
             `Objective.prepare_step`, or if nothing of the step is needed.
         term_weights: [M, C, K] weight of each token in the K terms of the loss that are means over
             tokens of their own (`Objective.mean_terms`); None without one. See
@@ -730,7 +730,7 @@ class TrainingBatch:
     ref_logprobs: Tensor | None = None
     ref_hidden: Tensor | None = None
     selected: Tensor | None = None
-    kept: Tensor | None = None
+    step_mask: Tensor | None = None
     term_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -766,7 +766,7 @@ class TrainingBatch:
             ref_logprobs=self.ref_logprobs,
             ref_hidden=self.ref_hidden,
             selected=self.selected,
-            kept=self.kept,
+            step_mask=self.step_mask,
             term_weights=self.term_weights,
         )
 
@@ -886,7 +886,7 @@ class Experience:
         rollout: N completions; stored ones have prompts of their own.
         rewards: [B, G] theirs.
         logprobs: [N, C] theirs before the update, and under the reference.
-        scored: all rollouts and rewards of the iteration: first those of the rollout as it was
+        sampled: all rollouts and rewards of the iteration: first those of the rollout as it was
             taken, then those of the attempts of dynamic sampling. Only the first are unbiased.
         stats: what the stages log.
     """
@@ -895,7 +895,7 @@ class Experience:
     rollout: Rollout
     rewards: RewardTable
     logprobs: RolloutLogprobs
-    scored: tuple[tuple[Rollout, RewardTable], ...] = ()
+    sampled: tuple[tuple[Rollout, RewardTable], ...] = ()
     stats: Stats = field(default_factory=dict)
 
 

@@ -435,7 +435,7 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
     loss = objective.loss(TokenLogprobs(now, entropy), training_batch).loss
     loss.backward()
 
-    assert training_batch.kept.sum() == 2
+    assert training_batch.step_mask.sum() == 2
     assert loss.item() == -0.5 * (3 + 4) / 2
     assert entropy.grad.tolist() == [[0, -0.25, 0], [-0.25, 0, 0]]
 
@@ -446,7 +446,7 @@ def test_the_entropy_bonus_is_a_mean_over_the_tokens_of_all_ranks():
     new = TokenLogprobs(now, entropy)
     alone, twins = (objective.prepare_step(training_batch, new, x) for x in (ALONE, Twins()))
 
-    assert alone.kept.sum() == twins.kept.sum() == (alone.term_weights != 0).sum() == 9
+    assert alone.step_mask.sum() == twins.step_mask.sum() == (alone.term_weights != 0).sum() == 9
     assert alone.term_weights.max() == 2 * twins.term_weights.max() == 1 / 9
 
 
@@ -460,7 +460,7 @@ def test_the_entropy_threshold_is_the_quantile_of_all_ranks():
     prepared = objective.prepare_step(training_batch, TokenLogprobs(now, entropy), Other())
 
     # All 18 tokens of the other rank have a lower entropy, so the upper half is this rank's.
-    assert torch.equal(prepared.kept, training_batch.loss_mask)
+    assert torch.equal(prepared.step_mask, training_batch.loss_mask)
 
 
 def with_turns(objective, junk=0.0):
@@ -803,7 +803,7 @@ def test_tokens_of_an_environment_have_no_weight_and_are_in_no_denominator(
 # --- surrogates: loss and gradient of one or two tokens, by hand ---
 
 
-def evaluate(surrogate, ratios, advantages, *, sequence=False, correction=1.0):
+def evaluate(surrogate, ratios, advantages, *, sequence=False, sampler_weight=1.0):
     """Loss and gradient of one row; the log-probs now are those of the ratios, before it 0."""
     logprobs = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
     mask = torch.ones_like(logprobs, dtype=torch.bool)
@@ -814,7 +814,7 @@ def evaluate(surrogate, ratios, advantages, *, sequence=False, correction=1.0):
         safe_exp(row_mean(log_ratio, mask) if sequence else log_ratio),
         torch.tensor([advantages], dtype=torch.float64),
         mask,
-        torch.full_like(logprobs, correction),
+        torch.full_like(logprobs, sampler_weight),
     )
     loss = surrogate(tokens).expand(1, len(ratios))
     loss.sum().backward()
@@ -900,7 +900,7 @@ def test_vespo_weighs_by_the_ratio_of_the_whole_row():
 
 def test_vespo_takes_the_correction_into_its_ratio():
     # W = 1 * 2 by the correction of the single token.
-    _, gradients = evaluate(VESPO(), [1.0], [1.0], correction=2.0)
+    _, gradients = evaluate(VESPO(), [1.0], [1.0], sampler_weight=2.0)
 
     assert gradients == pytest.approx([-4 * math.exp(-3)])
 
@@ -961,7 +961,7 @@ def test_policy_gradient_ignores_the_ratio():
 )
 def test_the_correction_multiplies_the_loss(surrogate):
     plain, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0])
-    corrected, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0], correction=0.5)
+    corrected, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0], sampler_weight=0.5)
 
     assert corrected == pytest.approx([loss / 2 for loss in plain])
 

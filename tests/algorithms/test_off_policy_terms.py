@@ -236,7 +236,7 @@ def test_a_completion_that_the_correction_drops_has_no_term():
     sampler = torch.tensor([[0.0, -1.0], [-1.0, -1.0]])
     old = torch.tensor([[-0.5, -1.0], [-1.0, -1.0]])
     everything = torch.ones(2, 2, dtype=torch.bool)
-    assert dropped.position_weights(old, sampler, everything).tolist() == [[0.0], [1.0]]
+    assert dropped.completion_weight(old, sampler, everything).tolist() == [[0.0], [1.0]]
     assert dropped(old, sampler, everything).tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 

@@ -11,7 +11,7 @@ from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.turns import GTPO, MTGRPO, ReBN, Turns
 from litgrpo.data.modules import PromptData
 from litgrpo.distributed.collectives import SingleProcess
-from litgrpo.distributed.device import Clock
+from litgrpo.distributed.device import Backend, Clock
 from litgrpo.learning.dynamic_sampling import (
     DynamicSampling,
     groups_with_turn_advantages,
@@ -80,7 +80,7 @@ def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
                 assert bool(known.any()) == (kind in teaches)
             objective = Objective() if kind is None else Objective(kind())
             learner = FakeLearner(objective=objective)
-            sampling = DynamicSampling(None, None, learner, 1, torch.device("cpu"))
+            sampling = DynamicSampling(None, None, learner, 1, Backend(torch.device("cpu")))
             sampling.draw_prompts = refuse
             if kind in teaches:
                 stats = sampling(experience_of(played, rewards), 0).stats
@@ -180,13 +180,13 @@ class MorePrompts:
         return prompt_batch(*(f"new {n}" for n in range(count)))
 
 
-def sampling_of(found, dynamic_sampling_attempts, comm=None, **settings):
+def sampling_of(found, dynamic_sampling_attempts, comm=None, static_shapes=False):
     """Dynamic sampling, and the prompts that it takes."""
     answers, source = Answers(found), MorePrompts()
     learner = FakeLearner() if comm is None else FakeLearner(comm=comm)
-    dynamic = DynamicSampling(
-        answers, answers, learner, dynamic_sampling_attempts, torch.device("cpu"), **settings
-    )
+    device = Backend(torch.device("cpu"))
+    device.static_shapes = static_shapes
+    dynamic = DynamicSampling(answers, answers, learner, dynamic_sampling_attempts, device)
     dynamic.draw_prompts = source.draw
     return dynamic, source
 
@@ -207,7 +207,7 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
     # New rows have their own log-probabilities.
     assert experience.logprobs.old.tolist() == rollout.sampler_logprobs.tolist()
     assert experience.logprobs.ref.tolist() == (2 * rollout.sampler_logprobs).tolist()
-    assert [len(rewards.total) for _, rewards in experience.scored] == [4, 4, 4, 4]
+    assert [len(rewards.total) for _, rewards in experience.sampled] == [4, 4, 4, 4]
     assert {name: float(value) for name, value in stats.items()} == {
         "dynamic/resamples": 3,
         "dynamic/prompts_sampled": 16,
@@ -263,7 +263,7 @@ def test_the_prompts_that_came_first_are_kept_for_the_statistics():
     experience = dynamic(experience_of(first, rewards), 7)
     assert experience.rollout.prompts.prompts == ["new 0", "b"]
     assert experience.rewards.total.tolist() == [[0, 1], [0, 1]]
-    assert experience.scored[0] == (first, rewards)
+    assert experience.sampled[0] == (first, rewards)
     assert experience.stats["dynamic/resamples"] == 1
 
 

@@ -18,8 +18,8 @@ def weight():
 def test_gradients_of_micro_batches_add_up_to_one_step(weight):
     stepper = PlainStepper(torch.optim.SGD([weight], lr=0.5))
     stepper.zero_grad()
-    stepper.backward(weight.sum(), last=False)
-    stepper.backward(3 * weight[0], last=True)
+    stepper.backward(weight.sum(), is_last=False)
+    stepper.backward(3 * weight[0], is_last=True)
     seen = []
     assert stepper.step(lambda trained: seen.append(trained[0].grad.tolist()) or "result")
     assert seen == [[4.0, 1.0]]
@@ -29,7 +29,7 @@ def test_gradients_of_micro_batches_add_up_to_one_step(weight):
 
 def test_it_returns_what_finish_returned_and_steps_on_what_finish_left(weight):
     stepper = PlainStepper(torch.optim.AdamW([weight], lr=0.5, weight_decay=0.5))
-    stepper.backward(weight.sum(), last=True)
+    stepper.backward(weight.sum(), is_last=True)
 
     def drop(trained):
         for parameter in trained:
@@ -54,7 +54,7 @@ def test_the_learning_rate_is_that_of_the_next_step(weight):
     rates = []
     for _ in range(3):
         rates.append(stepper.lr)
-        stepper.backward(weight.sum(), last=True)
+        stepper.backward(weight.sum(), is_last=True)
         stepper.step(len)
     assert rates == [1.0, 1 / 2, 1 / 3]
 
@@ -95,8 +95,8 @@ def test_a_step_takes_the_gradient_of_all_micro_batches_and_moves_the_schedule()
     def do(module):
         stepper = module.stepper = TrainerStepper(module)
         stepper.zero_grad()
-        for last in (False, True):
-            stepper.backward(3 * module.slope, last=last)
+        for is_last in (False, True):
+            stepper.backward(3 * module.slope, is_last=is_last)
 
         def finish(trained):
             seen["trained"] = trained
@@ -122,7 +122,7 @@ def test_a_step_takes_the_gradient_of_all_micro_batches_and_moves_the_schedule()
 def test_a_gradient_that_is_dropped_moves_nothing():
     def do(module):
         stepper = module.stepper = TrainerStepper(module)
-        stepper.backward(module.slope * torch.nan, last=True)
+        stepper.backward(module.slope * torch.nan, is_last=True)
 
         def drop(trained):
             for parameter in trained:

@@ -37,7 +37,7 @@ def test_what_the_user_gave_stays_and_so_does_the_least_where_shapes_are_static(
     given = UpdateConfig(micro_batch_tokens=77)
     assert given.resolve_auto(linear_outputs=1) is given
     assert UpdateConfig(micro_batch_tokens=None).resolve_auto(1).max_tokens is None
-    assert UpdateConfig().resolve_auto(1000, static_shapes=True).max_tokens == LEAST_TOKENS
+    assert UpdateConfig().max_tokens == LEAST_TOKENS
 
 
 def test_a_device_with_hardly_any_memory_gets_the_least_and_a_large_one_the_most():

@@ -66,7 +66,7 @@ class ImportanceCorrection:
         # The last fill is for padding, which has a weight of 1 and no loss.
         return bounded.masked_fill(impossible, 0.0).masked_fill(~mask, 1.0)
 
-    def position_weights(
+    def completion_weight(
         self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
     ) -> Tensor:
         """[M, 1] weights of terms that do not depend on the token sampled at their position.

@@ -29,7 +29,8 @@ class SurrogateInputs:
         ratio: [M, C] or [M, 1] w, importance ratio of the update, with gradient.
         advantages: [M, C] A.
         mask: [M, C] tokens that contribute to the loss.
-        correction: [M, C] or [M, 1] importance weight of the trainer over the sampler.
+        sampler_weight: [M, C] or [M, 1] importance weight of the trainer over the sampler; 1
+            without `importance_correction`.
         selected: [M, C] tokens that a `StepSurrogate` selected; None for other surrogates.
 
     Example:
@@ -41,7 +42,7 @@ class SurrogateInputs:
                 ratio=tensor([[1.0, 2.0]]),
                 advantages=tensor([[0.7, 0.7]]),
                 mask=tensor([[True, True]]),
-                correction=tensor([[1.0, 1.0]]),
+                sampler_weight=tensor([[1.0, 1.0]]),
             )
     """
 
@@ -50,7 +51,7 @@ class SurrogateInputs:
     ratio: Tensor
     advantages: Tensor
     mask: Tensor
-    correction: Tensor
+    sampler_weight: Tensor
     selected: Tensor | None = None
 
     @property
@@ -65,13 +66,13 @@ class LossInputs(SurrogateInputs):
 
     Args:
         entropy: [M, C] of the current policy; 0 on padding.
-        position_weights: [M, 1] importance weight of a value that does not depend on the token
-            sampled at its position, see `ImportanceCorrection.position_weights`.
+        completion_weight: [M, 1] the same for a value that does not depend on the token sampled at
+            its position, see `ImportanceCorrection.completion_weight`.
         new: what the current policy computes of the rows; anything on padding.
         batch: M completions.
     """
 
     entropy: Tensor
-    position_weights: Tensor
+    completion_weight: Tensor
     new: TokenLogprobs
     batch: TrainingBatch

@@ -271,7 +271,7 @@ class Objective:
                 f"{setting}, but model.environment is an Agent, whose observations include replies "
                 "of the policy in other segments. Set it to 0."
             )
-        if run.sampling.truncated:
+        if run.sampling.has_filters:
             raise ValueError(
                 f"{setting}, but model.sampling has top_k, top_p or min_p: log-probabilities are "
                 "then over the tokens that could be sampled, and observations were not sampled. "
@@ -288,7 +288,7 @@ class Objective:
         return self.loss_aggregation
 
     @property
-    def correction(self) -> ImportanceCorrection | None:
+    def resolved_correction(self) -> ImportanceCorrection | None:
         """The importance correction, looked up if it was given by name."""
         if isinstance(self.importance_correction, str):
             return CORRECTIONS[self.importance_correction]
@@ -370,10 +370,10 @@ class Objective:
         vocabulary, the entropy, an observation) has that of the completion, if there is one. With
         `old_policy: sampler` only terms with the ratio are weighted.
         """
-        correction, to_sampler = self.correction, self.old_policy == "sampler"
+        correction, to_sampler = self.resolved_correction, self.old_policy == "sampler"
 
         def is_weighted(part: Surrogate | Term) -> bool:
-            if part.of_position:
+            if part.ignores_token:
                 return correction is not None and correction.level != "token"
             return correction is not None or (to_sampler and part.uses_ratio)
 
@@ -506,7 +506,7 @@ class Objective:
             if batch.term_weights is not None:
                 weights = self._renormalize(batch.term_weights, step_mask, comm)
                 batch = batch.with_term_weights(weights)
-        return replace(batch, selected=selected, kept=step_mask)
+        return replace(batch, selected=selected, step_mask=step_mask)
 
     def _renormalize(self, weights: Tensor, step_mask: Tensor, comm: Comm) -> Tensor:
         """[M, C, K] weights of means, of which some are over tokens of the step masks only."""
@@ -546,7 +546,7 @@ class Objective:
         if inputs.selected is not None:
             stats["policy/selected_frac"] = inputs.selected
         if self.importance_correction is not None:
-            stats["policy/sampler_weight"] = inputs.correction
+            stats["policy/sampler_weight"] = inputs.sampler_weight
         # loss = sum_t u_t (reward_coef surrogate_t + sum over terms of coef value_t)
         #        + sum over mean terms of coef sum_t v_t value_t.
         # The weights u and v contain the denominators of the whole optimizer step, so micro-batches
@@ -554,7 +554,7 @@ class Objective:
         token_loss = self.reward_coef * torch.where(surrogate_mask, self.surrogate(inputs), 0.0)
         for term in self.loss_terms:
             if not isinstance(term, MeanTerm):
-                value = term(inputs) * self._correction(term, inputs)
+                value = term(inputs) * self._sampler_weight(term, inputs)
                 token_loss = token_loss + term.coef * value
                 if term.metric:
                     stats[f"policy/{term.metric}"] = value
@@ -569,7 +569,7 @@ class Objective:
         pairs[RATIO_MAX] = torch.stack([largest, in_loss.any().to(largest)])
         for number, mean_term in enumerate(self.mean_terms):
             assert batch.term_weights is not None
-            weights = batch.term_weights[..., number] * self._correction(mean_term, inputs)
+            weights = batch.term_weights[..., number] * self._sampler_weight(mean_term, inputs)
             value = torch.where(weights != 0, mean_term(inputs), 0.0)
             loss = loss + mean_term.coef * (weights * value).sum()
             if mean_term.metric:
@@ -580,23 +580,23 @@ class Objective:
     def _is_prepared(self, batch: TrainingBatch) -> bool:
         """Return False if the loss needs what `prepare_step` adds, and the rows do not have it."""
         has_weights = not self.mean_terms or batch.term_weights is not None
-        return has_weights and ("before_step" not in self.needs or batch.kept is not None)
+        return has_weights and ("before_step" not in self.needs or batch.step_mask is not None)
 
     def _surrogate_mask(self, inputs: LossInputs) -> Tensor:
         """[M, C] tokens with a surrogate loss; `inputs.mask` itself without a mask of tokens."""
         surrogate_mask = inputs.mask
         for mask in self.loss_masks:
             if isinstance(mask, StepMask):
-                assert inputs.batch.kept is not None
-                surrogate_mask = surrogate_mask & inputs.batch.kept
+                assert inputs.batch.step_mask is not None
+                surrogate_mask = surrogate_mask & inputs.batch.step_mask
             elif isinstance(mask, TokenMask):
                 surrogate_mask = surrogate_mask & mask(inputs)
         return surrogate_mask
 
     @staticmethod
-    def _correction(term: Term, inputs: LossInputs) -> Tensor:
+    def _sampler_weight(term: Term, inputs: LossInputs) -> Tensor:
         """[M, C] or [M, 1] importance weight of a term's value; 1 without a correction."""
-        return inputs.position_weights if term.of_position else inputs.correction
+        return inputs.completion_weight if term.ignores_token else inputs.sampler_weight
 
     def _inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> LossInputs:
         """Prepare the inputs of surrogate, masks and terms, with zeros on padding."""
@@ -608,23 +608,25 @@ class Objective:
         log_ratio = logprobs - (
             logprobs.detach() if old is None else torch.where(in_loss, old, 0.0)
         )
-        correction, position_weights = torch.ones_like(logprobs), torch.ones_like(logprobs[:, :1])
-        if self.correction is not None:
+        sampler_weight = torch.ones_like(logprobs)
+        completion_weight = torch.ones_like(logprobs[:, :1])
+        correction = self.resolved_correction
+        if correction is not None:
             # Of all generated tokens: those without a weight in the loss may be imitated.
             before = new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             arguments = before, batch.sampler_logprobs, batch.loss_mask
-            correction = self.correction(*arguments)
-            position_weights = self.correction.position_weights(*arguments)
+            sampler_weight = correction(*arguments)
+            completion_weight = correction.completion_weight(*arguments)
         return LossInputs(
             logprobs=logprobs,
             log_ratio=log_ratio,
             ratio=RATIOS[self.importance_sampling_level](log_ratio, in_loss),
             advantages=torch.where(in_loss, batch.advantages, 0.0),
             mask=in_loss,
-            correction=correction,
+            sampler_weight=sampler_weight,
             selected=batch.selected,
             entropy=torch.where(in_loss, new.entropy, 0.0),
-            position_weights=position_weights,
+            completion_weight=completion_weight,
             new=new,
             batch=batch,
         )

@@ -34,11 +34,11 @@ class Surrogate(ABC):
 
                 def __call__(self, inputs):
                     ratio = inputs.ratio.clamp(max=self.max_ratio)
-                    return -ratio * inputs.advantages * inputs.correction
+                    return -ratio * inputs.advantages * inputs.sampler_weight
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
-    of_position: ClassVar[bool] = False
+    ignores_token: ClassVar[bool] = False
 
     @property
     def uses_ratio(self) -> bool:
@@ -56,7 +56,7 @@ class Surrogate(ABC):
 
     @abstractmethod
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        """[M, C] loss of each token, times `inputs.correction`."""
+        """[M, C] loss of each token, times `inputs.sampler_weight`."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -112,7 +112,7 @@ class Clipped(Surrogate):
             unclipped = unclipped.clamp(max=self.max_ratio)
         clipped = inputs.ratio.clamp(*self.clip_range)
         gain = torch.minimum(unclipped * inputs.advantages, clipped * inputs.advantages)
-        return -gain * inputs.correction
+        return -gain * inputs.sampler_weight
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -138,7 +138,7 @@ class CISPO(Surrogate):
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         # REINFORCE with a truncated importance weight: the clip changes the weight of a token but
         # never removes its gradient, because the ratio is detached.
-        weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
+        weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.sampler_weight
         return -weight * inputs.advantages * inputs.logprobs
 
     @property
@@ -168,7 +168,7 @@ class SAPO(Surrogate):
         tau = torch.where(inputs.advantages > 0, self.tau_positive, self.tau_negative)
         # 4 / tau: the gate's derivative at w = 1 is then 1, as that of the ratio.
         gate = torch.sigmoid(tau * (inputs.ratio - 1)) * 4 / tau
-        return -gate * inputs.advantages * inputs.correction
+        return -gate * inputs.advantages * inputs.sampler_weight
 
 
 @check_field_types
@@ -190,8 +190,8 @@ class VESPO(Surrogate):
         # The bounds are those of TRL: W is kept within [1e-8, e^20].
         floor = math.log(1e-8)
         steps = inputs.log_ratio.detach().clamp(-20.0, 20.0).sum(1, keepdim=True)
-        correction = inputs.correction.log().clamp(floor, 20.0).sum(1, keepdim=True)
-        log_w = (steps + correction).clamp(floor, 20.0)
+        log_weight = inputs.sampler_weight.log().clamp(floor, 20.0).sum(1, keepdim=True)
+        log_w = (steps + log_weight).clamp(floor, 20.0)
         k = torch.where(inputs.advantages >= 0, *self.k)
         lam = torch.where(inputs.advantages >= 0, *self.lam)
         phi = (lam + k * log_w - lam * log_w.exp()).exp()
@@ -215,7 +215,7 @@ class GMPO(Surrogate):
         s = inputs.log_ratio
         up, down = s.clamp(max=self.clip_high), s.clamp(min=-self.clip_low)
         mean = row_mean(torch.where(inputs.advantages > 0, up, down), inputs.mask)
-        return -safe_exp(mean) * inputs.advantages * inputs.correction
+        return -safe_exp(mean) * inputs.advantages * inputs.sampler_weight
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -256,7 +256,7 @@ class DPPO(Surrogate):
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         fell, rose = self._outside(inputs)
         inside = ~torch.where(inputs.advantages > 0, rose, fell)
-        weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
+        weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.sampler_weight
         return torch.where(inside, -weight * inputs.advantages * inputs.logprobs, 0.0)
 
     def _outside(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
@@ -288,7 +288,7 @@ class PolicyGradient(Surrogate):
         return False
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
-        return -inputs.advantages * inputs.logprobs * inputs.correction
+        return -inputs.advantages * inputs.logprobs * inputs.sampler_weight
 
 
 class StepSurrogate(Surrogate):
@@ -422,7 +422,7 @@ class KLCov(StepSurrogate):
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         assert inputs.selected is not None
         moved = inputs.selected & (inputs.log_ratio.detach().abs() > LOG_RATIO_ROUNDING)
-        penalty = self.coef * inputs.log_ratio.abs() * inputs.correction
+        penalty = self.coef * inputs.log_ratio.abs() * inputs.sampler_weight
         return self.surrogate(inputs) + torch.where(moved, penalty, 0.0)
 
 

@@ -46,7 +46,7 @@ class Term(ABC):
     needs: ClassVar[frozenset[Need]] = frozenset()
     metric: ClassVar[str] = ""
     setting: ClassVar[str] = ""  # option that it comes from, if it has one
-    of_position: ClassVar[bool] = False
+    ignores_token: ClassVar[bool] = False
 
     @property
     def uses_ratio(self) -> bool:
@@ -137,7 +137,7 @@ class KLDivergence(Term):
     needs: ClassVar[frozenset[Need]] = frozenset({"ref_hidden", "all_rows"})
     setting: ClassVar[str] = "kl_coef"
     metric: ClassVar[str] = "kl"
-    of_position: ClassVar[bool] = True
+    ignores_token: ClassVar[bool] = True
     coef: float
     divergence: Divergence
 
@@ -159,7 +159,7 @@ class EntropyBonus(MeanTerm):
 
     needs: ClassVar[frozenset[Need]] = frozenset({"entropy_gradient", "all_rows"})
     setting: ClassVar[str] = "entropy_coef"
-    of_position: ClassVar[bool] = True
+    ignores_token: ClassVar[bool] = True
     follows_masks: ClassVar[bool] = True
     coef: float
 
@@ -210,7 +210,7 @@ class ObservationNLL(MeanTerm):
 
     setting: ClassVar[str] = "observation_nll_coef"
     metric: ClassVar[str] = "observation_nll"
-    of_position: ClassVar[bool] = True
+    ignores_token: ClassVar[bool] = True
     coef: float
 
     def select(self, tokens: StepTokens) -> Tensor:

@@ -24,7 +24,7 @@ class CurriculumFeedback(Callback):
         if order is None or not isinstance(outputs, dict) or "iteration" not in outputs:
             return
         comm = pl_module.learner.comm
-        for rollout, rewards in outputs["iteration"].experience.scored:
+        for rollout, rewards in outputs["iteration"].experience.sampled:
             success = pl_module.evaluator.find_correct(rewards).nanmean(1)  # NaN without a reward
             index = rollout.prompts.index.to(success.device)
             order.record(comm.gather(index), comm.gather(success))

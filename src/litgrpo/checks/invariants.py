@@ -172,7 +172,7 @@ def measure_invariants(
     rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
 ) -> list[CheckResult]:
     """Measure all invariants; those of episodes only if the run has an environment."""
-    limit = tolerance(learner.policy, learner.exact_logprobs)
+    limit = tolerance(learner.policy, rollouter.engine.exact_logprobs)
     with restore_modes(learner.policy, learner.reference), restore_end_tokens(learner.policy):
         dry, first_prompts = DryRun.from_run(rollouter, learner), select_few_prompts(prompts)
         adapter = adapter_errors(dry, first_prompts, limit)

@@ -68,7 +68,7 @@ def kept_mass(scores: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor,
 
     Return the log-probability [n] of the candidate set, and [n] of its least likely token.
     """
-    if not (sampling.truncated or sampling.greedy):
+    if not (sampling.has_filters or sampling.greedy):
         return scores.new_zeros(len(scores)), scores.new_full((len(scores),), -torch.inf)
     probs = scores.double().exp().sort(-1, descending=True).values
     keep = torch.arange(probs.shape[-1], device=probs.device) < (sampling.top_k or probs.shape[-1])

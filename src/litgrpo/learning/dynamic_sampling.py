@@ -19,6 +19,7 @@ from litgrpo.algorithms.turns import TurnAdvantages, Turns
 from litgrpo.arguments import require
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.collectives import SingleProcess
+from litgrpo.distributed.device import Backend
 from litgrpo.learning.learner import Learner
 from litgrpo.learning.stages import Stage
 from litgrpo.rewards.scorer import Scorer
@@ -67,9 +68,8 @@ class DynamicSampling(Stage):
         scorer: computes rewards.
         learner: computes the log-probabilities of the new groups.
         max_attempts: limit on attempts per iteration.
-        device: where prompts are put.
-        static_shapes: sample B prompts in each attempt, and compute the log-probabilities of all of
-            them, since XLA compiles each other number.
+        device: where prompts are put. If its shapes are static, each attempt samples B prompts and
+            computes the log-probabilities of all of them.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -78,8 +78,7 @@ class DynamicSampling(Stage):
     scorer: Scorer
     learner: Learner
     max_attempts: int
-    device: torch.device
-    static_shapes: bool = False
+    device: Backend
     draw_prompts: Callable[[int], PromptBatch] = field(init=False)  # set by `connect`
 
     def connect(self, loader: Any) -> None:
@@ -109,10 +108,10 @@ class DynamicSampling(Stage):
             attempts += 1
             fraction = max(num_informative / num_sampled, 1 / num_prompts)
             count = num_prompts
-            if not self.static_shapes:
+            if not self.device.static_shapes:
                 count = min(num_prompts, math.ceil(missing / fraction))
             count = self._max_over_ranks(count)
-            prompts = self.draw_prompts(count).to(self.device)
+            prompts = self.draw_prompts(count).to(self.device.data_device)
             fresh = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
             with self.rollouter.clock.phase("time/reward_s"):
                 fresh_rewards = self.scorer.start(fresh, iteration).wait()
@@ -141,22 +140,22 @@ class DynamicSampling(Stage):
         donors: Tensor,
     ) -> Experience:
         """Replace groups `replaced` [k] by groups `donors` [k] of a new rollout."""
-        scored = (*experience.scored, (fresh, fresh_rewards))
+        sampled = (*experience.sampled, (fresh, fresh_rewards))
         if not len(donors) and self.learner.comm.world_size == 1:
-            return replace(experience, scored=scored)
-        chosen, groups = fresh, donors
-        if not self.static_shapes:
+            return replace(experience, sampled=sampled)
+        source, groups = fresh, donors
+        if not self.device.static_shapes:
             # Sharded weights need every rank in each pass, also one without a donor.
-            chosen = select_groups(fresh, donors.tolist() or [0])
+            source = select_groups(fresh, donors.tolist() or [0])
             groups = torch.arange(len(donors))
-        logprobs = self.learner.old_and_reference_logprobs(chosen)
+        logprobs = self.learner.old_and_reference_logprobs(source)
         into, rows = (rows_of_groups(x, fresh.group_size) for x in (replaced, groups))
         return replace(
             experience,
-            rollout=with_groups(experience.rollout, replaced, chosen, groups),
+            rollout=with_groups(experience.rollout, replaced, source, groups),
             rewards=with_rewards(experience.rewards, replaced, fresh_rewards, donors),
             logprobs=with_logprobs(experience.logprobs, into, logprobs, rows),
-            scored=scored,
+            sampled=sampled,
         )
 
     def _find_informative(self, rewards: RewardTable, rollout: Rollout) -> Tensor:

@@ -84,8 +84,6 @@ class Learner:
         group_size: completions per prompt, G.
         max_completion_length: limit on the tokens of a completion.
         reference: for the KL term; None without one.
-        exact_logprobs: True if the engine's log-probabilities are the policy's, up to rounding;
-            not used by the update, but by the start-up checks.
         reuse_sampler_logprobs: use the sampler's log-probabilities as those before the update,
             which is correct only if the engine is exact and computes in the same full precision.
         comm: collectives of the ranks.
@@ -101,7 +99,6 @@ class Learner:
     group_size: int
     max_completion_length: int
     reference: Reference | None = None
-    exact_logprobs: bool = True
     reuse_sampler_logprobs: bool = True
     comm: Comm = field(default_factory=SingleProcess)
     micro_batching: MicroBatching = field(default_factory=RaggedBatches)
@@ -223,11 +220,6 @@ class Learner:
         advantages = self.objective.token_advantages(
             rewards, mask, self.comm, turns, logprobs.score_norms
         )
-        by_completion = completion_advantages(advantages, mask).view_as(rewards.total)
-        if self.objective.advantage_clip is None:
-            # An agent may end without a call: a row without tokens shows no advantage.
-            shown = mask.any(1).view_as(rewards.total).all(1).to(by_completion.device)
-            check_centered(by_completion[shown], self.objective.advantages, self.objective.gamma)
         has_advantage = (advantages != 0).view(-1, self.group_size * advantages.shape[1]).any(1)
         informative = has_advantage.repeat_interleave(self.group_size)
         # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
@@ -261,6 +253,20 @@ class Learner:
             ref_hidden=logprobs.ref_hidden,
         )
         return batch if term_weights is None else batch.with_term_weights(term_weights)
+
+    def group_advantages(self, batch: TrainingBatch, rewards: RewardTable) -> Tensor:
+        """Return [B, G] the advantage of each completion, on the host.
+
+        Raises:
+            RuntimeError: those of a group do not sum to zero, as the estimator's must.
+        """
+        advantages = completion_advantages(batch.advantages, batch.loss_mask).cpu()
+        advantages = advantages.view_as(rewards.total)
+        if self.objective.advantage_clip is None:
+            # An agent may end without a call: a row without tokens shows no advantage.
+            shown = batch.loss_mask.any(1).cpu().view_as(rewards.total).all(1)
+            check_centered(advantages[shown], self.objective.advantages, self.objective.gamma)
+        return advantages
 
     def reward_kl_stats(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Stats:
         """Return {name: [2] sum over tokens and count} of the KL that is taken off the rewards.
@@ -325,7 +331,7 @@ class Learner:
         with self._reference_head():
             for output, micro in self.losses(batch, limits):
                 # Gradients are averaged over ranks, while the weights count the rows of all ranks.
-                stepper.backward(output.loss * self.comm.world_size, last=micro.is_last)
+                stepper.backward(output.loss * self.comm.world_size, is_last=micro.is_last)
                 if not micro.is_filler:
                     sums.add(output)
         return sums

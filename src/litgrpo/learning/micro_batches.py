@@ -123,6 +123,10 @@ class RaggedBatches(MicroBatching):
         """Select rows, without columns that none of them uses."""
         return batch.select(rows)
 
+    def count_fillers(self, number: int) -> int:
+        """Return how many passes without weight follow `number` micro-batches."""
+        return 0
+
     def buckets(self, tokens: TokenRows, limits: BatchLimits) -> list[Tensor]:
         """Group rows by prompt if it is read once for all of them, else by length."""
         max_rows, max_tokens = limits.max_rows, limits.max_tokens
@@ -143,10 +147,14 @@ class RaggedBatches(MicroBatching):
         self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches without columns that none of their rows uses."""
-        chosen = batch if rows is None else batch.select(rows)
-        buckets = self.buckets(chosen.tokens, limits)
+        batch = batch if rows is None else batch.select(rows)
+        buckets = self.buckets(batch.tokens, limits)
+        fillers = self.count_fillers(len(buckets))
         for number, bucket in enumerate(buckets, start=1):
-            yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets))
+            yield MicroBatch(batch.select(bucket), is_last=number == len(buckets) + fillers)
+        for number in range(1, fillers + 1):
+            filler = _without_weight(batch.select(buckets[0][:1]))
+            yield MicroBatch(filler, is_last=number == fillers, is_filler=True)
 
     @torch.no_grad()
     def compute_fields(
@@ -154,17 +162,20 @@ class RaggedBatches(MicroBatching):
     ) -> dict[str, Tensor]:
         """Compute micro-batches, and write each to its rows."""
         shape, device = tokens.completion_ids.shape, tokens.completion_ids.device
-        found: dict[str, Tensor] = {}
-        for rows in self.buckets(tokens, limits):
+        fields: dict[str, Tensor] = {}
+        buckets = self.buckets(tokens, limits)
+        for rows in buckets:
             part = fields_of(tokens.select(rows))
-            (chosen,) = to_device([rows], device)
+            (index,) = to_device([rows], device)
             for name, values in part.items():
-                if name not in found:
+                if name not in fields:
                     dtype = values.dtype if name == "hidden" else torch.float32
                     size = (*shape, *values.shape[2:])
-                    found[name] = torch.zeros(size, dtype=dtype, device=device)
-                found[name][chosen, : values.shape[1]] = values.to(found[name].dtype)
-        return found
+                    fields[name] = torch.zeros(size, dtype=dtype, device=device)
+                fields[name][index, : values.shape[1]] = values.to(fields[name].dtype)
+        for _ in range(self.count_fillers(len(buckets))):
+            fields_of(tokens.select(buckets[0][:1]))
+        return fields
 
 
 class EvenBatches(RaggedBatches):
@@ -189,32 +200,8 @@ class EvenBatches(RaggedBatches):
         """Return how many more than `number` micro-batches the rank with the most of them has."""
         if is_gathered(self.policy):
             return 0
-        own = torch.tensor(float(number), device=self.policy.model.device)
-        return int(self.comm.max(own)) - number
-
-    def split(
-        self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
-    ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of this rank, then fillers."""
-        chosen = batch if rows is None else batch.select(rows)
-        buckets = self.buckets(chosen.tokens, limits)
-        fillers = self.count_fillers(len(buckets))
-        for number, bucket in enumerate(buckets, start=1):
-            yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets) + fillers)
-        for number in range(1, fillers + 1):
-            filler = _without_weight(chosen.select(buckets[0][:1]))
-            yield MicroBatch(filler, is_last=number == fillers, is_filler=True)
-
-    @torch.no_grad()
-    def compute_fields(
-        self, tokens: TokenRows, fields_of: FieldsOf, limits: BatchLimits
-    ) -> dict[str, Tensor]:
-        """Compute as many passes as the rank with the most micro-batches."""
-        found = super().compute_fields(tokens, fields_of, limits)
-        buckets = self.buckets(tokens, limits)
-        for _ in range(self.count_fillers(len(buckets))):
-            fields_of(tokens.select(buckets[0][:1]))
-        return found
+        of_rank = torch.tensor(float(number), device=self.policy.model.device)
+        return int(self.comm.max(of_rank)) - number
 
 
 def _without_weight(rows: TrainingBatch) -> TrainingBatch:

@@ -31,13 +31,13 @@ class Stepper(Protocol):
     def zero_grad(self) -> None:
         """Clear the gradients."""
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a loss.
 
         Args:
             loss: [] of one micro-batch.
-            last: True for the last micro-batch of an optimizer step on this rank: its backward pass
-                averages the gradients over ranks (on XLA devices `step` does).
+            is_last: True for the last micro-batch of an optimizer step on this rank: its backward
+                pass averages the gradients over ranks (on XLA devices `step` does).
         """
 
     def step(self, clip_gradients: ClipGradients) -> Stats | None:
@@ -62,7 +62,7 @@ class PlainStepper:
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
         >>> stepper = PlainStepper(torch.optim.SGD([weight], lr=0.5))
-        >>> stepper.backward((2 * weight).sum(), last=True)
+        >>> stepper.backward((2 * weight).sum(), is_last=True)
         >>> stepper.step(lambda parameters: {})
         {}
         >>> weight.item()
@@ -82,7 +82,7 @@ class PlainStepper:
         """Clear the gradients."""
         self.optimizer.zero_grad()
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a loss."""
         loss.backward()
 
@@ -123,19 +123,19 @@ class TrainerStepper:
         """Clear the gradients."""
         self.optimizer.zero_grad()
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a loss; after the last one, average the gradients over ranks."""
-        if last and self.averages_last:
+        if is_last and self.averages_last:
             # A separate pass: a rank that runs out of memory in a backward pass must not leave
             # the others waiting in the all-reduce of the same pass.
             self._add_gradient(loss, average=False)
             check_other_ranks(TrainerComm(self.module))
             self._add_gradient(zero_loss(list_parameters(self.optimizer)), average=True)
             return
-        if last and self.checks_other_ranks:
+        if is_last and self.checks_other_ranks:
             # A rank that ran out of memory will not reach the collectives of this pass.
             check_other_ranks(TrainerComm(self.module))
-        self._add_gradient(loss, average=last)
+        self._add_gradient(loss, average=is_last)
 
     def _add_gradient(self, loss: Tensor, *, average: bool) -> None:
         with self.optimizer.toggle_model(sync_grad=average):

@@ -104,21 +104,15 @@ class UpdateConfig:
         return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     def resolve_auto(
-        self,
-        linear_outputs: int,
-        *,
-        static_shapes: bool = False,
-        sizes: DeviceSizes | None = None,
+        self, linear_outputs: int, *, sizes: DeviceSizes | None = None
     ) -> UpdateConfig:
         """Return these options with "auto" replaced by a number that fits the model.
 
         Args:
             linear_outputs: numbers that the model's linear layers compute for each token.
-            static_shapes: True if the device compiles micro-batches of one shape, which are
-                padded: "auto" is then its smallest value.
             sizes: sizes that follow the device's memory; None: a CPU.
         """
-        if self.micro_batch_tokens != "auto" or static_shapes:
+        if self.micro_batch_tokens != "auto":
             return self
         if sizes is not None:
             return replace(self, micro_batch_tokens=sizes.tokens)

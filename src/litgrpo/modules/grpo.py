@@ -42,14 +42,11 @@ from litgrpo.learning.stages import GreedyBaseline, Stage
 from litgrpo.learning.static_batches import StaticBatches, check_static_shapes
 from litgrpo.learning.steppers import TrainerComm, TrainerStepper, is_attached
 from litgrpo.learning.update_config import UpdateConfig
-from litgrpo.lightning_compat import (
-    log_numbers,
-)
+from litgrpo.lightning_compat import log_numbers
 from litgrpo.metrics import (
     advantage_stats,
     average_over_ranks,
     gather_rewards,
-    group_advantages,
     reward_stats,
     rollout_stats,
 )
@@ -351,24 +348,25 @@ class GRPO(LanguageModule):
 
     def _build_learner(self, policy: Policy, device: torch.device, precision: str) -> Learner:
         comm = TrainerComm(self)
-        static_shapes = backend(device).static_shapes
-        micro_batching: MicroBatching = RaggedBatches()
-        if static_shapes:
-            micro_batching = StaticBatches(backend(device))
-        elif is_sharded(policy):
-            micro_batching = EvenBatches(policy, comm)
-        linear_outputs = linears.count_linear_outputs(policy.model)
         sizes = kernel_choice.choose_sizes(policy, device)
         kernel_choice.set_logits(self, FEW_LOGITS if sizes is None else sizes.logits)
+        update = self.update
+        micro_batching: MicroBatching = RaggedBatches()
+        if backend(device).static_shapes:  # padded, so "auto" keeps its smallest value
+            micro_batching = StaticBatches(backend(device))
+        else:
+            linear_outputs = linears.count_linear_outputs(policy.model)
+            update = update.resolve_auto(linear_outputs, sizes=sizes)
+            if is_sharded(policy):
+                micro_batching = EvenBatches(policy, comm)
         return Learner(
             policy,
             self.objective,
-            self.update.resolve_auto(linear_outputs, static_shapes=static_shapes, sizes=sizes),
+            update,
             self.sampling,
             self.group_size,
             self.max_completion_length,
             reference=self.reference,
-            exact_logprobs=self.engine.exact_logprobs,
             reuse_sampler_logprobs=can_reuse_sampler_logprobs(
                 precision,
                 self.precision,
@@ -391,8 +389,7 @@ class GRPO(LanguageModule):
                     self.scorer,
                     self.learner,
                     self.dynamic_sampling_attempts,
-                    backend(device).data_device,
-                    backend(device).static_shapes,
+                    backend(device),
                 )
             )
         if self.objective.advantages.needs_greedy:
@@ -490,7 +487,7 @@ class GRPO(LanguageModule):
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         with self.clock.phase("time/reward_s"):
             rewards = pending.wait()
-        experience = Experience(prompts, rollout, rewards, logprobs, scored=((rollout, rewards),))
+        experience = Experience(prompts, rollout, rewards, logprobs, sampled=((rollout, rewards),))
 
         # 3. Dynamic sampling replaces groups without a gradient; ReMax adds the reward of a greedy
         #    completion; callbacks that are stages adapt the objective to the rollout.
@@ -501,6 +498,7 @@ class GRPO(LanguageModule):
         batch = self.learner.build_batch(
             experience.rollout, experience.rewards, experience.logprobs
         )
+        advantages = self.learner.group_advantages(batch, experience.rewards)
         steps = self.learner.update(batch, self.stepper)
 
         # 5. Log, end the run. Callbacks, which may validate, see all of the iteration but the
@@ -509,7 +507,6 @@ class GRPO(LanguageModule):
         batch = replace(batch, ref_hidden=None)
         logprobs = replace(experience.logprobs, ref_hidden=None)
         experience = replace(experience, logprobs=logprobs)
-        advantages = group_advantages(batch, experience.rewards)
         iteration = Iteration(self.iteration, experience, batch, advantages, steps)
         iteration = replace(iteration, averages=self._log_iteration(iteration))
         self.stop_if_done()
@@ -526,7 +523,8 @@ class GRPO(LanguageModule):
         experience, comm = iteration.experience, self.learner.comm
         own_tokens = self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
-        first_rollout, first_rewards = experience.scored[0]  # unbiased, unlike what replaced groups
+        # Those that replaced groups were selected for their rewards.
+        first_rollout, first_rewards = experience.sampled[0]
         stats = reward_stats(gather_rewards(first_rewards, comm.gather))
         stats |= rollout_stats(first_rollout)
         stats |= experience.stats | self.rollouter.stats(experience.rollout)
@@ -551,13 +549,13 @@ class GRPO(LanguageModule):
 
     def stop_if_done(self) -> None:
         """End the training after the limits of the run, and after the last stored rollout."""
-        iterations = self.max_iterations or torch.inf
+        iterations, stored = self.max_iterations or torch.inf, self.source.last_iteration
         tokens = self.max_generated_tokens or torch.inf
         if self.iteration >= iterations or self.generated_tokens >= tokens:
             self.trainer.should_stop = True
-        elif self.source.last is not None and self.iteration >= self.source.last:
+        elif stored is not None and self.iteration >= stored:
             self.trainer.should_stop = True
-            rank_zero_info(f"Trained on all {self.source.last} stored rollouts: training ends.")
+            rank_zero_info(f"Trained on all {stored} stored rollouts: training ends.")
 
     def _seed_device(self) -> None:
         # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration

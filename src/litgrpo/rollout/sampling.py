@@ -140,7 +140,7 @@ class Sampling:
         Raises:
             ValueError: top_k is larger.
         """
-        if not self.truncated:
+        if not self.has_filters:
             return self
         if self.top_k > self.max_candidates:
             raise ValueError(
@@ -165,7 +165,7 @@ class Sampling:
             )
 
     @property
-    def truncated(self) -> bool:
+    def has_filters(self) -> bool:
         """True if filters exclude tokens, so that sampler and policy distributions differ."""
         return self.filters != (0, 1, 0)
 
@@ -221,7 +221,7 @@ def sample(
     uniforms = uniforms.clamp(max=BELOW_1)[:, None]
     temperature = sampling.policy_temperature
     scores = logits if temperature == 1 else widen(logits) / temperature
-    if not sampling.truncated:
+    if not sampling.has_filters:
         # One kernel for both on a GPU, where the logits are most of what sampling reads.
         probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         if sampling.greedy:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from litgrpo.models.policy import Policy
@@ -88,6 +90,12 @@ class RolloutRequest:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion: the model's and those of `sampling`."""
         return tuple(sorted({*self.policy.eos_ids, *self.sampling.stop_token_ids}))
+
+    @cached_property
+    def is_end(self) -> Tensor:
+        """[V] True for tokens that end a completion or a turn."""
+        is_end = torch.isin(torch.arange(self.policy.vocab_size), torch.tensor(self.end_ids))
+        return is_end.to(self.uniforms.device)
 
     @property
     def num_rows(self) -> int:

@@ -62,7 +62,7 @@ class TokenSampler(NamedTuple):
     def num_candidates(self, vocab_size: int) -> int:
         """Return S, the size of the candidate set; 0 if every token is a candidate."""
         most = min(self.sampling.top_k or vocab_size, vocab_size)
-        return most if self.sampling.truncated else 0
+        return most if self.sampling.has_filters else 0
 
 
 class DecodeBuffer(NamedTuple):
@@ -213,7 +213,6 @@ class FixedShapeLoop:
 
     Args:
         request: without a listener.
-        is_end: [V] True for tokens that end a completion.
         device: compiles or records steps.
         check_every: tokens between two checks for rows that have ended; each check waits for the
             device.
@@ -223,12 +222,12 @@ class FixedShapeLoop:
     def __init__(
         self,
         request: RolloutRequest,
-        is_end: Tensor,
         device: Backend,
         check_every: int,
         finish: Callable[[FixedRows, list[bool]], None] | None = None,
     ) -> None:
-        self.request, self.is_end, self.device = request, is_end, device
+        self.request, self.device = request, device
+        self.is_end = request.is_end.to(device.device)
         self.check_every, self.finish = check_every, finish
         self.records = finish is not None
         self.step = device.compile(_decode_step)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -24,7 +23,7 @@ from litgrpo.arguments import at_least
 from litgrpo.distributed.device import backend
 from litgrpo.models.decode.shared_prefix import RowOffloader
 from litgrpo.models.policy import DecodeState
-from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.fixed import FixedRows, FixedShapeLoop
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compact_rows
@@ -87,17 +86,17 @@ class LocalEngine(RolloutEngine):
         limits = [rows for rows in (self.max_rows, request.max_rows) if rows is not None]
         # A group shares the keys and values of its prompt, so it decodes as a whole.
         slots = max(min(limits, default=request.num_rows), request.group_size)
-        sampler = Sampler(replace(request, uniforms=request.uniforms.to(device)))
+        request = replace(request, uniforms=request.uniforms.to(device))
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         rows = min(slots, request.num_rows)
         with policy.decoding(rows, dtype=dtype, fused=self.fused_decode):
             if request.listener is not None:
-                return TurnDecoder(sampler, request.listener, slots).rollout()
-            if self._can_record(sampler.request):
-                return self._decode_recorded(sampler, slots)
+                return TurnDecoder(request, slots).rollout()
+            if self._can_record(request):
+                return self._decode_recorded(request, slots)
             # Ended rows hold slots until the next check, so short completions check more often.
             check_every = min(self._sync_every(request), max(1, request.uniforms.shape[1] // 4))
-            return SingleTurnDecoder(sampler, slots, check_every, self.compaction_frac).rollout()
+            return SingleTurnDecoder(request, slots, check_every, self.compaction_frac).rollout()
 
     def _sync_every(self, request: RolloutRequest) -> int:
         """Return the number of tokens between checks for finished rows."""
@@ -109,18 +108,16 @@ class LocalEngine(RolloutEngine):
 
         Without top_k the number of candidates depends on the logits, and so do shapes.
         """
-        sampling, records = request.sampling, backend(request.policy.model.device).records_steps
-        return (
-            records and request.policy.can_record and bool(sampling.top_k or not sampling.truncated)
-        )
+        sampling, policy = request.sampling, request.policy
+        has_fixed_shapes = bool(sampling.top_k) or not sampling.has_filters
+        return backend(policy.model.device).records_steps and policy.can_record and has_fixed_shapes
 
-    def _decode_recorded(self, sampler: Sampler, slots: int) -> Rollout:
+    def _decode_recorded(self, request: RolloutRequest, slots: int) -> Rollout:
         """Decode in recorded steps; groups that do not fit start when all others have ended."""
-        request = sampler.request
-        buffer = sampler.empty_buffer()
+        buffer = CompletionBuffer.for_rows_of(request)
         at_once = slots // request.group_size
         device, check_every = backend(request.policy.model.device), self._sync_every(request)
-        loop = FixedShapeLoop(request, sampler.is_end, device, check_every, buffer.write_rows)
+        loop = FixedShapeLoop(request, device, check_every, buffer.write_rows)
         for first in range(0, len(request.prompts), at_once):
             part = slice(first, first + at_once)
             prompts, row = request.prompts, first * request.group_size
@@ -138,14 +135,14 @@ class DecodingBatch:
         state: the policy's caches of these rows.
         logits: [n, V] of their next tokens.
         cursor: [n] position in [N * C] of each row's next token.
-        last: [n] position of its last possible token.
+        last_cursor: [n] position of its last possible token.
         active: [n] False: the row has ended and waits to be dropped.
     """
 
     state: DecodeState
     logits: Tensor
     cursor: Tensor
-    last: Tensor
+    last_cursor: Tensor
     active: Tensor
 
     def __len__(self) -> int:
@@ -154,15 +151,18 @@ class DecodingBatch:
 
     def advance(self, tokens: Tensor, is_end: Tensor) -> DecodingBatch:
         """Mark the rows that end with these tokens and move the others on by one column."""
-        done = is_end.index_select(0, tokens).logical_or_(self.cursor == self.last)
+        done = is_end.index_select(0, tokens).logical_or_(self.cursor == self.last_cursor)
         active = self.active & ~done
         return replace(self, active=active, cursor=self.cursor + active)
 
-    def select(self, kept: Tensor) -> DecodingBatch:
+    def select(self, rows: Tensor) -> DecodingBatch:
         """Keep the given rows; their logits have already been used."""
-        self.state.select(kept)
+        self.state.select(rows)
         return replace(
-            self, cursor=self.cursor[kept], last=self.last[kept], active=self.active[kept]
+            self,
+            cursor=self.cursor[rows],
+            last_cursor=self.last_cursor[rows],
+            active=self.active[rows],
         )
 
     def join(self, others: DecodingBatch) -> DecodingBatch:
@@ -172,73 +172,48 @@ class DecodingBatch:
             state=self.state,
             logits=torch.cat([self.logits, others.logits]),
             cursor=torch.cat([self.cursor, others.cursor]),
-            last=torch.cat([self.last, others.last]),
+            last_cursor=torch.cat([self.last_cursor, others.last_cursor]),
             active=torch.cat([self.active, others.active]),
         )
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Reads prompts and draws tokens for one request."""
-
-    request: RolloutRequest
-
-    @cached_property
-    def is_end(self) -> Tensor:
-        """[V] True for tokens that end a completion or a turn."""
-        tokens = torch.arange(self.request.policy.vocab_size)
-        is_end = torch.isin(tokens, torch.tensor(self.request.end_ids))
-        return is_end.to(self.request.uniforms.device)
-
-    def prefill(self, first: int, groups: int) -> DecodingBatch:
-        """Read the prompts of some groups, starting with number `first`."""
-        request = self.request
-        part, length = slice(first, first + groups), request.uniforms.shape[1]
-        ids, mask = request.prompts.prompt_ids[part], request.prompts.prompt_mask[part]
-        logits, state = request.policy.prefill(ids, mask, request.group_size, capacity=length)
-        rows = torch.arange(groups * request.group_size, device=ids.device)
-        rows += first * request.group_size
-        limits = torch.full_like(rows, length)
-        if request.row_limits is not None:
-            limits = torch.tensor(request.row_limits, device=ids.device)[rows]
-        return DecodingBatch(
-            state=state,
-            logits=logits.repeat_interleave(request.group_size, 0),
-            cursor=rows * length,
-            last=rows * length + limits - 1,
-            active=torch.ones_like(rows, dtype=torch.bool),
-        )
-
-    def empty_buffer(self) -> CompletionBuffer:
-        """Allocate a buffer for the tokens of all rows."""
-        uniforms = self.request.uniforms
-        return CompletionBuffer.empty(uniforms.shape, self.request.policy.pad_id, uniforms.device)
-
-    def draw(self, batch: DecodingBatch) -> Drawn:
-        """Draw the next token of each row."""
-        numbers = self.request.uniforms.reshape(-1).index_select(0, batch.cursor)
-        return sample(batch.logits, numbers, self.request.sampling)
+def prefill(request: RolloutRequest, first: int, groups: int) -> DecodingBatch:
+    """Read the prompts of some groups, starting with number `first`."""
+    part, length = slice(first, first + groups), request.uniforms.shape[1]
+    ids, mask = request.prompts.prompt_ids[part], request.prompts.prompt_mask[part]
+    logits, state = request.policy.prefill(ids, mask, request.group_size, capacity=length)
+    rows = torch.arange(groups * request.group_size, device=ids.device)
+    rows += first * request.group_size
+    limits = torch.full_like(rows, length)
+    if request.row_limits is not None:
+        limits = torch.tensor(request.row_limits, device=ids.device)[rows]
+    return DecodingBatch(
+        state=state,
+        logits=logits.repeat_interleave(request.group_size, 0),
+        cursor=rows * length,
+        last_cursor=rows * length + limits - 1,
+        active=torch.ones_like(rows, dtype=torch.bool),
+    )
 
 
 class RowDecoder(ABC):
     """The decoding loop: rows leave the batch when they end, and waiting groups fill their slots.
 
     Args:
-        sampler: reads prompts and draws tokens.
+        request: what to sample.
         slots: maximal number of rows that hold keys and values.
     """
 
-    def __init__(self, sampler: Sampler, slots: int) -> None:
-        self.sampler, self.slots = sampler, slots
-        self.request, self.policy = sampler.request, sampler.request.policy
-        self.buffer = sampler.empty_buffer()
+    def __init__(self, request: RolloutRequest, slots: int) -> None:
+        self.request, self.slots, self.policy = request, slots, request.policy
+        self.buffer = CompletionBuffer.for_rows_of(request)
         self.waiting = len(self.request.prompts)  # groups that have not begun
         self.step = 0
 
     def rollout(self) -> Rollout:
         """Decode all rows."""
         steps = list(self._decode_steps())  # runs the decoding loop
-        self.buffer.write_steps(steps, self.sampler.is_end)
+        self.buffer.write_steps(steps, self.request.is_end)
         return self.buffer.rollout(self.request.prompts, self.request.group_size)
 
     def _decode_steps(self) -> Iterator[DecodeStep]:
@@ -264,7 +239,7 @@ class RowDecoder(ABC):
         groups = min(self.waiting, (self.slots - self._num_rows(batch)) // self.request.group_size)
         if groups <= 0 or (batch is not None and not batch.state.can_join):
             return batch
-        newcomers = self.sampler.prefill(len(self.request.prompts) - self.waiting, groups)
+        newcomers = prefill(self.request, len(self.request.prompts) - self.waiting, groups)
         self.waiting -= groups
         return newcomers if batch is None else batch.join(newcomers)
 
@@ -274,7 +249,8 @@ class RowDecoder(ABC):
 
     def _draw(self, batch: DecodingBatch) -> Drawn:
         """Draw the next token of each row."""
-        return self.sampler.draw(batch)
+        uniforms = self.request.uniforms.reshape(-1).index_select(0, batch.cursor)
+        return sample(batch.logits, uniforms, self.request.sampling)
 
     @abstractmethod
     def _finish_rows(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
@@ -293,16 +269,16 @@ class SingleTurnDecoder(RowDecoder):
     """Decodes single-turn rows.
 
     Args:
-        sampler: reads prompts and draws tokens.
+        request: what to sample.
         slots: maximal number of rows that hold keys and values.
         check_every: tokens between checks for rows that have ended.
         compaction_frac: rows that have ended leave once they are this fraction of the batch.
     """
 
     def __init__(
-        self, sampler: Sampler, slots: int, check_every: int, compaction_frac: float
+        self, request: RolloutRequest, slots: int, check_every: int, compaction_frac: float
     ) -> None:
-        super().__init__(sampler, slots)
+        super().__init__(request, slots)
         self.check_every, self.compaction_frac = check_every, compaction_frac
         stops, uniforms = self.request.stops, self.request.uniforms
         self.watch = None if stops is None else stops.watch(uniforms)
@@ -319,7 +295,7 @@ class SingleTurnDecoder(RowDecoder):
         """Mark the rows that end with these tokens; at a check they leave."""
         if self.watch is not None:
             self.watch.note(batch.cursor, batch.active, tokens)
-        batch = batch.advance(tokens, self.sampler.is_end)
+        batch = batch.advance(tokens, self.request.is_end)
         if self.step % self.check_every and self.step != self.full:
             return batch, tokens
         if self.watch is not None:
@@ -340,15 +316,14 @@ class TurnRows:
 
     Args:
         request: a request with a listener.
-        is_end: [V] True for tokens that end a turn.
         buffer: the tokens of all rows.
     """
 
-    def __init__(self, request: RolloutRequest, is_end: Tensor, buffer: CompletionBuffer) -> None:
+    def __init__(self, request: RolloutRequest, buffer: CompletionBuffer) -> None:
         (rows, self.length), device = request.uniforms.shape, request.uniforms.device
         assert request.listener is not None
         self.listener = request.listener
-        self.stops, self.is_end = request.stops, is_end
+        self.stops, self.is_end = request.stops, request.is_end
         self.ids, self.mask = buffer.ids, buffer.mask
         # Observation tokens ahead of the cursor, fed instead of sampled tokens.
         self.forced = torch.zeros_like(self.mask)
@@ -356,7 +331,7 @@ class TurnRows:
         self.turn = torch.zeros(rows, dtype=torch.int16, device=device)
         self.turn_start = torch.arange(rows, device=device) * self.length  # in [N * C]
         self.truncated = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.may_stop = torch.zeros_like(is_end)
+        self.may_stop = torch.zeros_like(self.is_end)
         if self.stops is not None:
             self.may_stop = self.stops.may_complete.to(device)
 
@@ -438,15 +413,15 @@ class TurnDecoder(RowDecoder):
     it instead, and all others with them.
 
     Args:
-        sampler: reads prompts and draws tokens.
-        listener: supplies observations.
+        request: a request with a listener, which supplies observations.
         slots: maximal number of rows that hold keys and values, including offloaded ones.
     """
 
-    def __init__(self, sampler: Sampler, listener: TurnListener, slots: int) -> None:
-        super().__init__(sampler, slots)
-        self.listener = listener
-        self.rows = TurnRows(self.request, sampler.is_end, self.buffer)
+    def __init__(self, request: RolloutRequest, slots: int) -> None:
+        super().__init__(request, slots)
+        assert request.listener is not None
+        self.listener = request.listener
+        self.rows = TurnRows(request, self.buffer)
         self.offloaded: dict[int, PausedRow] = {}  # in the order in which the rows left
         self.store: RowOffloader | None = None  # their keys and values, in the same order
 
@@ -522,12 +497,12 @@ class TurnDecoder(RowDecoder):
         """Remove rows from the batch; the prompts' cache stays while offloaded rows need it."""
         active = torch.ones_like(batch.active)
         active[gone] = False
-        kept = compact_rows(active, len(active) - len(gone))
-        if not len(kept) and not self.offloaded:  # everything is over
+        remaining = compact_rows(active, len(active) - len(gone))
+        if not len(remaining) and not self.offloaded:  # everything is over
             batch = replace(batch, cursor=batch.cursor[:0])
         elif gone:
-            batch = batch.select(kept)
-        return replace(batch, logits=batch.logits[:0]), tokens[kept]
+            batch = batch.select(remaining)
+        return replace(batch, logits=batch.logits[:0]), tokens[remaining]
 
     def _rejoin(self, batch: DecodingBatch) -> DecodingBatch:
         """Return offloaded rows with an observation; wait for one if no other row decodes."""
@@ -561,7 +536,7 @@ class TurnDecoder(RowDecoder):
             batch,
             logits=torch.cat([batch.logits, logits.to(batch.logits.dtype)]),
             cursor=torch.cat([batch.cursor, self.rows.turn_start[number]]),
-            last=torch.cat([batch.last, (number + 1) * self.rows.length - 1]),
+            last_cursor=torch.cat([batch.last_cursor, (number + 1) * self.rows.length - 1]),
             active=active.to(number.device),
         )
 
@@ -594,6 +569,12 @@ class CompletionBuffer:
             mask=torch.zeros(shape, dtype=torch.bool, device=device),
             ended=torch.zeros(shape[0], dtype=torch.bool, device=device),
         )
+
+    @staticmethod
+    def for_rows_of(request: RolloutRequest) -> CompletionBuffer:
+        """Allocate a buffer for the tokens of a rollout."""
+        uniforms = request.uniforms
+        return CompletionBuffer.empty(uniforms.shape, request.policy.pad_id, uniforms.device)
 
     def write_steps(self, steps: Iterable[tuple[Tensor, Tensor, Drawn]], is_end: Tensor) -> None:
         """Write all decoding steps of a rollout at once, after the last one.

@@ -96,8 +96,7 @@ class StaticEngine(RolloutEngine):
         padded = self.pad_prompts(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.fixed_decoder.attention():
-            is_end = _is_end(requests).to(device.device)
-            loop = FixedShapeLoop(requests, is_end, device, self.sync_every_tokens)
+            loop = FixedShapeLoop(requests, device, self.sync_every_tokens)
             ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
             output = loop.decode(ids, mask, _plain(uniforms, device)).output
             if device.static_shapes:
@@ -112,11 +111,6 @@ def _plain(tensor: Tensor, device: Backend) -> Tensor:
     """Move a tensor of rows to the device; clone it if it was created in inference mode."""
     there = device.rows_to(tensor)
     return there.clone() if there.is_inference() else there
-
-
-def _is_end(requests: RolloutRequest) -> Tensor:
-    """Return [V] True for tokens that end a completion, on the host."""
-    return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
 
 
 def _split(requests: RolloutRequest) -> list[RolloutRequest]:

@@ -268,7 +268,7 @@ def read_reference(
             f"model.sampling.temperature is {run.sampling.temperature}, but servers return "
             "log-probabilities at temperature 1: set it to 1.0"
         )
-    elif run.sampling.truncated:
+    elif run.sampling.has_filters:
         problem = (
             f"model.sampling has top_k {run.sampling.top_k}, top_p {run.sampling.top_p} and min_p "
             f"{run.sampling.min_p}, but servers return log-probabilities over all tokens: set them "

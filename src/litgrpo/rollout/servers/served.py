@@ -90,7 +90,7 @@ def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
     sampling = request.sampling
     # Training would have to normalize over the candidate set of the filters.
     require(
-        not sampling.truncated,
+        not sampling.has_filters,
         f"model.sampling has top_k {sampling.top_k}, top_p {sampling.top_p} and min_p "
         f"{sampling.min_p}, but this engine's sampler does not return the candidate sets of these "
         "filters. Set them to 0, 1.0 and 0.0, or use `model.engine: LocalEngine`.",

@@ -57,7 +57,7 @@ class RolloutSource(ABC):
     # weights, `stored` ones by another run; those of the `data` were not sampled.
     provenance = FRESH
     fixed_shapes = True  # completions are padded to the limit where XLA needs that
-    last: int | None = None  # last iteration that has completions; None: there is no last one
+    last_iteration: int | None = None  # that has completions; None: there is no last one
 
     @property
     def is_off_policy(self) -> bool:

@@ -105,7 +105,7 @@ class DataCompletions(RolloutSource):
                 run.group_size != 1
             ),
             "model.sampling.top_k, top_p and min_p to 0, 1.0 and 0.0, because tokens of the data "
-            "need not be candidates": sampling.truncated,
+            "need not be candidates": sampling.has_filters,
             "model.objective.kl_in_reward to null": objective.kl_in_reward is not None,
             "model.objective.positive_nll to null": objective.positive_nll is not None,
             "model.objective.advantages to Normalized": objective.advantages.needs_greedy,

@@ -131,7 +131,7 @@ class StoredRollouts(RolloutSource):
             check_not_in_use(self.folder.parent)
         needed = {*range(trainer.world_size)}
         complete = [iteration for iteration, ranks in ranks_of.items() if ranks >= needed]
-        self.last = max(complete, default=0)
+        self.last_iteration = max(complete, default=0)
         first = min(complete, default=min(ranks_of))
         rank = self.rank if complete else min(ranks_of[first])
         self._read_values(rollout_file(self.folder, first, rank))
