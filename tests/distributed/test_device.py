@@ -13,12 +13,12 @@ from litgrpo.distributed.device import (
     Backend,
     Clock,
     backend,
+    check_machine,
     install,
     threads,
     time_phase,
     to_host,
 )
-from litgrpo.distributed.machine import check_machine
 from litgrpo.distributed.memory import free_memory, is_out_of_memory
 from litgrpo.distributed.random_state import random_state, set_random_state
 

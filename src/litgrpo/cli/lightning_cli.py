@@ -42,7 +42,7 @@ from litgrpo.checkpointing.shards import read_checkpoint, verify_checkpoint
 from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.cli.settings import iterate_options
-from litgrpo.distributed.machine import check_machine
+from litgrpo.distributed.device import check_machine
 from litgrpo.distributed.messages import forget_warnings
 from litgrpo.distributed.restarts import open_restart_store
 from litgrpo.files import read_text, write_if_possible

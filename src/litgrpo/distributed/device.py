@@ -154,6 +154,20 @@ def install(own: Backend) -> None:
     _known[own.device] = own
 
 
+def check_machine(trainer: Any, rows: int | None) -> None:
+    """Check that this machine has what a trainer needs, before one is built.
+
+    Args:
+        trainer: settings of the Trainer, `accelerator` and `strategy` among them.
+        rows: N = B * G rows of a rollout, or None.
+
+    Raises:
+        ValueError: what is missing and what to do.
+    """
+    for path in PREFLIGHTS:
+        import_by_path(path)(trainer, rows)
+
+
 def known_backends() -> list[Backend]:
     """Return the backends of all devices used so far."""
     return list(_known.values())
