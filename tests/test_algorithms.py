@@ -15,8 +15,9 @@ from litgrpo.algorithms.correction import CORRECTIONS
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import CISPO, Clipped, PolicyGradient
 from litgrpo.cli.parser import RecipeCLI
-from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import TokenLogprobs
 from tests.support.algorithms import ALGORITHMS, DISTILLING, PUBLISHED
+from tests.support.by_hand import batch_of
 from tests.support.raises import raises_for
 
 ROOT = Path(__file__).parents[1]
@@ -196,15 +197,8 @@ def gradient(objective: Objective) -> torch.Tensor:
     now = -torch.rand(4, 5, generator=generator, dtype=torch.float64)
     mask = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
     truncated = torch.tensor([True, False, False, False])
-    training_batch = TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-            prompt_of=torch.zeros(4, dtype=torch.long),
-            completion_ids=torch.zeros(4, 5, dtype=torch.long),
-            completion_mask=mask,
-        ),
-        loss_mask=mask,
+    training_batch = batch_of(
+        mask,
         sampler_logprobs=now.clone(),
         advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),
         loss_weights=objective.loss_weights(mask, truncated, 8, dtype=torch.float64),

@@ -11,7 +11,8 @@ from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.algorithms.terms import PositiveNLL, StepTokens
-from litgrpo.types import RewardTable, TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import RewardTable, TokenLogprobs
+from tests.support.by_hand import batch_of
 from tests.support.comms import in_turns
 
 # Three completions: the policy's tokens (1), observations (2) and padding (0).
@@ -25,15 +26,9 @@ BOTH = Objective(
 
 def batch(objective, kind=KIND, rewards=REWARDS, logprobs=LOGPROBS):
     mask, observed = kind == 1, kind == 2
-    rows = TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-            prompt_of=torch.zeros(len(kind), dtype=torch.long),
-            completion_ids=torch.zeros_like(kind),
-            completion_mask=mask | observed,
-        ),
-        loss_mask=mask,
+    rows = batch_of(
+        mask,
+        completion_mask=mask | observed,
         sampler_logprobs=logprobs,
         advantages=torch.zeros_like(logprobs),
         loss_weights=mask / mask.sum(),

@@ -16,7 +16,8 @@ from litgrpo.algorithms.kl import KLInReward
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import Clipped, PolicyGradient
 from litgrpo.algorithms.terms import PositiveNLL, StepTokens
-from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import TokenLogprobs
+from tests.support.by_hand import batch_of
 
 FIRST, SECOND = torch.tensor([1, 3]), torch.tensor([[2, 2], [1, 3]])  # quarters, of the sampler
 ROWS = [row for row in product((0, 1), (0, 1)) for _ in range(int(FIRST[row[0]] * SECOND[row]))]
@@ -72,15 +73,9 @@ def loss_of(objective, policy, old=None):
     sampler = torch.stack([SAMPLER[0], *SAMPLER[1]])
     step = StepTokens(MASK, ~MASK, MASK, REWARDS[TOKENS.unbind(1)])
     rewards = REWARDS[TOKENS.unbind(1)][:, None].expand(16, 3)
-    rows = TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-            prompt_of=torch.zeros(16, dtype=torch.long),
-            completion_ids=torch.zeros(16, 3, dtype=torch.long),
-            completion_mask=torch.ones(16, 3, dtype=torch.bool),
-        ),
-        loss_mask=MASK,
+    rows = batch_of(
+        MASK,
+        completion_mask=torch.ones(16, 3, dtype=torch.bool),
         sampler_logprobs=policy.per_row(sampler),
         advantages=rewards * MASK,
         loss_weights=MASK / 16,  # the aggregation `sequence_sum`

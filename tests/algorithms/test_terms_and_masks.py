@@ -10,7 +10,8 @@ from litgrpo.algorithms.masks import CompletionMask, StepMask, TokenMask
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.algorithms.terms import KLDivergence, MeanTerm, Term
-from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import TokenLogprobs
+from tests.support.by_hand import batch_of
 from tests.support.comms import in_turns
 
 MASK = torch.tensor([[True, True], [True, False]])
@@ -69,15 +70,8 @@ class LikelyHalf(StepMask):
 
 def rows_of(objective):
     """Two completions, of two tokens and one, with an advantage of 1."""
-    return TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-            prompt_of=torch.zeros(2, dtype=torch.long),
-            completion_ids=torch.zeros(2, 2, dtype=torch.long),
-            completion_mask=MASK,
-        ),
-        loss_mask=MASK,
+    return batch_of(
+        MASK,
         sampler_logprobs=LOGPROBS,
         advantages=torch.ones(2, 2),
         loss_weights=objective.loss_weights(MASK, UNCUT, 2),

@@ -19,7 +19,7 @@ from litgrpo.algorithms.surrogates import (
 from litgrpo.algorithms.token_selection import smallest, token_keys
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
-from tests.support.by_hand import change_columns
+from tests.support.by_hand import batch_of, change_columns
 from tests.support.comms import in_turns
 
 ALONE = SingleProcess()
@@ -77,15 +77,9 @@ def tokens(logprobs, advantages, old=None):
     """Rows of one token each."""
     now = torch.tensor(logprobs)[:, None]
     mask = torch.ones_like(now, dtype=torch.bool)
-    rows = TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-            prompt_of=torch.zeros(len(now), dtype=torch.long),
-            completion_ids=torch.arange(len(now))[:, None],
-            completion_mask=mask,
-        ),
-        loss_mask=mask,
+    rows = batch_of(
+        mask,
+        completion_ids=torch.arange(len(now))[:, None],
         sampler_logprobs=now,
         advantages=torch.tensor(advantages)[:, None],
         loss_weights=torch.full_like(now, 1 / len(now)),

@@ -19,7 +19,8 @@ from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
 from litgrpo.algorithms.correction import ImportanceCorrection
 from litgrpo.algorithms.objective import Objective
 from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
-from litgrpo.types import RewardTable, TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import RewardTable, TokenLogprobs
+from tests.support.by_hand import batch_of
 
 Case = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -132,15 +133,9 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     uncut = torch.zeros(rows, dtype=torch.bool)
     weights = chosen.loss_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
     of_weights, of_bonus = _accumulation_factors(case, mask.sum().clamp(min=1))
-    training_batch = TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
-            prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
-            prompt_of=torch.arange(rows),
-            completion_ids=torch.zeros(rows, length, dtype=torch.long),
-            completion_mask=seen,
-        ),
-        loss_mask=mask,
+    training_batch = batch_of(
+        mask,
+        completion_mask=seen,
         sampler_logprobs=_sampler_logprobs(case, arrays, known_old, mask),
         advantages=advantages if advantages.ndim == 2 else advantages[:, None].expand(rows, length),
         loss_weights=weights * of_weights,

@@ -19,7 +19,8 @@ from litgrpo.algorithms.surrogates import (
     KLCov,
     PolicyGradient,
 )
-from litgrpo.types import RewardTable, TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.types import RewardTable, TokenLogprobs
+from tests.support.by_hand import batch_of
 
 VERL = json.loads((Path(__file__).parent / "verl.json").read_text())
 MASK = torch.arange(5) < torch.tensor(VERL["lengths"])[:, None]
@@ -72,15 +73,9 @@ def test_every_value_of_verl_is_compared():
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_equal_those_of_verl(name):
     objective, expected = LOSSES[name], VERL["losses"][name]
-    rows = TrainingBatch(
-        TokenRows(
-            prompt_ids=torch.zeros(1, 1, dtype=torch.long),
-            prompt_mask=torch.ones(1, 1, dtype=torch.bool),
-            prompt_of=torch.zeros(6, dtype=torch.long),
-            completion_ids=torch.arange(30).view(6, 5),
-            completion_mask=MASK,
-        ),
-        loss_mask=MASK,
+    rows = batch_of(
+        MASK,
+        completion_ids=torch.arange(30).view(6, 5),
         sampler_logprobs=read("old_logprobs"),
         advantages=read("advantages")[:, None].expand(6, 5),
         loss_weights=objective.loss_weights(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from litgrpo.types import Episode, PromptBatch, RewardTable, Rollout, TrainingBatch
+from litgrpo.types import Episode, PromptBatch, RewardTable, Rollout, TokenRows, TrainingBatch
 
 
 def prompts(rows=2, length=3) -> PromptBatch:
@@ -49,3 +49,28 @@ def change_columns(batch: TrainingBatch, change) -> TrainingBatch:
     tokens = {name: change(name, value) for name, value in batch.tokens.row_fields().items()}
     fields = {name: change(name, value) for name, value in batch.row_fields().items()}
     return replace(batch, tokens=replace(batch.tokens, **tokens), **fields)
+
+
+def batch_of(
+    mask: torch.Tensor,
+    *,
+    completion_ids: torch.Tensor | None = None,
+    completion_mask: torch.Tensor | None = None,
+    **fields,
+) -> TrainingBatch:
+    """Completions of one prompt of one token.
+
+    Args:
+        mask: [M, C] loss mask, and mask of the completions unless `completion_mask` is given.
+        completion_ids: [M, C], default: zeros.
+        completion_mask: [M, C].
+        fields: of `TrainingBatch`.
+    """
+    tokens = TokenRows(
+        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+        prompt_of=torch.zeros(len(mask), dtype=torch.long),
+        completion_ids=torch.zeros_like(mask).long() if completion_ids is None else completion_ids,
+        completion_mask=mask if completion_mask is None else completion_mask,
+    )
+    return TrainingBatch(tokens, loss_mask=mask, **fields)
