@@ -114,7 +114,7 @@ def test_the_help_of_every_command_has_one_style_and_lists_its_options(cli, comm
         options = {**options_of(GRPO, "model"), **options_of(PromptData, "data")}
         keys = [*(option.key for option in options.values()), *RUN_OPTIONS]
         own = COMMANDS[command].load()
-        keys += [name for name in options_of(own) if name != "given"] if own else []
+        keys += [*options_of(own)] if own else []
         assert [key for key in keys if f"--{key} " not in out] == []
         assert max(map(len, out.splitlines())) <= WIDTH
 

@@ -314,9 +314,9 @@ def test_an_override_without_class_path_keeps_the_class_of_the_recipe(cli):
     assert model["init_args"]["max_iterations"] == 3
 
 
-@pytest.mark.parametrize("given", ["AdamW", {"class_path": "AdamW", "lr": 1.0}])
-def test_the_short_name_of_an_optimizer_is_the_one_of_torch(given):
-    optimizer = plain_form({"model": {"optimizer": given}})["model"]["optimizer"]
+@pytest.mark.parametrize("optimizer", ["AdamW", {"class_path": "AdamW", "lr": 1.0}])
+def test_the_short_name_of_an_optimizer_is_the_one_of_torch(optimizer):
+    optimizer = plain_form({"model": {"optimizer": optimizer}})["model"]["optimizer"]
     named = optimizer["class_path"] if isinstance(optimizer, dict) else optimizer
     assert named == "torch.optim.AdamW"
     settings = CommandLine.read(["--model.optimizer", "AdamW"]).settings
@@ -354,8 +354,8 @@ def test_equal_keys_in_different_places_are_not_a_repetition():
 def source_of(tmp_path, value, *words: str):
     """The training source of a recipe and options."""
     (tmp_path / "r.yaml").write_text(f"data: {{class_path: PromptData, train: {value}}}\n")
-    given = CommandLine.read(["-c", str(tmp_path / "r.yaml"), *words])
-    return given.settings["data"]["train"]
+    command_line = CommandLine.read(["-c", str(tmp_path / "r.yaml"), *words])
+    return command_line.settings["data"]["train"]
 
 
 def test_a_path_takes_more_options_if_the_command_line_gives_some(tmp_path):

@@ -27,7 +27,8 @@ FAILED = 1  # exit code
 
 
 def audit(
-    given: Any,
+    cli: Any,
+    /,
     problems: str | None = None,
     limit: int = 500,
     success_reward: str | None = None,
@@ -46,7 +47,7 @@ def audit(
     does nothing, and against the column `reference_solution`.
 
     Args:
-        given: a parsed command line, `RecipeCLI(words, "audit", extra=audit)`.
+        cli: a parsed command line, `RecipeCLI(words, "audit", extra=audit)`.
         problems: problems with reference answers, instead of the training data: a .jsonl file or
             any other source, with columns named as in the recipe.
         limit: number of problems, evenly spread; 0 takes all. Open-ended text and episodes use at
@@ -61,7 +62,7 @@ def audit(
     """
     at_least("limit", limit, 0)
     require_folder_of("report", report)
-    recipe = given.recipe
+    recipe = cli.recipe
     settings = recipe["model"]["init_args"]
     scorer = build_scorer(settings)
     evaluation = settings["evaluation"]

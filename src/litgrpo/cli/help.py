@@ -63,8 +63,7 @@ def command_page(
         help=f"YAML file or built-in recipe; the last one wins. Built-in: {recipes}",
     )
     for name, option in (options_of(extra) if extra is not None else {}).items():
-        if name != "given":
-            add(group, f"--{name}", option)
+        add(group, f"--{name}", option)
     for name, text in CALL_TEXTS.items():
         group.add_argument(f"--{name}", metavar="", help=text)
     for name, (_, _, text) in RUN_OPTIONS.items():

@@ -118,7 +118,7 @@ class LitGRPOCLI(RecipeCLI):
         """Parse; then find the run folder and the checkpoint."""
         super().parse_arguments(parser, args)
         settings = self.config
-        name = Path(self.given.names[0]).stem if self.given.names else self.command
+        name = Path(self.command_line.names[0]).stem if self.command_line.names else self.command
         run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
         run_dir = str(run_dir).replace("{seed}", str(settings.seed_everything))
         settings.run_dir = settings.trainer.default_root_dir = run_dir

@@ -25,6 +25,9 @@ from litgrpo.argument_types import (
 )
 from litgrpo.arguments import did_you_mean, require
 
+# Kinds of parameters that can be given by name.
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 @dataclass(frozen=True)
 class Option:
@@ -70,7 +73,6 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
         for parameter in documented
     }
     hints = argument_hints(owner)
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     factories: dict[str, Any] = {
         field.name: field.default_factory()
         if field.default_factory in (list, dict)
@@ -88,7 +90,7 @@ def options_of(owner: Any, key: str = "") -> dict[str, Option]:
             texts.get(name, ""),
         )
         for name, parameter in inspect.signature(owner).parameters.items()
-        if parameter.kind not in variadic and name not in ("params", "self")
+        if parameter.kind in NAMED and name not in ("params", "self")
     }
 
 

@@ -210,15 +210,19 @@ class RecipeCLI(LightningCLI):
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Read a command line; return its settings in the parser's form."""
-        self.given = CommandLine.read(words, {name: o.hint for name, o in self.options.items()})
-        check_keys(self.given.settings)
-        check_groups(self.given)
+        self.command_line = CommandLine.read(
+            words, {name: o.hint for name, o in self.options.items()}
+        )
+        check_keys(self.command_line.settings)
+        check_groups(self.command_line)
         require(
-            self.command != "predict" or not issubclass(self.given.hints["model"], SFT),
+            self.command != "predict" or not issubclass(self.command_line.hints["model"], SFT),
             "SFT generates nothing: predict without its recipe, from the model that it trained: "
             "--model.pretrained RUN/final_model",
         )
-        settings = {name: value for name, value in self.given.settings.items() if name != PRINT}
+        settings = {
+            name: value for name, value in self.command_line.settings.items() if name != PRINT
+        }
         model = settings["model"]
         if isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO"):
             settings["model"] = NOT_REQUIRED.get(self.command, {}) | model
@@ -231,7 +235,7 @@ class RecipeCLI(LightningCLI):
         for name, callback in CALLBACKS.items():
             parser.add_lightning_class_args(callback, name)
         if self.extra is not None:
-            parser.add_function_arguments(self.extra, skip={"given"})
+            parser.add_function_arguments(self.extra, skip={1})
         if self.command in LightningCLI.subcommands():
             skip = LightningCLI.subcommands()[self.command]
             parser.add_method_arguments(Trainer, self.command, skip=skip)
@@ -245,14 +249,16 @@ class RecipeCLI(LightningCLI):
             isinstance(seed, bool) or (isinstance(seed, int) and 0 <= seed <= MAX_SEED),
             f"seed_everything is {seed}; it must be from 0 to {MAX_SEED}",
         )
-        if PRINT in self.given.settings:
-            flags = self.given.settings[PRINT]
+        if PRINT in self.command_line.settings:
+            flags = self.command_line.settings[PRINT]
             parser.parse_args([f"--{PRINT}={flags or ''}"], namespace=self.config)
 
     def explain(self) -> str:
         """Return which option a parse failed at, in one line; "" if none is found."""
-        classes = {name: Option(name, kind, UNSET, "") for name, kind in self.given.hints.items()}
-        return find_mistake(self.given.settings, classes | self.options)
+        classes = {
+            name: Option(name, kind, UNSET, "") for name, kind in self.command_line.hints.items()
+        }
+        return find_mistake(self.command_line.settings, classes | self.options)
 
     @functools.cached_property
     def options(self) -> dict[str, Option]:
@@ -263,7 +269,6 @@ class RecipeCLI(LightningCLI):
             options[name] = Option(name, kind, default, text)
         if self.extra is not None:
             options |= options_of(self.extra)
-            del options["given"]
         options |= self.trainer_options()
         sections = {"trainer": Trainer, **CALLBACKS}
         return options | {name: Option(name, kind, UNSET, "") for name, kind in sections.items()}
@@ -288,7 +293,7 @@ class RecipeCLI(LightningCLI):
     def extra_options(self) -> dict[str, Any]:
         """Values of the options that the extra function adds."""
         names = [] if self.extra is None else options_of(self.extra)
-        return {name: self.config[name] for name in names if name != "given"}
+        return {name: self.config[name] for name in names}
 
     def instantiate_classes(self) -> None:
         """Build model, data and trainer, unless the settings alone are wanted."""

@@ -51,8 +51,8 @@ class CommandLine:
         hints: {first part of an option: type}, with the classes of model and data.
 
     Example:
-        >>> given = CommandLine.read(["-c", "quickstart", "--model.group_size=4"])
-        >>> given.names, given.settings["model"]["group_size"]
+        >>> command_line = CommandLine.read(["-c", "quickstart", "--model.group_size=4"])
+        >>> command_line.names, command_line.settings["model"]["group_size"]
         (['quickstart'], 4)
     """
 

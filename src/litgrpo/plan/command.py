@@ -19,7 +19,8 @@ DOES_NOT_FIT = 1  # exit code
 
 
 def plan(
-    given: Any,
+    cli: Any,
+    /,
     chip: str | None = None,
     chips: int | None = None,
     read_data: bool | None = None,
@@ -30,7 +31,7 @@ def plan(
     """Count the memory of a recipe, and what to change if it does not fit (exit code 1).
 
     Args:
-        given: a parsed command line, `RecipeCLI(words, "plan", extra=plan)`.
+        cli: a parsed command line, `RecipeCLI(words, "plan", extra=plan)`.
         chip: kind of device: a name, or its memory as a number of GB (default: v5e, a100-80 or cpu,
             by trainer.accelerator; with auto what this machine has).
         chips: number of devices that train (default: the trainer's; 8, or 1).
@@ -42,12 +43,12 @@ def plan(
     require_folder_of("report", report)
     if measure:
         require(chip is None, "measure runs on this machine: leave out either chip or measure.")
-        length, times = read_length(given.config), measure_recipe(given.recipe)
+        length, times = read_length(cli.config), measure_recipe(cli.recipe)
         _show(render.measured_lines(times, length), render.measured_dict(times, length), report)
         return
-    made = make_plan(given.config)
-    _show(render.plan_lines(made), render.plan_dict(made), report)
-    if not made.fits:
+    recipe_plan = make_plan(cli.config)
+    _show(render.plan_lines(recipe_plan), render.plan_dict(recipe_plan), report)
+    if not recipe_plan.fits:
         raise SystemExit(DOES_NOT_FIT)
 
 
