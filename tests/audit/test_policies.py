@@ -32,12 +32,14 @@ def test_calls_fit_the_schema_in_every_format(calls):
 
 
 def test_policies_need_tools_samples_or_answers():
-    names = [policy.name for policy in list_policies(NumberGame(), sampled=False, answers=False)]
+    names = [
+        policy.name for policy in list_policies(NumberGame(), has_samples=False, has_answers=False)
+    ]
     assert {"gives empty turns", "copies the observation", "strange characters"} < {*names}
     assert not {"calls without end", "repeats a first turn", "gives the reference answer"} & {
         *names
     }
-    every = list_policies(Tools([add]), sampled=True, answers=True)
+    every = list_policies(Tools([add]), has_samples=True, has_answers=True)
     game = Game("What?", sample=["7", "8"], answer="9", observations=["low", "high"])
     turns = {policy.name: policy.respond(game) for policy in every}
     assert turns["repeats a first turn"] == "7"

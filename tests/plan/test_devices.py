@@ -6,7 +6,7 @@ from litgrpo.plan.devices import DEVICES, devices_of, find_device, memory_of_thi
 
 
 def test_memory_is_in_bytes_and_a_cpu_is_this_machine():
-    assert find_device("h100").memory == 80e9
+    assert (find_device("h100").memory, find_device("h100").usable) == (80e9, 72e9)
     assert find_device("cpu").memory == memory_of_this_machine()
     for kind in DEVICES:
         sizes = [device.memory for device in devices_of(kind)]

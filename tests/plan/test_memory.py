@@ -13,6 +13,7 @@ from litgrpo.plan.memory import (
     IterationSizes,
     MemoryItem,
     MetaModel,
+    SavedActivations,
     cache_bytes,
     count_memory,
     optimizer_bytes,
@@ -24,6 +25,11 @@ from litgrpo.plan.sizes import load_config
 from tests.support.models import prompt_batch, tiny_model, tiny_policy
 
 DECODERS = ["gemma2", "qwen2", "llama", "gpt2"]
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_and_recomputes_one_layer():
+    saved = SavedActivations(outside=10, layers=(100, 100), layer_input=5)
+    assert (saved.size(checkpointing=False), saved.size(checkpointing=True)) == (310, 220)
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ class Problem:
             solution that ends in `#### 72`.
         columns: {name: value} of the other columns.
         solution: reasoning that leads to the answer, if it is known.
-
-    Example:
-        >>> problem = Problem("How much is 8 * 9?", "8 * 9 = 72\n#### 72")
-        >>> problem.reference, problem.reasoning
-        ('72', '8 * 9 = 72')
     """
 
     prompt: str
@@ -78,16 +73,11 @@ class AnswerFormat:
 
     Args:
         text: a template with `{reasoning}` and `{answer}`.
-
-    Example:
-        >>> AnswerFormat("{reasoning} #### {answer}").fill("3 + 4 = 7", "7")
-        '3 + 4 = 7 #### 7'
     """
 
     text: str = "<reasoning>\n{reasoning}\n</reasoning>\n<answer>{answer}</answer>"
 
     def __post_init__(self) -> None:
-        """Check that the template holds the answer."""
         has_answer = "{answer}" in self.text
         require(has_answer, f"answer_format must contain {{answer}}, got {self.text!r}")
 
@@ -108,12 +98,7 @@ class Case:
 
 
 def correct_answers(problem: Problem, answer_format: AnswerFormat) -> list[Case]:
-    """Write the correct answer in every variant; the first is formatted as in the data.
-
-    Args:
-        problem: with its reference answer.
-        answer_format: template of a completion.
-    """
+    """Write the correct answer in every variant; the first is formatted as in the data."""
 
     def case(kind: str, text: str, answer: Any = problem.answer) -> Case:
         return Case(kind, answer_format.fill(problem.reasoning, text), answer)
@@ -130,13 +115,7 @@ def correct_answers(problem: Problem, answer_format: AnswerFormat) -> list[Case]
 
 
 def make_exploits(problem: Problem, answer_format: AnswerFormat, rng: random.Random) -> list[Case]:
-    """Write completions that must not be rewarded: empty, incorrect, copied, hedged or noisy.
-
-    Args:
-        problem: with its reference answer.
-        answer_format: template of a completion.
-        rng: for the noise.
-    """
+    """Write completions that must not be rewarded: empty, incorrect, copied, hedged or noisy."""
     reference, reasoning, prompt = problem.reference, problem.reasoning, problem.prompt
     wrong, far, flipped = incorrect_answers(problem)
     guesses = [str(n) for n in range(100)] + ([reference] if problem.number is not None else [])
@@ -187,12 +166,7 @@ def incorrect_answers(problem: Problem) -> tuple[str, str, str]:
 
 
 def format_number(number: Fraction) -> str:
-    """Return the shortest exact decimal text, or a fraction if the decimals never end.
-
-    Example:
-        >>> [format_number(Fraction(text)) for text in ("5/4", "1/3", "-7")]
-        ['1.25', '1/3', '-7']
-    """
+    """Return the shortest exact decimal text, or a fraction if the decimals never end."""
     for digits in range(10):
         if (number * 10**digits).denominator == 1:
             return f"{float(number):.{digits}f}" if digits else str(number.numerator)
@@ -200,12 +174,7 @@ def format_number(number: Fraction) -> str:
 
 
 def group_digits(number: Fraction, mark: str) -> str:
-    """Return the number with its digits in groups of three.
-
-    Example:
-        >>> group_digits(Fraction(12345), ",")
-        '12,345'
-    """
+    """Return the number with its digits in groups of three."""
     text = format_number(number)
     return text if "/" in text else f"{Decimal(text):,f}".replace(",", mark)
 

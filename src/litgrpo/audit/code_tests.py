@@ -89,8 +89,8 @@ def try_row(
         yield f"they {describe_broken(broken)}", tests
         return
     for number, name in enumerate(programs):
-        places = [n for n, case in enumerate(cases) if case["source"] == number][:count]
-        passed = sum(marks[n : n + 1] == "+" for n in places)
+        positions = [n for n, case in enumerate(cases) if case["source"] == number][:count]
+        passed = sum(marks[n : n + 1] == "+" for n in positions)
         if name == REFERENCE and passed < count:
             example = f"{tests} ({passed} of {count}; one test may take {timeout_s / 2:g} s)"
             yield f"the {REFERENCE} does not pass all of them", example

@@ -87,7 +87,7 @@ def audit_episodes(
     rows = {}
     with patient_scorer(scorer) as patient:
         for policy in list_policies(environment, any(map(bool, best_turns)), any(answers)):
-            games = [Game("", *seen) for seen in zip(best_turns, answers, strict=True)]
+            games = [Game("", *parts) for parts in zip(best_turns, answers, strict=True)]
             episodes = play(pool, policy, starts, games, max_turns)
             rows[policy.name] = summarize_policy(
                 policy, episodes, score_episodes(patient, episodes), samples
@@ -230,7 +230,7 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
     if not complete:
         return paid
     played = [episodes[number] for number in complete]
-    last = [episode.turns[-1] for episode in played]
+    last_turns = [episode.turns[-1] for episode in played]
     names = dict.fromkeys(name for episode in played for name in episode.start.row)
     columns = {name: [episode.start.row.get(name) for episode in played] for name in names}
     columns |= {
@@ -238,14 +238,14 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
         "turns": [episode.turns for episode in played],
         "turn_rewards": [episode.rewards for episode in played],
         # The audit has no tokenizer here; characters stand for tokens.
-        "completion_ids": [[ord(character) for character in text[:1000]] for text in last],
-        "completion_lengths": [min(len(text), 1000) for text in last],
+        "completion_ids": [[ord(character) for character in text[:1000]] for text in last_turns],
+        "completion_lengths": [min(len(text), 1000) for text in last_turns],
         "truncated": [False] * len(played),
     }
     del columns["prompt"]
     prompts = [episode.game.prompt for episode in played]
     chat = scorer.scoring.format == "chat"
-    completions: Any = [episode.messages for episode in played] if chat else last
+    completions: Any = [episode.messages for episode in played] if chat else last_turns
     table = scorer(prompts, completions, columns, 1)
     paid[complete] = table.total.masked_fill(~table.valid, torch.nan).flatten()
     return paid
@@ -254,14 +254,7 @@ def score_episodes(scorer: Scorer, episodes: Sequence[PlayedEpisode]) -> Tensor:
 def summarize_policy(
     policy: ScriptedPolicy, episodes: Sequence[PlayedEpisode], paid: Tensor, samples: Tensor
 ) -> dict[str, Any]:
-    """Summarize the episodes of one policy.
-
-    Args:
-        policy: the scripted policy.
-        episodes: its B episodes.
-        paid: [B] total rewards; NaN for failed episodes.
-        samples: [B, k] total rewards of the initial policy.
-    """
+    """Summarize B episodes of a policy; rewards `paid` [B], `samples` [B, k], NaN if failed."""
     highest = samples.nan_to_num(LOWEST).max(1).values
     failed = [episode.failed for episode in episodes if episode.failed]
     return compare_with_samples(paid, samples) | {

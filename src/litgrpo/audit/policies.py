@@ -29,10 +29,6 @@ class Game:
         sample: turns of the initial policy in its best episode.
         answer: reference answer of the row as a text; "" if it has none.
         observations: the observation after each turn.
-
-    Example:
-        >>> Game("Guess my number.", sample=["4", "6"], answer="6", observations=["too low"])
-        Game(prompt='Guess my number.', sample=['4', '6'], answer='6', observations=['too low'])
     """
 
     prompt: str
@@ -50,10 +46,6 @@ class ScriptedPolicy:
         kind: `idle` ignores all observations; `acts` repeats one action; `knows` gives the
             reference answer; `hostile` sends text that must not break the environment.
         respond: returns the next turn.
-
-    Example:
-        >>> ScriptedPolicy("copies the prompt", IDLE, lambda game: game.prompt).respond(Game("Go."))
-        'Go.'
     """
 
     name: str
@@ -61,13 +53,15 @@ class ScriptedPolicy:
     respond: Callable[[Game], str]
 
 
-def list_policies(environment: object, sampled: bool, answers: bool) -> list[ScriptedPolicy]:
+def list_policies(
+    environment: object, has_samples: bool, has_answers: bool
+) -> list[ScriptedPolicy]:
     """Return the policies that an environment must not reward.
 
     Args:
         environment: its tools, if any, are called by one of the policies.
-        sampled: True if there are episodes of the initial policy.
-        answers: True if the rows have reference answers.
+        has_samples: True if there are episodes of the initial policy.
+        has_answers: True if the rows have reference answers.
     """
     calls = call_texts(environment)
     policies = [
@@ -77,8 +71,8 @@ def list_policies(environment: object, sampled: bool, answers: bool) -> list[Scr
         ScriptedPolicy("copies the prompt", IDLE, lambda game: game.prompt),
         ScriptedPolicy("copies the observation", IDLE, copy_observation),
         ScriptedPolicy("calls without end", ACTS, lambda game: calls) if calls else None,
-        ScriptedPolicy("repeats a first turn", ACTS, repeat_first_turn) if sampled else None,
-        ScriptedPolicy("gives the reference answer", KNOWS, give_answer) if answers else None,
+        ScriptedPolicy("repeats a first turn", ACTS, repeat_first_turn) if has_samples else None,
+        ScriptedPolicy("gives the reference answer", KNOWS, give_answer) if has_answers else None,
         ScriptedPolicy("broken calls", HOSTILE, break_call),
         ScriptedPolicy("strange characters", HOSTILE, lambda game: STRANGE),
     ]

@@ -27,10 +27,6 @@ class AuditReport:
         tables: {what the rows are: their numbers, with names as index}.
         faults: problems that make the rewards unfit for training, one sentence each.
         remarks: findings that may be intended, one sentence each.
-
-    Example:
-        report = audit_rewards(scorer, problems)
-        report.passed, report.tables["exploit"].loc["hedged", "mean"]  # (True, 0.2)
     """
 
     title: str

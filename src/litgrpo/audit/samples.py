@@ -66,13 +66,7 @@ def named_policy(settings: Mapping[str, Any]) -> str:
 
 
 def audit_open(recipe: Mapping[str, Any], scorer: Scorer, limit: int) -> AuditReport:
-    """Try exploits on rewards of open text, and compare them with samples.
-
-    Args:
-        recipe: settings of model and data.
-        scorer: its rewards.
-        limit: maximum number of prompts; 0 or more than 32: 32.
-    """
+    """Try exploits on rewards of open text, and compare them with samples."""
     from litgrpo.models.loading.load import load_policy, load_tokenizer
 
     settings, data = recipe["model"]["init_args"], instantiate_data(recipe)
@@ -111,13 +105,12 @@ class RolloutRecorder(Callback):
     """Keep the rollouts of a validation and their rewards."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
+        self.outputs: list[dict[str, Any]] = []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any
     ) -> None:
-        """Keep a batch."""
-        self.seen.append(outputs)
+        self.outputs.append(outputs)
 
 
 def audit_environment(
@@ -188,16 +181,16 @@ def sample_episodes(module: GRPO, data: PromptData, name: str) -> tuple[Rollout,
     """Return episodes of the initial policy and their total rewards [B, k]; NaN if failed."""
     print(f"playing {SAMPLES} episodes of {data.eval_batch_size} rows by {name}")
     keep_quiet()
-    sampled = RolloutRecorder()
+    recorder = RolloutRecorder()
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     options: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0}
-    trainer = Trainer(callbacks=[sampled], devices=1, **options)
+    trainer = Trainer(callbacks=[recorder], devices=1, **options)
     trainer.validate(module, data, verbose=False)
-    (seen,) = sampled.seen
-    table = seen["rewards"]
-    return seen["rollout"], table.total.masked_fill(~table.valid, torch.nan)
+    (outputs,) = recorder.outputs
+    table = outputs["rewards"]
+    return outputs["rollout"], table.total.masked_fill(~table.valid, torch.nan)
 
 
 def episode_starts(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStart]:

@@ -56,11 +56,6 @@ class EntropyTarget(Stage, Callback):
         return min(max(coefficient + step, 0.0), self.max_coef)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Check that the module samples its rollouts.
-
-        Raises:
-            ValueError: it does not.
-        """
         _check_module(self, pl_module)
         require(
             not isinstance(pl_module.source, DataCompletions),
@@ -74,7 +69,6 @@ class EntropyTarget(Stage, Callback):
             rank_zero_info("EntropyTarget: the entropy bonus is not corrected for the sampler.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Connect the learner."""
         self.learner = pl_module.learner
         if self.coefficient is None:
             self.coefficient = pl_module.objective.entropy_coef
@@ -82,11 +76,7 @@ class EntropyTarget(Stage, Callback):
         self._set_coefficient(self.next(self.coefficient, 0.0))
 
     def __call__(self, experience: Experience, iteration: int) -> Experience:
-        """Set the entropy bonus from the entropy of the rollout that is about to be trained on.
-
-        The entropy is the mean of -log p of the sampled tokens over all ranks: an unbiased estimate
-        that costs nothing.
-        """
+        # The mean of -log p of the sampled tokens is an unbiased estimate that costs nothing.
         assert self.coefficient is not None
         self.current_coefficient = self.coefficient
         rollout = experience.rollout
@@ -106,15 +96,12 @@ class EntropyTarget(Stage, Callback):
         self.learner.objective = replace(self.learner.objective, entropy_coef=coefficient)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Keep the coefficient of the finished iteration."""
         self.coefficient = self.current_coefficient
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return the coefficient after the last finished iteration."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state_dict: dict[str, float | None]) -> None:
-        """Restore it."""
         self.coefficient = state_dict["coefficient"]
 
 
@@ -148,22 +135,15 @@ class KLTarget(Callback):
         return coefficient * (1 + self.rate * error)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Check that the objective has a KL term.
-
-        Raises:
-            ValueError: it has none.
-        """
         _check_module(self, pl_module)
         _check_kl_term(self, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set the coefficient of a resumed run."""
         if self.coefficient is None:
             self.coefficient = pl_module.objective.kl_coef
         self._set_coefficient(pl_module.learner, self.coefficient)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        """Set the coefficient of the next iteration."""
         averages = outputs["iteration"].averages
         if "policy/kl" not in averages:  # every optimizer step was skipped
             return
@@ -176,11 +156,9 @@ class KLTarget(Callback):
         learner.objective = replace(learner.objective, kl_coef=coefficient)
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return the coefficient of the next iteration."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state_dict: dict[str, float | None]) -> None:
-        """Restore it."""
         self.coefficient = state_dict["coefficient"]
 
 
@@ -207,11 +185,6 @@ class ReferenceSync(Callback):
         self.every, self.mixup_alpha = every, mixup_alpha
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Check that there is a reference whose weights are here, and announce that they move.
-
-        Raises:
-            ValueError: there is none.
-        """
         _check_module(self, pl_module)
         _check_kl_term(self, pl_module)
         require(
@@ -223,15 +196,9 @@ class ReferenceSync(Callback):
         pl_module.moves_reference = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check that the policy's weights can be mixed into the reference.
-
-        Raises:
-            ValueError: they have other names or shapes, or are those under LoRA adapters.
-        """
         pl_module.reference.check_can_mix(pl_module.policy)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Move the reference if it is due."""
         if pl_module.iteration % self.every == 0:
             pl_module.reference.mix_in(pl_module.policy, self.mixup_alpha)
 

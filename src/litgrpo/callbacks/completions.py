@@ -53,7 +53,7 @@ class Completions(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the rollout that `training_step` returned; SFT returns none."""
+        # SFT returns no rollout.
         if "iteration" not in outputs or not self.every_n_iterations:
             return
         n, iteration = pl_module.iteration, outputs["iteration"]
@@ -151,11 +151,6 @@ def episode_row(rollout: Rollout, row: int) -> Row:
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Write one JSON object per line; a full disk costs the file, not the training.
 
-    Args:
-        path: the file.
-        rows: the objects.
-        name: kind of the file, for the warning.
-
     Returns:
         True if the file was written.
     """
@@ -235,13 +230,7 @@ def histograms(rollout: Rollout, rewards: RewardTable, advantages: Tensor) -> di
 
 
 def format_first_groups(rewards: RewardTable, advantages: Tensor, num_groups: int) -> str:
-    """Rewards and advantages of the first groups, for a quick check.
-
-    Args:
-        rewards: [B, G] per reward function.
-        advantages: [B, G].
-        num_groups: number of groups.
-    """
+    """Rewards and advantages of the first groups, for a quick check."""
 
     def numbers(values: Tensor) -> str:
         return " ".join(f"{'none' if isnan(x) else f'{x:.2f}':>6}" for x in values.tolist())

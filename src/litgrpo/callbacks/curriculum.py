@@ -19,7 +19,6 @@ class CurriculumFeedback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RolloutModule, outputs: Any, *_: Any
     ) -> None:
-        """Record the success of each group, and log what the curriculum skips."""
         order = curriculum_of(trainer)
         if order is None or not isinstance(outputs, dict) or "iteration" not in outputs:
             return

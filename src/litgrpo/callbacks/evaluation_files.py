@@ -41,18 +41,17 @@ class EvaluationFiles(Callback):
         self.rows: list[Row] = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Drop the rows of an interrupted evaluation."""
+        # An interrupted evaluation leaves rows.
         self.rows = []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
-        """Keep the completions of a batch; SFT samples none."""
+        # SFT samples no completions.
         if self.enabled and "rollout" in (outputs or {}):
             self.rows += prompt_rows(outputs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Write the file, each prompt once."""
         rows, self.rows = gather_rows(self.rows), []
         if rows and writes_files(trainer):
             path = evaluation_file(trainer, pl_module.iteration)
@@ -173,11 +172,6 @@ class Predictions(Callback):
         self.failure: OSError | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Create an empty file.
-
-        Raises:
-            ValueError: the disk is full, for example.
-        """
         self.file, self.failure = self._choose_file(trainer), None
         try:
             write_text(self.file, "")
@@ -190,7 +184,6 @@ class Predictions(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, *_: Any, **__: Any
     ) -> None:
-        """Write and print a batch: a list of dictionaries, one per prompt."""
         for row in outputs:
             self._append(row)
             if self.show:
@@ -209,11 +202,6 @@ class Predictions(Callback):
             os.truncate(self.file, size)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Print the path of the file.
-
-        Raises:
-            NotSaved: the file is not complete.
-        """
         if self.failure is not None:
             raise NotSaved(
                 f"{self.file} is not complete: {self.failure}; free space, or choose another file "

@@ -40,13 +40,12 @@ class Export(Callback):
         self.last_saved = -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove incomplete folders of a killed run."""
+        # A killed run leaves incomplete folders.
         if writes_files(trainer):
             for folder in run_folder(trainer).glob(".model-*.tmp"):
                 folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Save if it is due; a failure is logged and training continues."""
         n, every = pl_module.iteration, self.every_n_iterations
         # An iteration of SFT may have several batches (accumulate_grad_batches).
         if every > 0 and n > 0 and n % every == 0 and n != self.last_saved:
@@ -68,11 +67,6 @@ class Export(Callback):
             raise
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save the trained policy.
-
-        Raises:
-            NotSaved: the disk is full, for example.
-        """
         folder = run_folder(trainer) / FINAL_MODEL
         if not (self.final and writes_policy(trainer, pl_module)):
             return

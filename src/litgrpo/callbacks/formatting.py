@@ -13,7 +13,7 @@ from torch import Tensor
 from litgrpo.evaluation.evaluator import format_success_rule
 
 BOUNDS = ("_low", "_high")
-DECIMALS = {100: 1, 10: 3}  # of numbers below the limit
+DECIMALS = {10: 3, 100: 1}  # of numbers below the limit
 
 
 def strip_stage(report: dict[str, float]) -> dict[str, float]:
@@ -61,11 +61,8 @@ def format_number(value: float) -> str:
         >>> format_number(0.51234), format_number(13.896), format_number(15234.4)
         ('0.512', '13.9', '15234')
     """
-    places = 0
-    for limit, decimals in DECIMALS.items():
-        if abs(value) < limit:
-            places = decimals
-    return f"{round(value, places) + 0.0:.{places}f}"  # + 0.0: no minus sign before a zero
+    decimals = next((digits for limit, digits in DECIMALS.items() if abs(value) < limit), 0)
+    return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no minus sign before a zero
 
 
 def format_change(value: float) -> str:
@@ -81,9 +78,6 @@ def format_change(value: float) -> str:
 
 def format_success(success: Mapping[str, Any]) -> str:
     """Rule by which a completion is correct; "" for a module that samples nothing.
-
-    Args:
-        success: `TrainedModule.success`.
 
     Example:
         >>> format_success({"rewards": {"": "correct"}, "threshold": 1.0})

@@ -38,10 +38,6 @@ class NonFinite(Callback):
     Args:
         stop_after: number of consecutive skipped steps after which training stops; null never
             stops.
-
-    Example:
-        >>> NonFinite(stop_after=3).stop_after
-        3
     """
 
     def __init__(self, stop_after: int | None = 10) -> None:
@@ -53,11 +49,6 @@ class NonFinite(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the skipped steps of the iteration.
-
-        Raises:
-            ValueError: too many were skipped in a row.
-        """
         iteration: Iteration | None = outputs.get("iteration")  # None: of SFT
         reports = outputs.get("reports", []) if iteration is None else iteration.steps
         skipped = [report.skipped for report in reports if report.skipped is not None]
@@ -101,11 +92,9 @@ class NonFinite(Callback):
         return text
 
     def state_dict(self) -> dict[str, int]:
-        """The counts, so that a resumed run stops at the same iteration."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore the counts."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
 
@@ -120,10 +109,6 @@ class Watchdog(Callback):
     Args:
         timeout_s: seconds without progress; null waits forever. It must be longer than the longest
             rollout.
-
-    Example:
-        >>> Watchdog(timeout_s=600.0).timeout_s
-        600.0
     """
 
     def __init__(self, timeout_s: float | None = 3600.0) -> None:
@@ -174,7 +159,6 @@ class Watchdog(Callback):
     on_train_batch_start = on_before_optimizer_step = on_train_batch_end = _restart
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Restart the timer in a validation of a fit."""
         if trainer.state.fn == "fit":
             self._restart()
 
@@ -197,10 +181,6 @@ class TimeBudget(Callback):
     Args:
         max_time: time of this process from its start of training: `DD:HH:MM:SS`, or as in
             timedelta.
-
-    Example:
-        >>> TimeBudget("00:01:30:00").limit_s
-        5400.0
     """
 
     def __init__(self, max_time: str | timedelta | dict[str, int]) -> None:
@@ -210,23 +190,18 @@ class TimeBudget(Callback):
         self.iteration_s = self.validation_s = self.save_s = 0.0
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Start the clock."""
         self.started = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Mark the start of a validation, also of the one before training."""
         self.mark = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Measure the validation, as an estimate of the last one."""
         self.validation_s = time.monotonic() - self.mark
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Mark the start of an iteration."""
         self.mark = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Stop if another iteration would leave too little time for the end."""
         now = time.monotonic()
         self.iteration_s = max(0.9 * self.iteration_s, now - self.mark)
         metrics = trainer.callback_metrics
@@ -256,10 +231,6 @@ class Recompilation(Callback):
             first optimizer step creates the optimizer state, so at least 2.
         allowed: number of programs that may be compiled after that.
         stop: stop the training if there are more; otherwise warn, once per iteration.
-
-    Example:
-        >>> Recompilation(warm_up=3, allowed=0, stop=True).allowed
-        0
     """
 
     def __init__(self, warm_up: int = 2, allowed: int = 8, stop: bool = False) -> None:
@@ -273,7 +244,7 @@ class Recompilation(Callback):
         self.iterations = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Start counting; the validation before training is not counted."""
+        # The validation before training is not counted.
         device = backend(pl_module.device)
         self.previous, self.since_warm_up, self.iterations = device.counters(), 0, 0
         device.new_shapes()
@@ -281,11 +252,6 @@ class Recompilation(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the counts of the iteration.
-
-        Raises:
-            ValueError: too many programs were compiled, and `stop` is true.
-        """
         device = backend(pl_module.device)
         now = device.counters()
         new = {name: count - self.previous[name] for name, count in now.items()}

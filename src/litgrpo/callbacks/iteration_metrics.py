@@ -25,24 +25,20 @@ ENTRIES = 1024  # sampled from a tensor to measure its change
 
 
 class StepTime(Callback):
-    """Logs `time/step_s` of modules that do not log it with their phases, such as `SFT`.
-
-    Example:
-        `Trainer(callbacks=[StepTime()])`; the command line adds it.
-    """
+    """Logs `time/step_s` of modules that do not log it with their phases, such as `SFT`."""
 
     def __init__(self) -> None:
         self.iteration, self.began = -1, 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
-        """Start the clock; a step may have several batches (accumulate_grad_batches)."""
+        # A step may have several batches (accumulate_grad_batches).
         if pl_module.iteration != self.iteration:
             self.iteration, self.began = pl_module.iteration, time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Log the seconds of the step up to here; `GRPO` logs those of an iteration itself."""
+        # `GRPO` logs the seconds of an iteration itself.
         if "iteration" not in (outputs or {}):
             pl_module.log("time/step_s", time.monotonic() - self.began)
 
@@ -52,22 +48,17 @@ class IterationMetrics(Callback):
 
     The change of the weights is measured on 1,024 evenly spread entries of each tensor; for sharded
     weights it is the mean over the ranks.
-
-    Example:
-        `Trainer(callbacks=[IterationMetrics()])`; `GRPO.configure_callbacks` adds it.
     """
 
     def __init__(self) -> None:
         self.entries: Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sample the weights before the first step."""
         self.entries = sample_weights(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RolloutModule, outputs: Any, *_: Any
     ) -> None:
-        """Log the metrics of the iteration."""
         if not isinstance(outputs, dict) or "iteration" not in outputs:
             return  # a training step of the user's own class
         iteration = outputs["iteration"]
@@ -103,10 +94,6 @@ class NoLearningSignal(Callback):
 
     Args:
         patience: consecutive iterations until the first warning.
-
-    Example:
-        >>> NoLearningSignal(patience=5).patience
-        5
     """
 
     def __init__(self, patience: int = 10) -> None:
@@ -116,18 +103,11 @@ class NoLearningSignal(Callback):
         self.unscored: list[str] = []  # rewards of an iteration without any
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the count."""
         self.next, self.in_a_row, self.unscored = self.patience, 0, []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Count iterations in which every advantage is zero, on all ranks.
-
-        Raises:
-            ValueError: no completion of the run has a reward, after `patience` iterations or in the
-                last one.
-        """
         if not isinstance(outputs, dict) or "iteration" not in outputs:
             return  # a training step of the user's own class
         everywhere = trainer.strategy.reduce_boolean_decision
@@ -147,11 +127,6 @@ class NoLearningSignal(Callback):
             rank_zero_info(self.message(rewards))
 
     def on_train_end(self, *_: Any) -> None:
-        """Check that some completion had a reward, at the end of an epoch that ends the run.
-
-        Raises:
-            ValueError: none had.
-        """
         if self.unscored:
             raise ValueError(
                 f"Nothing was learned: no completion of {plural(self.in_a_row, 'iteration')} got a "
@@ -161,19 +136,13 @@ class NoLearningSignal(Callback):
             )
 
     def state_dict(self) -> dict[str, bool]:
-        """Return whether some completion had a reward; a resumed run need not show it again."""
         return {"has_rewards": self.has_rewards}
 
     def load_state_dict(self, state_dict: dict[str, bool]) -> None:
-        """Restore it."""
         self.has_rewards = state_dict["has_rewards"]
 
     def message(self, rewards: RewardTable) -> str:
-        """The warning: cause and remedy.
-
-        Args:
-            rewards: table of the last iteration.
-        """
+        """The warning: cause and remedy."""
         if not rewards.valid.any():
             return (
                 f"No learning signal for {self.in_a_row} iterations: no completion got a reward "
@@ -328,12 +297,7 @@ def has_loop(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_stats(reports: list[StepReport], limit: float | None) -> Stats:
-    """Fraction of optimizer steps whose gradient was clipped.
-
-    Args:
-        reports: one per optimizer step.
-        limit: largest norm; None does not clip.
-    """
+    """Fraction of optimizer steps whose gradient was clipped."""
     key = "optim/grad_norm"
     norms = [float(report.sums[key][0]) for report in reports if key in report.sums]
     over = [limit is not None and norm > limit for norm in norms]

@@ -66,10 +66,6 @@ def guard(logger: Logger) -> Logger:
 
     Args:
         logger: any Lightning logger.
-
-    Example:
-        >>> guard(MetricsCSV("runs/demo")).path.name
-        'metrics.csv'
     """
     kind: Any = type(logger)
     source = f"logger {kind.__name__}"
@@ -125,9 +121,6 @@ def flatten(values: Any, name: str = "") -> Iterator[tuple[str, str | int | floa
 def hyperparameters(config: str) -> dict[str, str | int | float | bool]:
     """{option: value} of a recipe; `init_args` is removed from the names.
 
-    Args:
-        config: the resolved configuration as YAML text.
-
     Example:
         >>> hyperparameters("model: {class_path: litgrpo.GRPO, init_args: {group_size: 8}}")
         {'model.class_path': 'litgrpo.GRPO', 'model.group_size': 8}
@@ -137,32 +130,20 @@ def hyperparameters(config: str) -> dict[str, str | int | float | bool]:
 
 
 class Hyperparameters(Callback):
-    """Logs the recipe to every logger when training starts.
-
-    Args:
-        config: the resolved configuration as YAML text.
-
-    Example:
-        `Trainer(callbacks=[Hyperparameters("model: {group_size: 8}")])`
-    """
+    """Logs the recipe to every logger when training starts."""
 
     def __init__(self, config: str) -> None:
         self.config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log it; the names of the evaluation's metrics are known by now."""
+        # The names of the evaluation's metrics are known by now.
         for logger in trainer.loggers:
             logger.log_hyperparams(hyperparameters(self.config))
 
 
-def name_runs(given: Any, name: str) -> None:
-    """Name the runs of a recipe's loggers, if the recipe does not.
-
-    Args:
-        given: value of `trainer.logger` in a recipe; is changed.
-        name: of the run.
-    """
-    for node in given if isinstance(given, list) else [given]:
+def name_runs(loggers: Any, name: str) -> None:
+    """Name the runs of a recipe's loggers, if the recipe does not."""
+    for node in loggers if isinstance(loggers, list) else [loggers]:
         if isinstance(node, Settings):
             option = NAME_OPTION.get(node.class_path.rpartition(".")[2])
             if option is not None and node.init_args.get(option) is None:
@@ -176,12 +157,6 @@ class MetricsCSV(Logger):
     """Appends to `metrics.csv` in the run folder; a resumed run continues the file.
 
     (Lightning's CSVLogger deletes the file of the run that it resumes.)
-
-    Args:
-        save_dir: the run folder.
-
-    Example:
-        `Trainer(logger=MetricsCSV("runs/demo"))` writes a column `step` and one for each metric.
     """
 
     def __init__(self, save_dir: str | Path) -> None:
@@ -193,17 +168,15 @@ class MetricsCSV(Logger):
 
     @property
     def name(self) -> str:
-        """Empty: a run is identified by its folder."""
+        # A run is identified by its folder.
         return ""
 
     @property
     def version(self) -> str:
-        """Empty: a run is identified by its folder."""
         return ""
 
     @property
     def save_dir(self) -> str:
-        """The run folder."""
         return str(self.path.parent)
 
     @rank_zero_only
@@ -212,7 +185,6 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append one row; a new name adds a column."""
         row = {"step": step, **{name: metrics[name] for name in sorted(metrics)}}
         header = self._load_header()
         new = [name for name in row if name not in header]
@@ -282,36 +254,28 @@ class TensorBoard(TensorBoardLogger):
 
     Args:
         folder: the run folder.
-
-    Example:
-        `Trainer(logger=TensorBoard("runs/demo"))`
     """
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False)
-        self.known: set[str] = set()
+        self.logged_names: set[str] = set()
         threading.excepthook = without_writer_errors(threading.excepthook)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers; after an error of the file (a full disk) the next ones begin a new file.
-
-        Raises:
-            OSError: the writer has failed, here or in an earlier call.
-        """
         try:
             self._log_metrics(metrics, step)
         except OSError:
             # The writer's thread has ended, perhaps within a record, so it cannot be used again.
             self._experiment = None
-            self.known = set()
+            self.logged_names = set()
             raise
 
     def _log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """Log numbers; the first of each name carries its definition."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
-        if not self.known:
+        if not self.logged_names:
             lines = overview_charts(metrics)
             charts = {chart: ["Multiline", [f"^{line}$"]] for chart, line in lines.items()}
             self.experiment.add_custom_scalars({OVERVIEW_GROUP: charts})
@@ -319,23 +283,24 @@ class TensorBoard(TensorBoardLogger):
         for name, value in metrics.items():
             if MAIN_METRICS.fullmatch(name):
                 numbers[f"{OVERVIEW_GROUP}/{name}"] = float(value)
-        for name in numbers.keys() - self.known:
+        for name in numbers.keys() - self.logged_names:
             text = definition(name.removeprefix(f"{OVERVIEW_GROUP}/"))
             metadata = SummaryMetadata(summary_description=text)
             metadata.plugin_data.plugin_name = "scalars"
             first = Summary.Value(tag=name, simple_value=numbers.pop(name), metadata=metadata)
             self.experiment.file_writer.add_summary(Summary(value=[first]), step)
-            self.known.add(name)
+            self.logged_names.add(name)
         super().log_metrics(numbers, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
-        """Write the recipe for the *hparams* tab, with the metrics that compare runs."""
         from torch.utils.tensorboard.summary import hparams
 
         values = dict(flatten(vars(params) if isinstance(params, Namespace) else params))
         self.hparams.update(values)
-        metrics = {name for name in self.known if MAIN_METRICS.fullmatch(name)} | {"reward/mean"}
+        metrics = {name for name in self.logged_names if MAIN_METRICS.fullmatch(name)} | {
+            "reward/mean"
+        }
         for summary in hparams(values, dict.fromkeys(sorted(metrics), 0.0)):
             self.experiment.file_writer.add_summary(summary)
 
@@ -414,16 +379,13 @@ class Trackio(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
-        """Keep the recipe until the run is created."""
         self.settings |= vars(params) if isinstance(params, Namespace) else dict(params)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers of an iteration."""
         self.run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Finish the run, if it was created."""
         if "run" in vars(self):
             self.run.finish()

@@ -26,12 +26,7 @@ BOUND = r"(?:_low|_high)?"  # of an interval
 
 
 class Metric(NamedTuple):
-    """A row of the table, without the name.
-
-    Example:
-        >>> METRICS["reward/mean"].trl, METRICS["reward/mean"].unit
-        ('reward', 'reward')
-    """
+    """A row of the table, without the name."""
 
     definition: str
     unit: str

@@ -72,7 +72,6 @@ class WholeItems(tqdm):
         postfix: str | None = None,
         **settings: Any,
     ) -> str:
-        """Return the longest line of whole items that has at most `ncols` columns."""
         items = postfix.split(", ") if postfix else []
         counts = range(len(items), -1, -1)
         lines = [(bar_format, items[:count]) for count in counts if count or not items]
@@ -116,29 +115,24 @@ class Progress(ProgressBar):
         self.has_estimate = False
 
     def disable(self) -> None:
-        """Show nothing, on all ranks but the first."""
+        # Called on all ranks but the first.
         self.is_enabled = False
 
     def enable(self) -> None:
-        """Show the bar."""
         self.is_enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the bar."""
         if self.is_enabled:
             print(*args, **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Open the bar at the iteration that the run starts or resumes from."""
         self._open("training", ITERATIONS, pl_module.max_iterations)
         self.bar.n = pl_module.iteration
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Start timing an iteration."""
         self.started = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
-        """Show the finished iterations; print the estimate once."""
         n, total = pl_module.iteration, pl_module.max_iterations
         if total and not self.has_estimate:
             self.iterations_s.append(time.monotonic() - self.started)
@@ -157,11 +151,10 @@ class Progress(ProgressBar):
         self.print(estimate_run_time(iterations, iteration_s, self.evaluation_s, interval))
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Leave the last state on the screen."""
         self._close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Open a bar over batches; within a training the training's bar stays."""
+        # Within a training the training's bar stays.
         if _is_within_training(trainer):
             self.bar.set_description_str("validating")
         else:
@@ -169,7 +162,6 @@ class Progress(ProgressBar):
             self._open(_title(trainer), BATCHES, self.total_batches)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Count a batch if the evaluation has its own bar."""
         if not _is_within_training(trainer):
             n = self.bar.n + 1
             line = f"{_title(trainer)} {n}"
@@ -178,7 +170,6 @@ class Progress(ProgressBar):
             self._show(n, line)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Print the main metrics in one line."""
         if _is_within_training(trainer):
             self.bar.set_description_str("training")
         else:
@@ -194,7 +185,7 @@ class Progress(ProgressBar):
     on_test_end = on_validation_end  # type: ignore[assignment]
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: Any) -> None:
-        """Close the bar before the error message is printed."""
+        # Before the error message is printed.
         self._close()
 
     def _open(self, title: str, bar_format: str, total: int | None = None) -> None:
@@ -233,12 +224,7 @@ class Progress(ProgressBar):
 
 
 class LineAboveBar:
-    """A stream to the terminal that writes whole lines above a bar.
-
-    Args:
-        stream: the stream to the terminal.
-        bar: on the last line of the screen.
-    """
+    """A stream to the terminal that writes whole lines above a bar."""
 
     def __init__(self, stream: TextIO, bar: Any) -> None:
         self.stream, self.bar = stream, bar
@@ -265,11 +251,7 @@ class LineAboveBar:
 
 
 class TerminalLines:
-    """Writes what the program prints or logs above a bar, until `restore` is called.
-
-    Args:
-        bar: on the last line of the screen.
-    """
+    """Writes what the program prints or logs above a bar, until `restore` is called."""
 
     def __init__(self, bar: Any) -> None:
         self.replaced: dict[str, LineAboveBar] = {}

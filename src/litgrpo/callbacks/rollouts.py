@@ -30,11 +30,6 @@ class SaveRollouts(Callback):
         self.settings: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove rollouts of iterations that this run is about to repeat or replace.
-
-        Raises:
-            ValueError: the module samples no rollouts.
-        """
         require(
             isinstance(pl_module, RolloutModule),
             f"SaveRollouts writes the rollouts of GRPO, and {type(pl_module).__name__} has none. "
@@ -51,7 +46,6 @@ class SaveRollouts(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the rollout that `training_step` returned."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = run_folder(trainer) / ROLLOUTS

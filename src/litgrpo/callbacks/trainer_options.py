@@ -74,10 +74,6 @@ SHARDING = ("fsdp", "modelparallel", "deepspeed")
 def check_trainer_options(options: Mapping[str, Any], module: Any) -> None:
     """Reject options of the trainer that do not work.
 
-    Args:
-        options: arguments of the trainer.
-        module: the module that it will train.
-
     Raises:
         ValueError: with the option and what to set instead.
     """
@@ -108,9 +104,6 @@ def describe_rejected_callback(callbacks: Any) -> str:
     """Return why the first rejected callback of a recipe does not work; "" if none is rejected.
 
     Its missing arguments would be the parser's error, although no argument makes it work.
-
-    Args:
-        callbacks: trainer.callbacks: names, `{class_path: ...}` or a list of them.
     """
     items = callbacks if isinstance(callbacks, list) else [callbacks]
     paths = [str(item.get("class_path") if isinstance(item, Mapping) else item) for item in items]
@@ -176,11 +169,7 @@ def is_mps_chosen() -> bool:
 
 
 def choose_accelerator(name: Any) -> Any:
-    """Return the accelerator to train on: the CPU instead of a GPU without float64.
-
-    Args:
-        name: trainer.accelerator.
-    """
+    """Return the accelerator to train on: the CPU instead of a GPU without float64."""
     if name != "auto" or not is_mps_chosen():
         return name
     rank_zero_info("Training on the CPU: Apple's GPU (MPS) has no float64, which sampling needs.")
@@ -189,9 +178,6 @@ def choose_accelerator(name: Any) -> Any:
 
 def check_strategy(strategy: Any) -> None:
     """Reject strategies that shard weights in another way, and ones that copy the module.
-
-    Args:
-        strategy: Lightning's, by name, as `{class_path: ...}` or as an object.
 
     Raises:
         ValueError: with the name of a strategy that works.
@@ -231,17 +217,14 @@ def describe_rejection(option: str, value: Any, note: str) -> str:
     return f"trainer.{option} is {value}, which does not work with litgrpo: {note}."
 
 
-def cluster_plugins(given: Any) -> list[Any]:
+def cluster_plugins(option: Any) -> list[Any]:
     """Plugins of the trainer; under SLURM with Lightning's own answer to SIGUSR1 disabled.
 
     Lightning would save in the middle of an iteration and requeue the job while the training
     continues. `IterationCheckpoint` saves between two iterations and exits; the batch script
     requeues (docs/explanation/scale.md).
-
-    Args:
-        given: value of `trainer.plugins`.
     """
-    plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
+    plugins = [] if option is None else list(option) if isinstance(option, list) else [option]
     has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
     if not has_environment and SLURMEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))

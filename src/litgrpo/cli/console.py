@@ -81,7 +81,6 @@ class PersistentFile(io.FileIO):
     """
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
-        """Write; switch to the null device if the pipe or terminal is closed."""
         try:
             return super().write(data)
         except OSError as error:

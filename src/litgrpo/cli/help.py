@@ -45,14 +45,7 @@ MORE = """\
 def command_page(
     program: str, command: str, summary: str, extra: Callable[..., Any] | None = None
 ) -> str:
-    """Return the page of `COMMAND --help`: options of the command, of GRPO and of PromptData.
-
-    Args:
-        program: how it was started.
-        command: its name.
-        summary: what it does.
-        extra: a function whose options the command has beside those of `fit`.
-    """
+    """Return the page of `COMMAND --help`: options of the command, of GRPO and of PromptData."""
     import_named_classes()
     page = new_page(f"{program} {command} [-c RECIPE ...] [--OPTION VALUE ...]", summary)
     recipes = ", ".join(name for name in built_in_recipes() if "/" not in name)
@@ -83,14 +76,7 @@ def command_page(
 def function_page(
     program: str, command: str, summary: str, function: Callable[..., Any] | None
 ) -> str:
-    """Return the page of `COMMAND --help` of a command that reads no recipe.
-
-    Args:
-        program: how it was started.
-        command: its name.
-        summary: what it does.
-        function: whose options the command has.
-    """
+    """Return the page of `COMMAND --help` of a command that reads no recipe."""
     options = options_of(function).values()
     required = [option for option in options if option.default is UNSET]
     names = [option.key.upper() for option in required]
@@ -135,11 +121,11 @@ def find_question(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
         >>> find_question(["-c", "a.yaml", "--model.engine.help", "StaticEngine"])
         ('model.engine', 'StaticEngine', ['-c', 'a.yaml'])
     """
-    for place, (word, following) in enumerate(pairwise([*words, ""])):
+    for position, (word, following) in enumerate(pairwise([*words, ""])):
         if match := QUESTION.fullmatch(word):
             is_class = match[2] is None and following != "" and not following.startswith("-")
-            others = [*words[:place], *words[place + 1 + is_class :]]
-            return match[1], following if is_class else match[2] or "", others
+            other_words = [*words[:position], *words[position + 1 + is_class :]]
+            return match[1], following if is_class else match[2] or "", other_words
     return None
 
 

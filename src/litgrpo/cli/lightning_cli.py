@@ -110,12 +110,10 @@ class LitGRPOCLI(RecipeCLI):
             getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **arguments)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of a run, with the defaults of the command."""
         super().add_arguments_to_parser(parser)
         parser.set_defaults(**COMMAND_DEFAULTS.get(self.command, {}))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; then find the run folder and the checkpoint."""
         super().parse_arguments(parser, args)
         settings = self.config
         name = Path(self.command_line.names[0]).stem if self.command_line.names else self.command
@@ -165,7 +163,6 @@ class LitGRPOCLI(RecipeCLI):
         return self.writes_a_run and not resumes
 
     def before_instantiate_classes(self) -> None:
-        """Check the machine, pass the seed on, and reject a run folder that is in use."""
         settings = self.config
         prompts = settings.data.init_args.get("batch_size")
         group = settings.model.init_args.get("group_size")
@@ -188,9 +185,6 @@ class LitGRPOCLI(RecipeCLI):
 
     def has_completed(self, folder: Path) -> bool:
         """Log and return True if the run has ended, and this start would train nothing.
-
-        Args:
-            folder: the run folder, whose checkpoint would be resumed.
 
         Raises:
             ValueError: its model or data are not those of the recipe.
@@ -270,11 +264,6 @@ class LitGRPOCLI(RecipeCLI):
             node.init_args.seed = self.config.seed_everything
 
     def instantiate_classes(self) -> None:
-        """Build everything; a class that cannot be built is named.
-
-        Raises:
-            ConstructionError: a class of another package raises. Errors of litgrpo's classes pass.
-        """
         if self.is_complete:
             return
         try:
@@ -291,7 +280,6 @@ class LitGRPOCLI(RecipeCLI):
             raise ConstructionError(f"Could not construct {name}: {root_cause(error)}") from error
 
     def after_instantiate_classes(self) -> None:
-        """Write the configuration to the run folder, now that the recipe is known to be valid."""
         if self.is_complete:
             return
         if self.command != "fit" and self.config.ckpt_path and isinstance(self.model, SFT):
@@ -301,7 +289,6 @@ class LitGRPOCLI(RecipeCLI):
             rank_zero_only(claim_folder)(Path(self.config.run_dir), self.config_text)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer with loggers and callbacks, unless the recipe turns them off."""
         options = {**self.config_init["trainer"], **kwargs}
         check_trainer_options(options, self.model)
         check_accelerator(options["accelerator"])

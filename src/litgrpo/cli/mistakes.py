@@ -275,18 +275,13 @@ def unknown_function(option: Option, name: str) -> str:
 
 
 def unknown_option(key: str, top: Mapping[str, Option]) -> str:
-    """Return that there is no such option at the top, and what to use instead.
-
-    Args:
-        key: the option.
-        top: {name: option} without parts.
-    """
+    """Return that there is no such option at the top, and what to use instead."""
     unknown, top_names = f"unknown option {key!r}", list(top)
-    first, last = key.partition(".")[0], key.rpartition(".")[2]
+    first, name = key.partition(".")[0], key.rpartition(".")[2]
     is_recipe = "model" in top
-    if is_recipe and last in REMARKS:
-        return f"{unknown}; in litgrpo: {REMARKS[last]}"
-    if is_recipe and (other := other_name(key, top) or find_name(last, top)):
+    if is_recipe and name in REMARKS:
+        return f"{unknown}; in litgrpo: {REMARKS[name]}"
+    if is_recipe and (other := other_name(key, top) or find_name(name, top)):
         return f"{unknown}: use {other!r}"
     if not is_recipe and first in RECIPE_OPTIONS:
         if "fit_options" in top_names:

@@ -38,12 +38,6 @@ class Option:
         hint: its type.
         default: value if nothing is given; `inspect.Parameter.empty` if it is required.
         text: its description.
-
-    Example:
-        >>> from litgrpo.models.adapters import LoRA
-        >>> option = options_of(LoRA, "model.lora")["rank"]
-        >>> option.key, option.hint, option.default
-        ('model.lora.rank', <class 'int'>, 16)
     """
 
     key: str

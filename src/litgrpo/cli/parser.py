@@ -132,11 +132,11 @@ class OneLineParser(ArgumentParser):
     explain: Callable[[], str] = str  # returns what is wrong, or ""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Add the arguments of a class without sub-configs: `prompts.txt` stays a file name."""
+        # Without sub-configs `prompts.txt` stays a file name.
         return super().add_class_arguments(*args, **kwargs | {"sub_configs": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the line and exit; inner parsers raise, for the outer one."""
+        # Inner parsers raise, for the outer one.
         if not self.exit_on_error or "--debug" in sys.argv:
             super().error(message, ex)
         self.exit(2, f"error: {one_line(self.explain() or last_line(message))}\n")
@@ -157,7 +157,6 @@ class RecipeParser(OneLineParser, LightningArgumentParser):
     """The same for LightningCLI; keys are masked where it prints the configuration."""
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Return the configuration as YAML with masked keys."""
         text = str(super().dump(*args, **kwargs))
         # jsonargparse reads the texts of inner parsers again.
         return mask_known(text) if self.exit_on_error else text
@@ -176,11 +175,6 @@ class RecipeCLI(LightningCLI):
         words: what follows the command.
         command: a method of the trainer, whose options are added, or another command.
         extra: a function whose options are added.
-
-    Example:
-        >>> settings = RecipeCLI(["-c", "quickstart", "--model.group_size", "4"]).config
-        >>> settings.model.class_path, settings.model.init_args.group_size
-        ('litgrpo.GRPO', 4)
     """
 
     def __init__(
@@ -229,7 +223,6 @@ class RecipeCLI(LightningCLI):
         return {name: with_init_args(value) for name, value in settings.items()}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of a run, of its callbacks, and of the command."""
         for key, (kind, default, text) in RUN_OPTIONS.items():
             parser.add_argument(f"--{key}", type=kind, default=default, help=text)
         for name, callback in CALLBACKS.items():
@@ -242,7 +235,7 @@ class RecipeCLI(LightningCLI):
         parser.explain = self.explain  # type: ignore[attr-defined]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the settings; LightningCLI would warn that `sys.argv` has others."""
+        # LightningCLI would parse `sys.argv` instead and warn that it differs.
         self.config = parser.parse_object(args)
         seed = self.config.seed_everything
         require(
@@ -296,7 +289,6 @@ class RecipeCLI(LightningCLI):
         return {name: self.config[name] for name in names}
 
     def instantiate_classes(self) -> None:
-        """Build model, data and trainer, unless the settings alone are wanted."""
         if self.build:
             super().instantiate_classes()
 
@@ -330,13 +322,7 @@ def check_keys(settings: dict[str, Any]) -> None:
 
 
 def parse_options(function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a function from the command line.
-
-    Args:
-        function: whose signature and docstring are the options; those without a default need no
-            name.
-        words: what follows the command.
-    """
+    """Return the arguments of a function; those without a default need no name."""
     configure_jsonargparse()
     options = options_of(function)
     settings = read_words([with_underscores(word) for word in words], options)

@@ -71,9 +71,9 @@ def recipe_file(word: str) -> Path:
         ValueError: there is neither.
     """
     name, recipes = word.removeprefix(CLONE_FOLDER).removesuffix(".yaml"), built_in_recipes()
-    places = [Path(word), Path(f"{word}.yaml"), recipes.get(name, Path(word))]
+    candidates = [Path(word), Path(f"{word}.yaml"), recipes.get(name, Path(word))]
     try:
-        file = next((path for path in places if path.is_file()), None)
+        file = next((path for path in candidates if path.is_file()), None)
     except (OSError, ValueError) as error:  # a name that no file can have
         raise ValueError(f"recipe {word[:80]!r} cannot be a file: {error}") from error
     if file is None:
@@ -143,13 +143,13 @@ def read_recipe(word: str) -> dict[str, Any]:
     return dict(content)
 
 
-def check_line_breaks(key: str, text: str, place: str = "") -> None:
+def check_line_breaks(key: str, text: str, prefix: str = "") -> None:
     """Check that the text of a prompt or a stop sequence has real line breaks.
 
     Args:
         key: dotted option.
         text: as YAML without double quotes, or the command line, gives it.
-        place: where it is.
+        prefix: of the message, such as the file and the line.
 
     Raises:
         ValueError: it has a backslash and an n instead.
@@ -157,7 +157,7 @@ def check_line_breaks(key: str, text: str, place: str = "") -> None:
     is_prose = key.rpartition(".")[2] in TEXTS_WITH_LINES
     require(
         not (is_prose and has_written_break(text)),
-        f"{place}{key} has a backslash and an n instead of a line break: in YAML write it in "
+        f"{prefix}{key} has a backslash and an n instead of a line break: in YAML write it in "
         'double quotes, "\\n" (or "\\\\n" if those two characters are meant), in a shell $\'\\n\'',
     )
 

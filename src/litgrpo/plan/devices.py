@@ -28,10 +28,6 @@ class Device:
         name: its name.
         kind: cuda, tpu or cpu.
         memory: bytes.
-
-    Example:
-        >>> Device("h100", "cuda", 80e9).usable
-        72000000000.0
     """
 
     name: str
@@ -44,7 +40,6 @@ class Device:
         return (1 - SPARE_FRAC) * self.memory
 
     def __str__(self) -> str:
-        """Return the name and the memory."""
         return f"{self.name} ({self.memory / GB:.3g} GB)"
 
 
@@ -71,12 +66,12 @@ def find_device(chip: str, kind: str = "cuda") -> Device:
 
 
 def _named_device(name: str) -> Device:
-    devices = {each.name: each for kind in DEVICES for each in devices_of(kind)}
+    devices = {device.name: device for kind in DEVICES for device in devices_of(kind)}
     devices["cpu"] = Device("cpu", "cpu", memory_of_this_machine())
-    near, known = did_you_mean(name.lower(), devices), ", ".join(devices)
+    near, names = did_you_mean(name.lower(), devices), ", ".join(devices)
     require(
         name.lower() in devices,
-        f"chip is {name!r}{near}; it can be {known}, or a number of GB",
+        f"chip is {name!r}{near}; it can be {names}, or a number of GB",
     )
     return devices[name.lower()]
 

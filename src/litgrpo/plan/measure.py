@@ -31,7 +31,6 @@ class Durations(SimpleProfiler):
     """Lightning's profiler, which writes the seconds of each action as JSON instead of a table."""
 
     def summary(self) -> str:
-        """Return {action: seconds of each time} as JSON."""
         return json.dumps(self.recorded_durations)
 
 
@@ -61,11 +60,6 @@ class MeasuredTimes:
         save: a checkpoint.
         update_frac: fraction of an iteration spent in the update.
         peak_bytes: peak memory of the program.
-
-    Example:
-        >>> times = MeasuredTimes(30.0, 2.0, 4.0, 0.5, 0.25, peak_bytes=10**9)
-        >>> times.run(RunLength(iterations=105, evaluations=4, saves=3))
-        239.0
     """
 
     whole: float
@@ -98,9 +92,6 @@ class MeasuredTimes:
 def read_length(settings: Namespace) -> RunLength:
     """Return what the run of a recipe repeats; reads the data if it decides how long.
 
-    Args:
-        settings: the command line of `fit`, parsed.
-
     Raises:
         ValueError: the data are needed and not on this machine, or fill no batch.
     """
@@ -124,9 +115,6 @@ def read_length(settings: Namespace) -> RunLength:
 def measure_recipe(config: dict[str, Any]) -> MeasuredTimes:
     """Run a few iterations of a recipe in a temporary folder.
 
-    Args:
-        config: settings of `fit`.
-
     Raises:
         ValueError: the run failed; the message has its last line.
     """
@@ -145,16 +133,16 @@ def measure_recipe(config: dict[str, Any]) -> MeasuredTimes:
                 child.terminate()
                 child.wait()
                 raise
-        whole = time.perf_counter() - started
+        program_s = time.perf_counter() - started
         child.returncode = os.waitstatus_to_exitcode(status)
-        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        log_end = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         require(
             child.returncode == 0,
-            f"the measured run failed with exit code {child.returncode}: {' '.join(last)}",
+            f"the measured run failed with exit code {child.returncode}: {' '.join(log_end)}",
         )
         (durations, *_) = sorted(folder.glob("fit-times*.txt"))  # of the first rank
         return MeasuredTimes(
-            whole,
+            program_s,
             **part_times(json.loads(durations.read_text(encoding="utf-8"))),
             update_frac=read_update_frac(folder / "run"),
             peak_bytes=usage.ru_maxrss * 1024,
@@ -185,11 +173,7 @@ def shorten_recipe(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def part_times(durations: dict[str, list[float]]) -> dict[str, float]:
-    """Return the seconds of an iteration, an evaluation and a save.
-
-    Args:
-        durations: {action of Lightning: seconds of each time}.
-    """
+    """Return the seconds of an iteration, an evaluation and a save."""
     batches = durations["run_training_batch"]
     per_iteration = len(batches) // ITERATIONS
     measured = batches[per_iteration * MEASURED.start : per_iteration * MEASURED.stop]

@@ -42,10 +42,6 @@ class MemoryItem:
         size: bytes on each device.
         phase: when it is in memory.
         how: how it was counted.
-
-    Example:
-        >>> MemoryItem("weights", 2_591_232, "always", "647,808 numbers").size
-        2591232
     """
 
     name: str
@@ -70,11 +66,6 @@ class IterationSizes:
         prompt_sharing: rows that share their prompt in a micro-batch.
         sampling: on the devices that train, on servers, or by vLLM colocated with the trainer,
             which sleeps during the update.
-
-    Example:
-        >>> work = IterationSizes(((16, 8), (100, 4)), 64, 40, micro_rows=128, length=104)
-        >>> work.sampling
-        'trainer'
     """
 
     rollouts: tuple[tuple[int, int], ...]
@@ -97,11 +88,6 @@ class SavedActivations:
         outside: outside of the layers, where gradient checkpointing has no effect.
         layers: in each layer.
         layer_input: input of a layer, all that gradient checkpointing saves of it.
-
-    Example:
-        >>> saved = SavedActivations(outside=10, layers=(100, 100), layer_input=5)
-        >>> saved.size(checkpointing=False), saved.size(checkpointing=True)
-        (310, 220)
     """
 
     outside: int
@@ -127,13 +113,6 @@ class MetaModel:
         dtype: precision of weights and computation.
         adapt: adds adapters; None: no adapters.
         flash: attention saves no scores [rows, heads, length, length], as in fused kernels.
-
-    Example:
-        >>> from transformers import AutoConfig
-        >>> sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=256)
-        >>> model = MetaModel(AutoConfig.for_model("qwen2", **sizes))
-        >>> len(model.blocks)
-        2
     """
 
     config: Any
@@ -203,7 +182,7 @@ class MetaModel:
         counted = {t.untyped_storage()._cdata for t in (*self.weights, *self.model.buffers())}
         # Bytes saved outside of the layers, then in each of them.
         sizes = [0] * (1 + len(layers))
-        place = [0]
+        current_layer = [0]
         alive: list[Tensor] = []  # a freed storage's address would be reused
 
         def keep(tensor: Tensor) -> Tensor:
@@ -211,16 +190,18 @@ class MetaModel:
             scores = self.flash and tensor.shape[1:][-2:] == (length, length)
             if storage._cdata not in counted and not scores:
                 counted.add(storage._cdata)
-                sizes[place[-1]] += storage.nbytes()
+                sizes[current_layer[-1]] += storage.nbytes()
                 alive.append(tensor)
             return tensor
 
         def leave(*_: Any) -> None:
-            place.pop()
+            current_layer.pop()
 
         hooks = []
         for number, layer in enumerate(layers, start=1):
-            hooks.append(layer.register_forward_pre_hook(lambda *_, n=number: place.append(n)))
+            hooks.append(
+                layer.register_forward_pre_hook(lambda *_, n=number: current_layer.append(n))
+            )
             hooks.append(layer.register_forward_hook(leave))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = self._pass(rows, length, use_cache=False)
@@ -249,9 +230,9 @@ class MetaModel:
         """Return the last hidden states, [rows, length, E]."""
         assert self.model is not None  # as above
         ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
-        seen = torch.zeros(rows, 1, length, length, dtype=self.dtype, device="meta")
+        is_visible = torch.zeros(rows, 1, length, length, dtype=self.dtype, device="meta")
         kinds = set(self.config.to_dict().get("layer_types") or ())
-        mask = dict.fromkeys(kinds, seen) if "sliding_attention" in kinds else seen
+        mask = dict.fromkeys(kinds, is_visible) if "sliding_attention" in kinds else is_visible
         output = self.bare_model.base_model(
             input_ids=ids, attention_mask=mask, position_ids=ids, **cached
         )
@@ -263,10 +244,6 @@ def step_optimizer(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], weights: list[nn.Parameter]
 ) -> OptimizerState | None:
     """Take a step on the meta device and return the optimizer state.
-
-    Args:
-        make: builds the optimizer.
-        weights: on the meta device.
 
     Returns:
         Pairs of a weight and a state tensor; None if this optimizer cannot step without data.
@@ -306,8 +283,10 @@ def optimizer_bytes(
     """
     if states is None:
         return 2 * sharding.share(weights)
-    whole = sum(s.numel() * s.element_size() for weight, s in states if s.shape != weight.shape)
-    return whole + sharding.share(s for weight, s in states if s.shape == weight.shape)
+    replicated = sum(
+        s.numel() * s.element_size() for weight, s in states if s.shape != weight.shape
+    )
+    return replicated + sharding.share(s for weight, s in states if s.shape == weight.shape)
 
 
 def cache_bytes(model: MetaModel, work: IterationSizes, sharding: Sharding) -> tuple[int, int]:

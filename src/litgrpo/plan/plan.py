@@ -30,10 +30,6 @@ class Plan:
         device: kind of device.
         number: devices that train.
         has_lengths: lengths of rows are those of the data; otherwise the limits of the recipe.
-
-    Example:
-        plan = make_plan(RecipeCLI(["-c", "quickstart", "--chip", "h100"], "plan", plan).config)
-        plan.device.name, plan.number, plan.fits  # ("h100", 1, True)
     """
 
     recipe: RecipeSizes
@@ -72,9 +68,6 @@ class Plan:
 def make_plan(settings: Namespace) -> Plan:
     """Plan a command line.
 
-    Args:
-        settings: the command line of `fit` with the options of `plan`, parsed.
-
     Raises:
         ValueError: the device is unknown, or the strategy cannot use this many.
     """
@@ -105,7 +98,7 @@ def device_kind(accelerator: str) -> str:
     """Return the kind of device of a trainer's accelerator; `auto` is what this machine has."""
     if accelerator == "auto":
         kinds: dict[str, Any] = {"tpu": XLAAccelerator, "cuda": CUDAAccelerator}
-        return next((name for name, each in kinds.items() if each.is_available()), "cpu")
+        return next((name for name, kind in kinds.items() if kind.is_available()), "cpu")
     kind = "cuda" if accelerator == "gpu" else accelerator
     return kind if kind in DEFAULT_DEVICES else "cpu"
 

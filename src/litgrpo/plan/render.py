@@ -77,7 +77,7 @@ def device_lines(plan: Plan) -> Iterator[str]:
         if plan.recipe.uneven_split(number):
             continue
         peak = plan.peak(number=number)
-        names = [each.name for each in devices_of(plan.device.kind) if peak <= each.usable]
+        names = [d.name for d in devices_of(plan.device.kind) if peak <= d.usable]
         rows.append((number, format_gb(peak), ", ".join(names) or "none of the known"))
     yield from markdown_table(("chips", "GB of each", "fits on"), rows)
 

@@ -76,13 +76,12 @@ class XLASharding(Sharding):
     min_shard_size: int = MIN_SHARD_SIZE
 
     def share(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of tensors on each chip."""
         return sum(
             share_of(t.shape, self.number, self.min_shard_size) * t.element_size() for t in tensors
         )
 
     def gather(self, blocks: Sequence[Sequence[Tensor]], outside: Sequence[Tensor]) -> Gathered:
-        """Count the largest weight: sharded weights are gathered one at a time."""
+        # Sharded weights are gathered one at a time.
         largest = max(chain(*blocks, outside), key=Tensor.numel)
         size, text = total_bytes([largest]), "the largest weight whole"
         learning = (size, text)
@@ -91,15 +90,15 @@ class XLASharding(Sharding):
         return {"rollout": (size, text), "learning": learning}
 
     def rows(self, number: int) -> int:
-        """Return the rows on each chip: all of them if they cannot be split evenly."""
+        # A chip has all rows if they cannot be split evenly.
         return number if number % self.number else number // self.number
 
     def micro_rows(self, rows: int, step_rows: int) -> int:
-        """Return the share of each chip: a micro-batch is split, too."""
+        # A micro-batch is split over the chips.
         return -(-rows // self.number)
 
     def logit_rows(self, rows: int, step_rows: int) -> int:
-        """Return the rows of a micro-batch on all chips, padded to equal shares."""
+        # Rows of all chips, padded to equal shares.
         return self.micro_rows(rows, step_rows) * self.number
 
 
@@ -108,11 +107,10 @@ class DDPSharding(Sharding):
     """Each process holds the whole model and trains on its share of the rows (DDP)."""
 
     def share(self, tensors: Iterable[Tensor]) -> int:
-        """Return all bytes."""
         return total_bytes(tensors)
 
     def gather(self, blocks: Sequence[Sequence[Tensor]], outside: Sequence[Tensor]) -> Gathered:
-        """Count DDP's buckets, which are a second copy of all gradients."""
+        # The buckets are a second copy of all gradients.
         trained = (weight for weight in chain(*blocks, outside) if weight.requires_grad)
         return {"learning": (total_bytes(trained), "DDP's buckets of gradients")}
 
@@ -156,11 +154,10 @@ class FSDPSharding(Sharding):
         return sum(self.shard_numel(t.shape, rank) * t.element_size() for t in tensors)
 
     def share(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of the shards on the first process, which holds most."""
+        # The first process holds most.
         return self.share_of_rank(tensors, 0)
 
     def gather(self, blocks: Sequence[Sequence[Tensor]], outside: Sequence[Tensor]) -> Gathered:
-        """Count all weights in the rollout; in the update two layers and weights in no layer."""
         # The next layer is prefetched while one computes. Gradients of a unit are reduced in
         # float32 once all are available.
         layer = max(blocks, key=total_bytes)

@@ -63,9 +63,6 @@ class RecipeModels:
         optimizer: builds the optimizer from weights.
         reference: the reference model; None without a separate one.
         compute: the policy in a lower compute precision; None without one.
-
-    Example:
-        recipe.models.policy.cache_numbers  # numbers per token in the KV cache
     """
 
     policy: MetaModel
@@ -92,10 +89,6 @@ class RecipeSizes:
         sharding: what the strategy shards.
         can_queue: rows of a rollout can wait for a free slot: the engine has `max_rows`.
         reward_models: names of reward models, whose memory is not counted.
-
-    Example:
-        recipe = read_sizes(RecipeCLI(["-c", "configs/quickstart.yaml"], "plan", plan).config)
-        recipe.work.rollouts  # ((16, 8), (100, 4)): prompts and completions of each
     """
 
     models: RecipeModels
@@ -238,17 +231,13 @@ def moves_reference(trainer: Namespace) -> bool:
 
 
 def read_sharding(strategy: Namespace) -> Sharding:
-    """Return what a strategy shards.
-
-    Args:
-        strategy: its class path, or Lightning's name of it, and its arguments.
-    """
-    path, given = strategy.class_path, strategy.get("init_args", Namespace())
+    """Return what a strategy shards."""
+    path, options = strategy.class_path, strategy.get("init_args", Namespace())
     kind: Any = import_by_path(path) if "." in path else object
     if issubclass(kind, DividesWeights):
-        return XLASharding(min_shard_size=given.get("min_shard_size") or MIN_SHARD_SIZE)
+        return XLASharding(min_shard_size=options.get("min_shard_size") or MIN_SHARD_SIZE)
     if issubclass(kind, FSDP2Strategy):
-        return FSDPSharding(replicas=given.get("replicas") or 1)
+        return FSDPSharding(replicas=options.get("replicas") or 1)
     if path.startswith("ddp") or "DDP" in path:
         return DDPSharding()
     return SingleDevice()
@@ -256,10 +245,10 @@ def read_sharding(strategy: Namespace) -> Sharding:
 
 def read_optimizer(model: Namespace, rates: DefaultRates) -> partial[torch.optim.Optimizer]:
     """Return the function that builds the optimizer, with the default learning rate filled in."""
-    kind, given = import_by_path(model.optimizer.class_path), vars(model.optimizer.init_args)
-    if kind is DefaultAdamW and given.get("lr") is None:
-        given = given | {"lr": rates.select(model)[0]}
-    return partial(kind, **given)
+    kind, options = import_by_path(model.optimizer.class_path), vars(model.optimizer.init_args)
+    if kind is DefaultAdamW and options.get("lr") is None:
+        options = options | {"lr": rates.select(model)[0]}
+    return partial(kind, **options)
 
 
 def read_model_config(model: Namespace, model_config: str | None) -> Any:
@@ -431,9 +420,6 @@ def _find_reward_models(rewards: dict[str, Any]) -> Iterator[str]:
 def load_data(settings: Namespace) -> Any:
     """Tokenize the data of a recipe.
 
-    Args:
-        settings: the command line of `fit`, parsed.
-
     Returns:
         The data module, set up for `fit`.
 
@@ -453,12 +439,7 @@ def load_data(settings: Namespace) -> Any:
 
 
 def apply_data(rows: PromptSet | PairSet, recipe: RecipeSizes) -> RecipeSizes:
-    """Replace the limits of a recipe by the length of its longest row.
-
-    Args:
-        rows: the training rows of `load_data`.
-        recipe: sizes of the recipe.
-    """
+    """Replace the limits of a recipe by the length of its longest row."""
     work = recipe.work
     longest = min(rows.max_tokens, work.prompt_len)
     if work.rollouts:

@@ -34,10 +34,6 @@ class SeedResult:
         after: {metric: value} after training.
         tokens: number of tokens generated in training.
         iterations: number of training iterations.
-
-    Example:
-        >>> SeedResult({"reward": 0.2}, {"reward": 0.7}, tokens=900, iterations=2).after["reward"]
-        0.7
     """
 
     before: dict[str, float]
@@ -110,7 +106,7 @@ def compare(
     recipe_file(recipe)
     has_matplotlib = find_spec("matplotlib") is not None
     require(has_matplotlib, "the plot needs matplotlib: pip install matplotlib")
-    chosen = {name: find_words(name) for name in algorithms}
+    algorithm_words = {name: find_words(name) for name in algorithms}
     metrics = ("pass@1", f"pass@{samples}")
     evaluation = ["--model.evaluation.num_samples", str(samples)]
     evaluation += ["--model.evaluation.pass_at_k", f"[1, {samples}]"]
@@ -118,12 +114,12 @@ def compare(
     limits += ["--trainer.val_check_interval", "1000000000"]
 
     def train(name: str, seed: int) -> SeedResult:
-        own_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
+        seed_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
         run_options = [
             "--seed_everything",
             str(seed),
             "--run_dir",
-            str(own_dir),
+            str(seed_dir),
             "--overwrite",
             "true",
         ]
@@ -132,15 +128,15 @@ def compare(
         words = [
             "-c",
             recipe,
-            *chosen[name],
+            *algorithm_words[name],
             *evaluation,
             *limits,
             *fit_options,
             *run_options,
             *skipped,
         ]
-        fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
-        return read_result(Run(own_dir), (*metrics, REWARD))
+        fit(seed_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
+        return read_result(Run(seed_dir), (*metrics, REWARD))
 
     with ThreadPoolExecutor(jobs) as pool:
         # Seed by seed, so that an interrupted comparison has equally many runs of each algorithm.
@@ -187,11 +183,6 @@ def find_words(name: str) -> list[str]:
 def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
     """Train in a new process; do nothing if the run is already finished.
 
-    Args:
-        run_dir: the run folder.
-        words: the command line of `fit`.
-        limits: environment variables for the process, such as `OMP_NUM_THREADS`.
-
     Raises:
         ValueError: the process failed.
     """
@@ -209,8 +200,10 @@ def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
-        last = "\n".join(log.read_text().splitlines()[-5:])
-        raise ValueError(f"the run in {run_dir} failed with exit code {done.returncode}:\n{last}")
+        log_end = "\n".join(log.read_text().splitlines()[-5:])
+        raise ValueError(
+            f"the run in {run_dir} failed with exit code {done.returncode}:\n{log_end}"
+        )
     print(f"finished {run_dir}", flush=True)
 
 

@@ -25,11 +25,6 @@ class RunConfig:
     Args:
         values: content of `config.yaml`; empty if there is none.
         path: path of that file, for commands; "" if there is none.
-
-    Example:
-        >>> config = RunConfig({"model": {"init_args": {"group_size": 8}}}, "runs/a/config.yaml")
-        >>> config.get("model.group_size")
-        8
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -38,16 +38,6 @@ class PairedEvaluation:
         comparison: differences with bootstrap intervals, and solved prompts.
         p_values: {metric: p-value of the paired t-test}.
         main_metric: metric of the verdict: accuracy, or the reward if no sample is correct.
-
-    Example:
-        >>> rows = [
-        ...     {"index": n, "prompt": f"{n}+1?", "reward": x, "samples": [{"correct": x > 0.5}]}
-        ...     for n, x in enumerate([0.0, 1.0] + 18 * [0.0])
-        ... ]
-        >>> solved = [row | {"reward": 1.0, "samples": [{"correct": True}]} for row in rows]
-        >>> (pair,) = pair_evaluations(rows, solved)
-        >>> pair.count, pair.before["avg@1"], pair.after["avg@1"], pair.direction
-        (20, 0.05, 1.0, 'up')
     """
 
     set_name: str

@@ -117,32 +117,27 @@ class Summary(Callback):
         self.evaluation_began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
-        """Add the callback that records the prompts, unless the trainer has one."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, EvaluationFiles) for callback in callbacks):
             # In front of this one, which reads the file.
             callbacks.insert(callbacks.index(self), EvaluationFiles())
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Drop the evaluations of an earlier fit."""
         self.reports = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Start the clock."""
         self.training_since = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Stop the clock: validation does not count as training time."""
+        # Validation does not count as training time.
         self.trained_s, self.training_since = self._training_time_s(), None
         self.evaluation_began = time.monotonic()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the seconds of the evaluation up to its report."""
         if trainer.state.fn == "fit":
             pl_module.log(EVALUATION_S, time.monotonic() - self.evaluation_began)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Keep the report and restart the clock."""
         report = strip_stage(pl_module.evaluation_report)
         if trainer.state.fn != "fit":
             self._report_command(trainer, pl_module, report)
@@ -179,7 +174,6 @@ class Summary(Callback):
         print_safely(pl_module, f"{title}\n{table}{where}")
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Evaluate again if the last validation is older, then write and print the summary."""
         iteration = pl_module.iteration
         if trainer.enable_validation and iteration not in self.reports:
             # A run that was killed at its end has logged this evaluation before.
@@ -219,11 +213,9 @@ class Summary(Callback):
         return self.trained_s + running
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training time, which a resumed run cannot measure again."""
         return {"trained_s": self._training_time_s()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
         self.trained_s = state_dict["trained_s"]
 
 
@@ -257,14 +249,7 @@ def logged_reports(run: Run) -> dict[int, Report]:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The first and the last evaluation of a run, as numbers and as text.
-
-    Args:
-        before: the first one; None if it is not known.
-        after: that of the last iteration; None if it is not known.
-        num_samples: number of prompts to show.
-        seconds: of training.
-    """
+    """The first and the last evaluation of a run, as numbers and as text."""
 
     before: Evaluation | None
     after: Evaluation | None
@@ -429,13 +414,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def report_file(folder: Path, command: str, checkpoint: str) -> Path:
-    """File for the evaluation of a command: `validate.json`, unless another checkpoint has it.
-
-    Args:
-        folder: the run folder.
-        command: validate or test.
-        checkpoint: name of the checkpoint, or `start`.
-    """
+    """File for the evaluation of a command: `validate.json`, unless another checkpoint has it."""
     path = folder / f"{command}.json"
     if not path.exists():
         return path
@@ -455,14 +434,14 @@ def format_table(
         evaluations: {heading: evaluation}; the last one is complete.
         comparisons: {validation set: paired changes from the first to the last}.
     """
-    last = list(evaluations.values())[-1]
+    latest = list(evaluations.values())[-1]
     columns = {}
     reports = [evaluation.report for evaluation in reversed(list(evaluations.values()))]
     all_names = dict.fromkeys(name for report in reports for name in without_zero_counts(report))
     for heading, evaluation in evaluations.items():
         count = len(evaluation.rows)
-        same = count in (0, len(last.rows))
-        title = heading if same else f"{heading} ({plural(count, 'prompt')})"
+        is_same_size = count in (0, len(latest.rows))
+        title = heading if is_same_size else f"{heading} ({plural(count, 'prompt')})"
         if heading == "before" and evaluation.iteration:
             title += f" (iteration {evaluation.iteration})"
         columns[title] = format_report(evaluation.report)
@@ -475,13 +454,13 @@ def format_table(
             for title, column in columns.items()
         }
         head, *lines = _align_metrics(names, bare, changes)
-    title = plural(len(last.rows), "held-out prompt") if last.rows else "held-out data"
+    title = plural(len(latest.rows), "held-out prompt") if latest.rows else "held-out data"
     notes = []
     if any("[" in text for column in columns.values() for text in column.values()):
         title += ", 95 % intervals in brackets"
-        is_few = bool(last.rows) and min(last.counts.values()) < FEW_PROMPTS
+        is_few = bool(latest.rows) and min(latest.counts.values()) < FEW_PROMPTS
         notes += [fit_to_terminal(FEW_PROMPTS_NOTE)] * is_few
-    if rule := format_success(last.success):
+    if rule := format_success(latest.success):
         title += f"; {rule}"
     ruler = "-" * max(map(len, [head, *lines]))
     return "\n".join([title, head, ruler, *lines, *notes, *format_solved_counts(comparisons or {})])
@@ -537,12 +516,7 @@ def format_samples(samples: Sequence[tuple[Row | None, Row]]) -> str:
 
 
 def next_commands(folder: Path, *, can_predict: bool) -> str:
-    """Commands to inspect the run.
-
-    Args:
-        folder: the run folder.
-        can_predict: the module generates completions; SFT does not.
-    """
+    """Commands to inspect the run."""
     name, config = shlex.quote(str(folder)), folder / CONFIG
     lines = [f"results are in {name}; inspect them with", f"  tensorboard --logdir {name}"]
     if can_predict and config.exists():

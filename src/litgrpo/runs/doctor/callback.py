@@ -34,7 +34,7 @@ class Doctor(Callback):
         self.logged: dict[str, int] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainedModule, *_: object) -> None:
-        """Apply the rules if they are due: now the last iteration is in the file."""
+        # By now the last iteration is in the file.
         iteration, interval = pl_module.iteration, self.every_n_iterations
         if not interval or not iteration or iteration % interval or not trainer.is_global_zero:
             return
@@ -44,7 +44,6 @@ class Doctor(Callback):
                 self._apply_rules(trainer, Run(run_folder(trainer)), iteration)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Apply the rules to the last iteration."""
         self.on_train_batch_start(trainer, pl_module)
 
     def _apply_rules(self, trainer: Trainer, run: Run, iteration: int) -> None:
@@ -67,9 +66,7 @@ class Doctor(Callback):
         return level > before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the logged findings, so that a resumed run does not repeat them."""
         return {"logged": dict(self.logged)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the logged findings."""
         self.logged = dict(state_dict["logged"])

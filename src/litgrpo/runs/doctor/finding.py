@@ -71,12 +71,6 @@ class Diagnosis:
         not_checked: {rule: missing metrics}.
         iterations: finished iterations of the run.
         success_rule: when a completion is correct, in words; "" if it is not known.
-
-    Example:
-        >>> cause = Finding("truncated", "31% are cut off.", "critical", 12)
-        >>> Diagnosis((cause,), {"collapsed": "Near its best."}, {"double_begin": "needs x"})
-        ... # doctest: +ELLIPSIS
-        Diagnosis(findings=(Finding(rule='truncated', ...
     """
 
     findings: tuple[Finding, ...]

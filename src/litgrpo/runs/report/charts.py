@@ -30,12 +30,7 @@ MAX_TICK_CHARS = 7  # that fit beside the axis
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of some metrics: its title, and patterns of their names.
-
-    Example:
-        >>> Panel("Learning rate", (r"optim/lr",))
-        Panel(title='Learning rate', patterns=('optim/lr',))
-    """
+    """A chart of some metrics: its title, and patterns of their names."""
 
     title: str
     patterns: tuple[str, ...]
@@ -90,9 +85,6 @@ class Curve:
         points: (iteration, value).
         low: lower ends of confidence intervals; empty without them.
         high: upper ends, one for each lower one.
-
-    Example:
-        >>> curve = Curve("val/avg@4", [(0, 0.4), (50, 0.9)], [(0, 0.3)], [(0, 0.5)])
     """
 
     name: str
@@ -130,10 +122,6 @@ class CurvePaths:
         mean: of the moving average; "" for short curves.
         band: outline of the confidence intervals; "" without them.
         dots: coordinates of the points; empty for long curves.
-
-    Example:
-        >>> CurvePaths("val/avg@4", "M46.0 146.0L330.0 12.0", "", "", [("46.0", "146.0")]).mean
-        ''
     """
 
     name: str
@@ -153,11 +141,6 @@ class Drawing:
         y_ticks: coordinate and label.
         marks: coordinate and label of iterations at which findings begin.
         table: rows of a few iterations: the iteration, then the value of each curve.
-
-    Example:
-        >>> drawing = draw([Curve("reward/mean", [(0, 0.0), (10, 1.0)])], last=10)
-        >>> drawing.curves[0].path, drawing.table
-        ('M46.0 146.0L330.0 12.0', [['0', '0'], ['10', '1']])
     """
 
     curves: list[CurvePaths]
@@ -167,18 +150,12 @@ class Drawing:
     table: list[list[str]]
 
 
-def draw(curves: Sequence[Curve], last: float, marks: Sequence[tuple[float, str]] = ()) -> Drawing:
-    """Compute the coordinates of one chart.
-
-    Args:
-        curves: at least one, each with a point.
-        last: last iteration of the run, where the axis ends.
-        marks: iterations to mark, with a label.
-    """
+def draw(curves: Sequence[Curve], end: float, marks: Sequence[tuple[float, str]] = ()) -> Drawing:
+    """Compute the coordinates of one chart."""
     values = [value for c in curves for points in (c.points, c.low, c.high) for _, value in points]
     y_ticks = axis_ticks(values)
     low, high = y_ticks[0], y_ticks[-1]
-    end = max(last, 1.0)
+    end = max(end, 1.0)
     step = tick_step(0.0, end)
     x_ticks = [n * step for n in range(math.floor(end / step + 1e-9) + 1)]
 
@@ -189,8 +166,8 @@ def draw(curves: Sequence[Curve], last: float, marks: Sequence[tuple[float, str]
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
 
     def path(points: Sequence[Point]) -> str:
-        places = [f"{x(a):.1f} {y(b):.1f}" for a, b in points]
-        return f"M{'L'.join(places)}" if places else ""
+        coordinates = [f"{x(a):.1f} {y(b):.1f}" for a, b in points]
+        return f"M{'L'.join(coordinates)}" if coordinates else ""
 
     drawn = []
     for curve in curves:

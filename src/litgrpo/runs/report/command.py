@@ -36,11 +36,7 @@ def report(runs: list[str], output: str | None = None) -> None:
 
 
 def report_at_end(run: str) -> None:
-    """Write the report of a run that has just ended; a failure is logged and not raised.
-
-    Args:
-        run: its folder.
-    """
+    """Write the report of a run that has just ended; a failure is logged and not raised."""
     try:
         print(f"  open {shlex.quote(str(write_report([run])))} in a browser")
     except Exception as error:  # training is finished and its files are written
@@ -50,10 +46,6 @@ def report_at_end(run: str) -> None:
 
 def write_report(runs: list[str], output: str | None = None) -> Path:
     """Write the report; the file is complete or not written.
-
-    Args:
-        runs: run folders.
-        output: file to write.
 
     Raises:
         ValueError: a run folder does not exist, or the file cannot be written.

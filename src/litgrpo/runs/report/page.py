@@ -28,13 +28,7 @@ MAX_RUN_NAME_CHARS = 80
 
 @dataclass(frozen=True)
 class FindingCard:
-    """A finding on the page, with completions that show it.
-
-    Example:
-        >>> finding = Finding("truncated", "12% are cut off.", "warning", 40)
-        >>> FindingCard(1, finding, [("1+1?", diff_messages({"completion": "2 2 2"}), [])]).number
-        1
-    """
+    """A finding on the page, with completions that show it."""
 
     number: int
     finding: Finding
@@ -43,13 +37,7 @@ class FindingCard:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart on the page.
-
-    Example:
-        >>> curve = Curve("optim/lr", [(1, 1e-6), (2, 1e-6)])
-        >>> Chart("Learning rate", "", ["optim/lr"], draw([curve], 2)).names
-        ['optim/lr']
-    """
+    """A chart on the page."""
 
     title: str
     explanation: str
@@ -164,9 +152,9 @@ def chart_runs_together(runs: Sequence[Run]) -> list[Chart]:
         for _, (curve, *_), _ in group_curves(run):
             labelled = Curve(f"{number}: {run.name}", curve.points, curve.low, curve.high)
             by_metric.setdefault(curve.name, []).append(labelled)
-    last = max(run.iterations for run in runs)
+    end = max(run.iterations for run in runs)
     return [
-        Chart(name, definition(name), [curve.name for curve in curves], draw(curves, last))
+        Chart(name, definition(name), [curve.name for curve in curves], draw(curves, end))
         for name, curves in by_metric.items()
         if len(curves) > 1 and not _is_zero(curves)
     ]

@@ -27,10 +27,6 @@ class CompletionView:
         messages: its messages, with differences to the one before.
         notes: correctness, reward, components and length in words.
         correct: whether it is correct; None if not known.
-
-    Example:
-        >>> CompletionView("after 50 iterations", [], ["correct", "reward 1.000"], True).when
-        'after 50 iterations'
     """
 
     when: str
@@ -41,12 +37,7 @@ class CompletionView:
 
 @dataclass(frozen=True)
 class PromptHistory:
-    """A held-out prompt and one completion per evaluation.
-
-    Example:
-        >>> PromptHistory("most improved", "What is 3+4?", "17", []).reason
-        'most improved'
-    """
+    """A held-out prompt and one completion per evaluation."""
 
     reason: str
     prompt: str
@@ -56,12 +47,7 @@ class PromptHistory:
 
 @dataclass(frozen=True)
 class RankedPrompt:
-    """A held-out prompt with its fraction of correct samples.
-
-    Example:
-        >>> RankedPrompt("What is 3+4?", "0.250", "1.000", "1.000").after
-        '1.000'
-    """
+    """A held-out prompt with its fraction of correct samples."""
 
     prompt: str
     before: str
@@ -116,10 +102,10 @@ def follow_prompts(run: Run) -> list[PromptHistory]:
     if not evaluations:
         return []
     first, *_ = evaluations.values()
-    *_, last = evaluations.values()
+    *_, latest = evaluations.values()
     shared = [key for key in first if all(key in rows for rows in evaluations.values())]
     histories = []
-    reasons = choose_prompts([(first[key], last[key]) for key in shared], MAX_PROMPTS)
+    reasons = choose_prompts([(first[key], latest[key]) for key in shared], MAX_PROMPTS)
     for position, reason in reasons.items():
         key = shared[position]
         completions, earlier = [], None
@@ -136,7 +122,7 @@ def follow_prompts(run: Run) -> list[PromptHistory]:
             )
             earlier = sample
         name = f"{visible(key[0], 60)} {key[1]}".strip()
-        prompt = visible(last[key]["prompt"], MAX_PROMPT_CHARS)
+        prompt = visible(latest[key]["prompt"], MAX_PROMPT_CHARS)
         histories.append(PromptHistory(reason, prompt, name, completions))
     return histories
 

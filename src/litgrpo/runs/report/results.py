@@ -35,12 +35,7 @@ def compare_with_first_run(runs: Sequence[Run]) -> list[tuple[str, list[PairedEv
 
 
 def write_verdict(run: Run, pairs: Sequence[PairedEvaluation]) -> str:
-    """Write one sentence with the result of a run.
-
-    Args:
-        run: the run.
-        pairs: its first evaluation paired with its last one.
-    """
+    """Write one sentence with the result of a run."""
     unfinished = ""
     if not run.summary:
         unfinished = f" The run has not finished: {_progress(run)}, no summary."

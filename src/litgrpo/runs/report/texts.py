@@ -22,10 +22,6 @@ class MessageDiff:
         new: the part that differs.
         rest: its end, as in the earlier text.
         reward: reward of the turn; "" if it has none.
-
-    Example:
-        >>> MessageDiff("policy", "1+1 is ", "2", ".").new
-        '2'
     """
 
     role: str
