@@ -40,9 +40,15 @@ def test_an_unknown_command_gets_the_nearest(cli):
     assert (code, "did you mean 'fit'" in err, err.count("\n")) == (2, True, 1)
 
 
-def test_debug_shows_the_traceback_instead(cli):
+@pytest.mark.parametrize("words", [["--debug"], ["--debug", "true"], ["--debug=true"]])
+def test_debug_shows_the_traceback_instead(cli, words):
     with pytest.raises(ValueError, match="group_size is 0"):
-        cli("fit", "-c", "grpo.yaml", "--model.group_size", "0", "--debug")
+        cli("fit", "-c", "grpo.yaml", "--model.group_size", "0", *words)
+
+
+def test_debug_can_be_switched_off(cli):
+    code, _, err = cli("fit", "-c", "grpo.yaml", "--model.group_size", "0", "--debug", "false")
+    assert (code, "group_size is 0" in err) == (2, True)
 
 
 def test_a_bug_keeps_its_traceback(cli):

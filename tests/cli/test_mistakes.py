@@ -358,6 +358,7 @@ def test_an_unknown_option_is_reported_before_a_missing_one():
         ("replay . --iteration last", ("iteration", "'last'", "int or null")),
         ("export . x --dtype half", ("dtype", "'half'", "'float16'")),
         ("export . x --force 3", ("force", "3", "bool")),
+        ("fit -c grpo.yaml --debug maybe", ("debug", "'maybe'", "bool")),
         ("fit -c grpo.yaml --model.sampling 0.5", ("model.sampling", "0.5", "{temperature: 0.5}")),
         ("fit -c grpo.yaml --model.rewards.other 3", ("model.rewards.other is 3", "Reward")),
         ("plan -c grpo.yaml --model.precision 5", ("model.precision is 5", "Precision")),

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from litgrpo import __version__
@@ -198,12 +199,18 @@ def run_to_the_end(name: str, words: list[str]) -> int:
         run(name, words)
     except Exception as error:
         message, code = user_error(error)
-        if message and "--debug" not in words:
+        if message and not shows_tracebacks(words):
             return print_error(message, code)
         if is_connection_lost(error):
             error.add_note(CONNECTION_LOST)
         raise
     return 0
+
+
+def shows_tracebacks(words: Sequence[str]) -> bool:
+    """Return True for `--debug`, unless its value is false."""
+    values = [following for word, following in pairwise([*words, ""]) if word == "--debug"]
+    return "--debug=true" in words or any(value != "false" for value in values)
 
 
 def code_of_interrupt(stop: BaseException) -> int | None:

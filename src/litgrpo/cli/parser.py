@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -137,7 +136,7 @@ class OneLineParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Inner parsers raise, for the outer one.
-        if not self.exit_on_error or "--debug" in sys.argv:
+        if not self.exit_on_error:
             super().error(message, ex)
         self.exit(2, f"error: {one_line(self.explain() or last_line(message))}\n")
 
