@@ -71,6 +71,7 @@ def test_other_callbacks_are_not_rejected_by_name(given):
         ({"gradient_clip_algorithm": "value"}, ["gradient_clip_algorithm", "max_grad_norm"]),
         ({"overfit_batches": 1}, ["trainer.overfit_batches", "data.train.limit"]),
         ({"barebones": True}, ["trainer.barebones", "--tensorboard"]),
+        ({"devices": "x"}, ["trainer.devices", "'x'"]),
         ({"devices": -1}, ["trainer.devices", "-1"]),
         ({"devices": "-1", "accelerator": "auto"}, ["trainer.devices", "-1"]),
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, ["callbacks", "model.lr_scheduler"]),

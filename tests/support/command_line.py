@@ -61,6 +61,16 @@ def cli(monkeypatch, tmp_path, capsys):
     return run
 
 
+def error_of(run, *words: str, code: int = 2) -> str:
+    """Return the only line that a rejected command prints, by a function as of `cli`."""
+    exit_code, _, err = run(*words)
+    assert exit_code == code, err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in err
+    assert "usage:" not in err
+    return line
+
+
 @pytest.fixture
 def finished_run(cli, tmp_path_factory) -> Path:
     """Put a finished run of recipe.yaml at runs/recipe; only the first in a process is trained."""
