@@ -15,13 +15,13 @@ from litgrpo.runs.compare import (
     compare_runs,
     describe_table,
     find_words,
-    fit,
     holm,
     read_result,
     tabulate,
     without_intervals,
 )
 from litgrpo.runs.run import Run
+from litgrpo.runs.training import train
 from tests.support.raises import raises_for
 
 ROOT = Path(__file__).parents[2]
@@ -119,13 +119,7 @@ def test_fewer_than_two_algorithms_or_seeds_raise(algorithms, seeds, setting):
 def test_a_failed_run_is_named_with_the_end_of_its_log(tmp_path):
     text = r"seed=1 failed with exit code 2:\nerror: recipe 'none'"
     with pytest.raises(ValueError, match=text):
-        fit(tmp_path / "seed=1", ["-c", "none"], {"OMP_NUM_THREADS": "1"})
-
-
-def test_a_finished_run_is_not_repeated(tmp_path):
-    (tmp_path / "summary.json").write_text("{}")
-    fit(tmp_path, ["--no-such-key"], {})  # a run would fail
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+        train(tmp_path / "seed=1", ["-c", "none"], OMP_NUM_THREADS="1")
 
 
 def test_a_run_is_read_from_its_metrics(tmp_path):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +13,11 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.profilers import SimpleProfiler
 
-import litgrpo
 from litgrpo.arguments import require
 from litgrpo.modules.run_setup import DEFAULT_EPOCHS, given_epochs
 from litgrpo.plan.sizes import load_data
 from litgrpo.runs.run import Run
+from litgrpo.runs.training import train
 from litgrpo.temporary import TemporaryFolder
 
 # The first iteration warms up, three are measured, the last ends the run.
@@ -119,33 +117,17 @@ def measure_recipe(config: dict[str, Any]) -> MeasuredTimes:
         ValueError: the run failed; the message has its last line.
     """
     with TemporaryFolder("plan") as folder:
-        recipe, log = folder / "recipe.yaml", folder / "log"
+        recipe = folder / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(shorten_recipe(config, folder)), encoding="utf-8")
-        command = [sys.executable, "-m", "litgrpo", "fit", "-c", str(recipe)]
-        source = [str(Path(litgrpo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, source))}
         started = time.perf_counter()
-        with log.open("w") as output:
-            child = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-            try:
-                _, status, usage = os.wait4(child.pid, 0)
-            except BaseException:  # such as Ctrl-C
-                child.terminate()
-                child.wait()
-                raise
+        train(folder / "run", ["-c", str(recipe)])
         program_s = time.perf_counter() - started
-        child.returncode = os.waitstatus_to_exitcode(status)
-        log_end = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        require(
-            child.returncode == 0,
-            f"the measured run failed with exit code {child.returncode}: {' '.join(log_end)}",
-        )
         (durations, *_) = sorted(folder.glob("fit-times*.txt"))  # of the first rank
         return MeasuredTimes(
             program_s,
             **part_times(json.loads(durations.read_text(encoding="utf-8"))),
             update_frac=read_update_frac(folder / "run"),
-            peak_bytes=usage.ru_maxrss * 1024,
+            peak_bytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         )
 
 
@@ -166,8 +148,6 @@ def shorten_recipe(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         "model": model | {"init_args": arguments},
         "trainer": config["trainer"] | trainer,
         "checkpoint": config["checkpoint"] | {"every_n_iterations": 0},
-        "run_dir": str(folder / "run"),
-        "auto_resume": False,
         "csv": True,
     }
 

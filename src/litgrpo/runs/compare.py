@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
-import litgrpo
 from litgrpo.algorithms.published import PUBLISHED
 from litgrpo.arguments import at_least, require
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
 from litgrpo.runs.run import Run
+from litgrpo.runs.training import train
 from litgrpo.text.tables import align_columns, markdown_table
 
 REWARD = "reward"  # the mean total reward of the sampled completions
@@ -113,34 +110,23 @@ def compare(
     limits = ["--model.max_generated_tokens", str(tokens), "--model.max_iterations", "null"]
     limits += ["--trainer.val_check_interval", "1000000000"]
 
-    def train(name: str, seed: int) -> SeedResult:
+    def train_seed(name: str, seed: int) -> SeedResult:
         seed_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
-        run_options = [
-            "--seed_everything",
-            str(seed),
-            "--run_dir",
-            str(seed_dir),
-            "--overwrite",
-            "true",
-        ]
+        run_options = ["--seed_everything", str(seed), "--overwrite", "true"]
         # All share the initial policy: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
-        words = [
-            "-c",
-            recipe,
-            *algorithm_words[name],
-            *evaluation,
-            *limits,
-            *fit_options,
-            *run_options,
-            *skipped,
-        ]
-        fit(seed_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
+        words = ["-c", recipe, *algorithm_words[name], *evaluation, *limits]
+        if not (seed_dir / "summary.json").exists():  # the last file of a finished run
+            variables = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
+            train(seed_dir, [*words, *fit_options, *run_options, *skipped], **variables)
+            print(f"finished {seed_dir}", flush=True)
         return read_result(Run(seed_dir), (*metrics, REWARD))
 
     with ThreadPoolExecutor(jobs) as pool:
         # Seed by seed, so that an interrupted comparison has equally many runs of each algorithm.
-        started = {(n, seed): pool.submit(train, n, seed) for seed in seeds for n in algorithms}
+        started = {
+            (n, seed): pool.submit(train_seed, n, seed) for seed in seeds for n in algorithms
+        }
         results = {key: future.result() for key, future in started.items()}
     runs = {n: [results[n, seed] for seed in seeds] for n in algorithms}
     rows = compare_runs(runs, (*metrics, REWARD))
@@ -178,33 +164,6 @@ def find_words(name: str) -> list[str]:
         f"or one of: {', '.join(['plain', *PUBLISHED])}.",
     )
     return ["-c", name]
-
-
-def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
-    """Train in a new process; do nothing if the run is already finished.
-
-    Raises:
-        ValueError: the process failed.
-    """
-    # The summary is the last file of a run.
-    if (run_dir / "summary.json").exists():
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    log = run_dir.with_suffix(".log")
-    with log.open("w") as output:
-        command = [sys.executable, "-m", "litgrpo", "fit", *words]
-        package_folder = str(Path(litgrpo.__file__).parents[1])  # for a clone that is not installed
-        paths = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": paths} | limits
-        done = subprocess.run(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-        )
-    if done.returncode:
-        log_end = "\n".join(log.read_text().splitlines()[-5:])
-        raise ValueError(
-            f"the run in {run_dir} failed with exit code {done.returncode}:\n{log_end}"
-        )
-    print(f"finished {run_dir}", flush=True)
 
 
 def read_result(run: Run, metrics: Sequence[str]) -> SeedResult:
@@ -256,10 +215,6 @@ def compare_runs(
 
 def holm(p_values: dict[str, float]) -> dict[str, float]:
     """Return p-values with Holm's correction: family-wise error rate 5 % at the level 0.05.
-
-    Example:
-        >>> holm({"a": 0.01, "b": 0.04, "c": 0.5})
-        {'a': 0.03, 'b': 0.08, 'c': 0.5}
 
     Source: Holm 1979, Scand. J. Statist. 6:65.
     """
