@@ -47,12 +47,12 @@ def test_the_most_severe_comes_first_then_the_earliest():
 
 
 def test_all_findings_include_symptoms():
-    cause = Finding("a", "", "info", 1, symptoms=(Finding("b", "", "info", 1),))
+    cause = Finding("a", "", "warning", 1, symptoms=(Finding("b", "", "warning", 1),))
     assert [each.rule for each in Diagnosis((cause,), {}, {}).all_findings] == ["a", "b"]
 
 
 def test_severities_are_ordered():
-    assert Finding("a", "", "warning", 1).at_least("info")
+    assert Finding("a", "", "critical", 1).at_least("warning")
     assert not Finding("a", "", "warning", 1).at_least("critical")
 
 

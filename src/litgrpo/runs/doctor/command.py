@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+from litgrpo.runs.doctor.finding import Severity
 from litgrpo.runs.doctor.render import render_text
 from litgrpo.runs.run import Run
 from litgrpo.text.visible import visible
 
 
-def doctor(run: str, fail_on: Literal["info", "warning", "critical"] = "critical") -> None:
+def doctor(run: str, fail_on: Severity = "critical") -> None:
     """Diagnose a run: the problem, its first iteration, the evidence, the setting to change.
 
     The exit code is 0 if no finding is as severe as `fail_on`, 1 if one is, 2 if the run cannot be

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Severity = Literal["info", "warning", "critical"]
-SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+Severity = Literal["warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Finding:
     Args:
         rule: name of the rule, also of the section of docs/reference/tools.md that explains it.
         problem: one sentence.
-        severity: info: worth knowing; warning: the run learns less than it could; critical: it
-            learns nothing, or the wrong thing.
+        severity: warning: the run learns less than it could; critical: it learns nothing, or the
+            wrong thing.
         first_iteration: first iteration that shows the problem.
         evidence: sentences with the numbers that show it.
         samples: at most three rows of `samples/iteration-*.jsonl` that show it.

@@ -13,12 +13,7 @@ NO_PROBLEMS = "No problems found."
 
 
 def render_line(finding: Finding) -> str:
-    """Render a finding as one line for the log.
-
-    Example:
-        >>> print(render_line(Finding("truncated", "12% are cut off.", "warning", 40)))
-        doctor: warning since iteration 40: 12% are cut off. (docs/reference/tools.md#truncated)
-    """
+    """Render a finding as one line for the log."""
     start = f"doctor: {finding.severity} since iteration {finding.first_iteration}"
     line = f"{start}: {finding.problem}"
     if finding.setting and finding.value:

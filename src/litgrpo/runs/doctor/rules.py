@@ -1,6 +1,6 @@
 """The rules: what is wrong with a run, since which iteration, and what to change.
 
-A check is a function of a `Run` that returns what it found, or None. `RULES` has a row per rule.
+A check is a function of a `Run` that returns what is wrong, or None. `RULES` has a row per rule.
 Thresholds were fixed on one half of the labelled runs and measured on the other; see
 docs/reference/tools.md.
 """
@@ -56,8 +56,8 @@ ZERO_VARIANCE, CORRECT = "reward/zero_variance_groups_frac", "reward/correct_fra
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a check found.
+class CheckResult:
+    """What is wrong with a run, by one check.
 
     Args:
         problem: one sentence.
@@ -78,7 +78,7 @@ class Found:
     value: str | None = None
 
 
-Check = Callable[[Run], Found | None]
+Check = Callable[[Run], CheckResult | None]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Rule:
 
     Args:
         name: its name in logs, and the section of docs/reference/tools.md.
-        check: returns what it found, or None.
+        check: returns what is wrong, or None.
         passed: sentence printed if it finds nothing.
         needs: metrics without which it cannot be checked; or `HELD_OUT`, `SAMPLES`, ...
         setting: config key to change; "" if no setting helps.
@@ -120,18 +120,18 @@ class Rule:
 
     def apply(self, run: Run) -> Finding | None:
         """Return the finding with its evidence and the command that makes the change."""
-        found = self.check(run)
-        if found is None:
+        result = self.check(run)
+        if result is None:
             return None
-        setting = self.setting if found.setting is None else found.setting
-        value = self.value if found.value is None else found.value
+        setting = self.setting if result.setting is None else result.setting
+        value = self.value if result.value is None else result.value
         return Finding(
             self.name,
-            found.problem,
-            found.severity,
-            found.since,
-            found.evidence or changes(run, *(name for name in self.needs if name in run)),
-            tuple(run.samples[-3:]) if found.samples is None else found.samples,
+            result.problem,
+            result.severity,
+            result.since,
+            result.evidence or changes(run, *(name for name in self.needs if name in run)),
+            tuple(run.samples[-3:]) if result.samples is None else result.samples,
             setting,
             value,
             run.config.fix_command(setting, value),
@@ -246,17 +246,19 @@ def scale_lr(run: Run, factor: float) -> str:
 # --- prompts and groups ---
 
 
-def check_double_begin(run: Run) -> Found | None:
+def check_double_begin(run: Run) -> CheckResult | None:
     """Two begin tokens. Source: open-r1 #462, vllm #27515."""
     begin_tokens = run["prompt/begin_tokens"]
     count = start_mean(begin_tokens)
     if count < TWO_BEGIN_TOKENS:
         return None
     problem = f"Prompts start with {count:.2g} begin tokens; expected 1."
-    return Found(problem, "critical", int(begin_tokens.index[0]), samples=tuple(run.samples[:1]))
+    return CheckResult(
+        problem, "critical", int(begin_tokens.index[0]), samples=tuple(run.samples[:1])
+    )
 
 
-def check_no_end_token(run: Run) -> Found | None:
+def check_no_end_token(run: Run) -> CheckResult | None:
     """Completions without an end token. Source: TRL #1623, torchtune #949."""
     name, truncated = "completion/eos_frac", run["completion/truncated_frac"]
     ended = smooth(run[name])
@@ -265,7 +267,7 @@ def check_no_end_token(run: Run) -> Found | None:
     # A stop sequence ends a completion without the end token.
     if run.config.get("model.sampling.stop") and recent_mean(truncated) < TRUNCATED:
         return None
-    return Found(
+    return CheckResult(
         f"Only {ended.iloc[-1]:.0%} of the completions end with an end token.",
         "critical",
         onset(ended < HARDLY_ANY_END),
@@ -279,7 +281,7 @@ def check_no_end_token(run: Run) -> Found | None:
     )
 
 
-def check_truncation(run: Run) -> Found | None:
+def check_truncation(run: Run) -> CheckResult | None:
     """Completions cut off by the length limit. Source: verl's best practices; TRL #5697."""
     problem = "The length limit cuts off {:.0%} of the completions."
     return find_above(
@@ -293,13 +295,13 @@ def check_truncation(run: Run) -> Found | None:
 
 def find_above(
     fractions: pd.Series, limits: tuple[float, float], problem: str, **parts: Any
-) -> Found | None:
+) -> CheckResult | None:
     """Find a fraction whose moving average ends above a limit: warning, critical."""
     means = smooth(fractions)
     if means.empty or means.iloc[-1] < limits[0]:
         return None
     severity: Severity = "critical" if means.iloc[-1] >= limits[1] else "warning"
-    return Found(problem.format(means.iloc[-1]), severity, onset(means >= limits[0]), **parts)
+    return CheckResult(problem.format(means.iloc[-1]), severity, onset(means >= limits[0]), **parts)
 
 
 def _pick_truncated(run: Run) -> tuple[Row, ...]:
@@ -311,7 +313,7 @@ def _double_length(run: Run) -> str:
     return str(2 * int(limit)) if limit else ""
 
 
-def check_duplicates(run: Run) -> Found | None:
+def check_duplicates(run: Run) -> CheckResult | None:
     """Groups of identical completions. Source: TRL #3452, unsloth #2291."""
     unique = run["completion/unique_frac"]
     temperature = run.config.number("model.sampling.temperature", 1.0)
@@ -323,7 +325,7 @@ def check_duplicates(run: Run) -> Found | None:
     if start_mean(run[ZERO_VARIANCE], WINDOW) < MANY_GROUPS:
         return None
     problem = f"The {group_size:.0f} completions of a prompt are identical"
-    return Found(
+    return CheckResult(
         f"{problem}: the temperature is {temperature:g}.",
         "critical",
         int(unique.index[0]),
@@ -331,7 +333,7 @@ def check_duplicates(run: Run) -> Found | None:
     )
 
 
-def check_too_hard(run: Run) -> Found | None:
+def check_too_hard(run: Run) -> CheckResult | None:
     """Prompts with no correct completion. Source: TRL #3857, DAPO arXiv:2503.14476."""
     # Groups that are all incorrect still give a gradient if their rewards differ.
     # An iteration that logs only one of them, because nothing was scored, does not count.
@@ -341,13 +343,13 @@ def check_too_hard(run: Run) -> Found | None:
     return find_above(useless, (MANY_GROUPS, MOST_GROUPS), problem)
 
 
-def check_too_easy(run: Run) -> Found | None:
+def check_too_easy(run: Run) -> CheckResult | None:
     """Prompts that are solved from the start. Source: DAPO, arXiv:2503.14476."""
     correct = run["reward/all_correct_frac"]
     solved = start_mean(correct, WINDOW)
     if min(solved, start_mean(run[ZERO_VARIANCE], WINDOW)) < MOST_GROUPS:
         return None
-    return Found(
+    return CheckResult(
         f"In {solved:.0%} of groups every completion is correct from the start, so they give no "
         "gradient.",
         "warning",
@@ -356,13 +358,13 @@ def check_too_easy(run: Run) -> Found | None:
     )
 
 
-def check_no_signal(run: Run) -> Found | None:
+def check_no_signal(run: Run) -> CheckResult | None:
     """Groups without reward variance from the start. Source: TRL #3857, ms-swift #4570."""
     zero_variance = run[ZERO_VARIANCE]
     at_start = start_mean(zero_variance, WINDOW)
     if min(at_start, recent_mean(zero_variance)) < MOST_GROUPS or rose(run["reward/mean"]):
         return None
-    return Found(
+    return CheckResult(
         f"{at_start:.0%} of groups have zero reward variance from the start, so they give no "
         "gradient.",
         "critical",
@@ -371,7 +373,7 @@ def check_no_signal(run: Run) -> Found | None:
     )
 
 
-def check_overfitting(run: Run) -> Found | None:
+def check_overfitting(run: Run) -> CheckResult | None:
     """Training prompts learned by heart. Source: ConvSearch-R1 #6."""
     name, epochs = run.held_out_accuracy, run["data/epoch"]
     if epochs.iloc[-1] < MIN_EPOCHS:
@@ -382,7 +384,7 @@ def check_overfitting(run: Run) -> Found | None:
     if not gap > ACCURACY_GAP + error:  # also false if there is no upper bound, which gives NaN
         return None
     since = int(epochs.index[np.argmax(epochs >= MIN_EPOCHS)])
-    return Found(
+    return CheckResult(
         f"Accuracy on training prompts is {gap:.0%} above that on held-out prompts.",
         "warning",
         since,
@@ -395,7 +397,7 @@ def check_overfitting(run: Run) -> Found | None:
 # --- rewards ---
 
 
-def check_failed_rewards(run: Run) -> Found | None:
+def check_failed_rewards(run: Run) -> CheckResult | None:
     """Completions without a reward. Source: TRL #3714."""
     problem = "{:.0%} of the completions have no reward."
     unscored = [row for row in run.samples if row.get("reward") is None]
@@ -404,7 +406,7 @@ def check_failed_rewards(run: Run) -> Found | None:
     )
 
 
-def check_contradictions(run: Run) -> Found | None:
+def check_contradictions(run: Run) -> CheckResult | None:
     """Samples that contradict the correctness reward. Source: arXiv:2505.22203; NeMo-RL #3635.
 
     Three kinds: a completion that equals the reference answer has reward 0, one that lacks the
@@ -436,7 +438,7 @@ def check_contradictions(run: Run) -> Found | None:
         reasons.add(reason)
     if len(against) < max(MIN_CONTRADICTED, CONTRADICTED * len(scored)):
         return None
-    return Found(
+    return CheckResult(
         f"The reward {component!r} contradicts {len(against)} of {len(scored)} samples.",
         "critical",
         int(min(row.get("iteration", 1) for row in against)),
@@ -450,7 +452,7 @@ def _letters_and_digits(text: str) -> str:
     return re.sub(r"\W+", "", text.casefold())
 
 
-def check_constant_rewards(run: Run) -> Found | None:
+def check_constant_rewards(run: Run) -> CheckResult | None:
     """A component with the same low reward for every completion. Source: open-r1 #235."""
     for name in run.reward_components:
         spread, mean = run[f"reward/{name}_std"], recent_mean(run[f"reward/{name}"])
@@ -459,7 +461,7 @@ def check_constant_rewards(run: Run) -> Found | None:
         if not constant or not weight or mean >= FULL_REWARD:
             continue
         nonzero = np.flatnonzero(spread)
-        return Found(
+        return CheckResult(
             f"The reward {name!r} is {mean:.3g} for every completion.",
             "warning",
             int(spread.index[nonzero[-1] + 1 if len(nonzero) else 0]),
@@ -469,7 +471,7 @@ def check_constant_rewards(run: Run) -> Found | None:
     return None
 
 
-def check_dominating_reward(run: Run) -> Found | None:
+def check_dominating_reward(run: Run) -> CheckResult | None:
     """A component that alone decides the advantages, other than correctness. Source: GDPO."""
     for name in run.reward_components:
         share = run[f"reward/{name}_share"]
@@ -478,7 +480,7 @@ def check_dominating_reward(run: Run) -> Found | None:
         if start_mean(share, LONG_WINDOW) < DOMINATING_SHARE or accuracy_rose(run):
             continue
         weight = run.config.number(f"model.rewards.{name}.weight", 1.0)
-        return Found(
+        return CheckResult(
             f"The reward {name!r} alone decides the advantages; {run.correctness!r} has no effect.",
             "warning",
             int(share.index[0]),
@@ -489,7 +491,7 @@ def check_dominating_reward(run: Run) -> Found | None:
     return None
 
 
-def check_conflicting_rewards(run: Run) -> Found | None:
+def check_conflicting_rewards(run: Run) -> CheckResult | None:
     """Two components that prefer opposite completions. Source: GDPO, arXiv:2601.05242."""
     for name in run.names:
         cosine = run[name]
@@ -497,7 +499,7 @@ def check_conflicting_rewards(run: Run) -> Found | None:
             continue
         if recent_mean(cosine, LONG_WINDOW) < CONFLICT_COSINE:
             pair = name.removeprefix(COSINE)
-            return Found(
+            return CheckResult(
                 f"Two rewards prefer opposite completions ({pair}).",
                 "warning",
                 int(cosine.index[0]),
@@ -506,14 +508,14 @@ def check_conflicting_rewards(run: Run) -> Found | None:
     return None
 
 
-def check_format_only(run: Run) -> Found | None:
+def check_format_only(run: Run) -> CheckResult | None:
     """Runs that learn the format and not the answer. Source: open-r1 #255, TRL #3903."""
     for name in run.reward_components:
         reward = run[f"reward/{name}"]
         is_learned = recent_mean(reward) >= FULL_REWARD and rose(reward)
         if name == run.correctness or not is_learned or accuracy_rose(run):
             continue
-        return Found(
+        return CheckResult(
             f"The reward {name!r} reached its maximum, and correct completions are not more "
             "frequent.",
             "warning",
@@ -525,7 +527,7 @@ def check_format_only(run: Run) -> Found | None:
     return None
 
 
-def check_reward_hacking(run: Run) -> Found | None:
+def check_reward_hacking(run: Run) -> CheckResult | None:
     """A rising reward with fewer correct completions. Source: open-r1 #407, arXiv:2606.04923."""
     reward, correct = run["reward/mean"], run[CORRECT]
     first, last, _ = trend(correct)
@@ -542,7 +544,7 @@ def check_reward_hacking(run: Run) -> Found | None:
     blamed = [*rising, *run.config.get("model.rewards", {})][:1]
     before, after, _ = trend(reward)
     scored = [row for row in run.samples if row.get("reward") is not None]
-    return Found(
+    return CheckResult(
         f"The reward rose from {before:.3g} to {after:.3g} while correct completions became less "
         "frequent.",
         "critical",
@@ -562,7 +564,7 @@ def _held_out_accuracy_fell(run: Run) -> bool:
 # --- updates ---
 
 
-def check_finite(run: Run) -> Found | None:
+def check_finite(run: Run) -> CheckResult | None:
     """Skipped steps and metrics that are not finite. Source: TRL #3714, verl #2505."""
     skipped = run["optim/skipped_steps"]
     names = ("policy/loss", "optim/grad_norm", "reward/mean")
@@ -572,7 +574,7 @@ def check_finite(run: Run) -> Found | None:
     if not iterations:
         return None
     count = int(skipped.iloc[-1]) if len(skipped) else len(iterations)
-    return Found(
+    return CheckResult(
         f"{count} optimizer steps were skipped because a value was not finite.",
         "critical" if count >= SKIPPED_STEPS else "warning",
         int(min(iterations)),
@@ -585,7 +587,7 @@ def check_finite(run: Run) -> Found | None:
     )
 
 
-def check_movement(run: Run) -> Found | None:
+def check_movement(run: Run) -> CheckResult | None:
     """Weights that hardly change. Source: open-r1 #474, X-R1 #66."""
     change, dtype = run["optim/update_rel"], run.config.get("model.precision.dtype")
     usual, since = float(change.median()), int(change.index[0])
@@ -593,7 +595,7 @@ def check_movement(run: Run) -> Found | None:
         return None
     if usual <= STANDSTILL and dtype in LOW_PRECISION:
         # Even if the accuracy happens to be higher than before.
-        return Found(
+        return CheckResult(
             f"The weights do not change: {dtype} rounds steps of this learning rate away.",
             "critical",
             since,
@@ -606,7 +608,7 @@ def check_movement(run: Run) -> Found | None:
     has_effect = usual > NO_MOVEMENT and len(entropy) > 1 and (rose(entropy) or fell(entropy))
     if has_effect or accuracy_rose(run):
         return None
-    return Found(
+    return CheckResult(
         "The weights hardly change, and the reward does not improve.",
         "critical" if usual <= NO_MOVEMENT else "warning",
         since,
@@ -615,7 +617,7 @@ def check_movement(run: Run) -> Found | None:
     )
 
 
-def check_collapse(run: Run) -> Found | None:
+def check_collapse(run: Run) -> CheckResult | None:
     """A reward that fell far below its best and stays there. Source: hello-agents #770."""
     reward = run["reward/mean"]
     means = smooth(reward)
@@ -636,7 +638,7 @@ def check_collapse(run: Run) -> Found | None:
     above = np.flatnonzero(reward > top - (top - now) / 3)
     start = min(above[-1] + 1, len(reward) - 1) if len(above) else 0
     related = ("optim/update_rel", "policy/log_ratio", "policy/entropy")
-    return Found(
+    return CheckResult(
         f"The reward fell from {top:.3g} to {now:.3g} and has not recovered.",
         "critical",
         int(reward.index[start]),
@@ -645,7 +647,7 @@ def check_collapse(run: Run) -> Found | None:
     )
 
 
-def check_sampler(run: Run) -> Found | None:
+def check_sampler(run: Run) -> CheckResult | None:
     """Log-probabilities that differ between sampler and trainer.
 
     Source: TRL #5312, AReaL #1290, open-instruct #1473.
@@ -656,7 +658,7 @@ def check_sampler(run: Run) -> Found | None:
     problem = f"Log-probabilities of sampler and trainer differ by {level:.3g} nats per token"
     if level > 2 * gap.iloc[0]:
         problem += ", and the difference grows: the sampler has outdated weights"
-    return Found(
+    return CheckResult(
         f"{problem}.",
         "critical" if level >= LARGE_MISMATCH else "warning",
         max(1, start_of_last_period(gap >= MISMATCH) - SHORT_WINDOW + 1),
@@ -664,7 +666,7 @@ def check_sampler(run: Run) -> Found | None:
     )
 
 
-def check_entropy_growth(run: Run) -> Found | None:
+def check_entropy_growth(run: Run) -> CheckResult | None:
     """A policy that becomes random. Source: arXiv:2511.05993, rllm #116."""
     entropy = run["policy/entropy"]
     start, means = start_mean(entropy), smooth(entropy)
@@ -672,7 +674,7 @@ def check_entropy_growth(run: Run) -> Found | None:
     if means.empty or means.iloc[-1] < limit or accuracy_rose(run):
         return None
     has_bonus = bool(run.config.number("model.objective.entropy_coef", 0))
-    return Found(
+    return CheckResult(
         f"The entropy rose from {start:.3g} to {means.iloc[-1]:.3g} nats, and correct completions "
         "are not more frequent.",
         "critical",
@@ -682,7 +684,7 @@ def check_entropy_growth(run: Run) -> Found | None:
     )
 
 
-def check_entropy_collapse(run: Run) -> Found | None:
+def check_entropy_collapse(run: Run) -> CheckResult | None:
     """A policy that repeats one answer, not a better one. Source: arXiv:2505.22617, verl #5953."""
     entropy = run["policy/entropy"]
     limit = ENTROPY_LEFT * start_mean(entropy)
@@ -690,7 +692,7 @@ def check_entropy_collapse(run: Run) -> Found | None:
         return None
     if accuracy_rose(run):
         return None
-    return Found(
+    return CheckResult(
         "The policy repeats one answer per prompt, and correct completions are not more frequent.",
         "warning",
         onset(smooth(entropy) < limit),
