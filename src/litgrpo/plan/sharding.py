@@ -136,26 +136,10 @@ class FSDPSharding(Sharding):
         """Processes that share one copy of the model."""
         return self.number // self.replicas
 
-    def shard_numel(self, shape: Sequence[int], rank: int) -> int:
-        """Return the elements of a tensor on the process of this rank within its replica.
-
-        This is `torch.chunk`'s rule: ceil(n / shards) rows each until none are left.
-
-        Example:
-            >>> [FSDPSharding(4).shard_numel((10, 3), rank) for rank in range(4)]
-            [9, 9, 9, 3]
-        """
-        chunk = -(-shape[0] // self.shards)
-        rows = max(0, min(chunk, shape[0] - rank * chunk))
-        return rows * prod(shape[1:])
-
-    def share_of_rank(self, tensors: Iterable[Tensor], rank: int) -> int:
-        """Return the bytes of the shards on one process."""
-        return sum(self.shard_numel(t.shape, rank) * t.element_size() for t in tensors)
-
     def share(self, tensors: Iterable[Tensor]) -> int:
-        # The first process holds most.
-        return self.share_of_rank(tensors, 0)
+        # As in `torch.chunk`, the first process holds most: ceil(n / shards) rows of a tensor.
+        rows = ((-(-t.shape[0] // self.shards), t) for t in tensors)
+        return sum(count * prod(t.shape[1:]) * t.element_size() for count, t in rows)
 
     def gather(self, blocks: Sequence[Sequence[Tensor]], outside: Sequence[Tensor]) -> Gathered:
         # The next layer is prefetched while one computes. Gradients of a unit are reduced in
