@@ -15,7 +15,6 @@ import torch
 from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.help import option_page
 from litgrpo.cli.recipes import read_recipe, recipe_file
-from litgrpo.data.sources import read_rows
 from litgrpo.environments.episode import check_result
 from litgrpo.models.loading.load import load_policy
 from litgrpo.modules.episode_setup import check_environment
@@ -145,22 +144,6 @@ def test_every_kind_of_option_has_help(option, text):
 
 def test_help_of_an_unknown_option_names_the_nearest(cli):
     assert "did you mean 'lora'" in error_of(cli, "fit", "--model.lorra.help")
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("a.jsonl", '{"prompt": "1", "prompt": "2"}', "the key 'prompt' occurs twice"),
-        ("a.jsonl", '{"prompt": NaN}', "NaN is not a JSON value"),
-        ("a.jsonl", '{"prompt": ' + "[" * 100_000, "nested more than 100 levels"),
-        ("a.jsonl", '{"prompt": ' + "[" * 101 + "]" * 101 + "}", "nested more than 100 levels"),
-        ("a.txt", "1\0+\0001\0=\0", "save it as UTF-8, not UTF-16"),
-    ],
-)
-def test_an_unreadable_line_of_data_is_named(tmp_path, name, line, message):
-    (tmp_path / name).write_text(f'{{"prompt": "1+1="}}\n{line}\n')
-    with raises_for(f"{name}, line 2", message):
-        read_rows(str(tmp_path / name))
 
 
 def test_a_file_that_is_no_model_is_named(tmp_path):
