@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from litgrpo.text.counts import plural
-from litgrpo.text.tables import align_columns
+from litgrpo.text.tables import align_columns, plural
 
 if TYPE_CHECKING:
     from pandas import DataFrame

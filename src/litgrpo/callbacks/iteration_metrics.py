@@ -17,7 +17,7 @@ from litgrpo.metrics import average_over_ranks, reward_stats
 from litgrpo.models.policy import Policy
 from litgrpo.protocol import RolloutModule, TrainedModule
 from litgrpo.tensors import local
-from litgrpo.text.counts import plural
+from litgrpo.text.tables import plural
 from litgrpo.types import Iteration, RewardTable, Rollout, Stats, StepReport
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4

@@ -30,7 +30,7 @@ from litgrpo.callbacks.formatting import (
 )
 from litgrpo.lightning_compat import find_trainer, remove_stock_progress_bar
 from litgrpo.protocol import TrainedModule
-from litgrpo.text.counts import plural
+from litgrpo.text.tables import plural
 
 # {name on the bar: metric}, the most important first; metrics that are not logged are left out.
 NAMES = {

@@ -22,7 +22,7 @@ from litgrpo.models.kernels.selective_recompute import find_recomputed_modules
 from litgrpo.models.policy import Policy
 from litgrpo.models.transformers_compat import checkpoints_activations
 from litgrpo.tensors import local
-from litgrpo.text.counts import plural
+from litgrpo.text.tables import plural
 
 KEY = "machine"  # of a checkpoint
 

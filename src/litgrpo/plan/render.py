@@ -16,8 +16,7 @@ from litgrpo.plan.devices import GB, devices_of
 from litgrpo.plan.measure import ITERATIONS, MeasuredTimes, RunLength
 from litgrpo.plan.plan import Plan
 from litgrpo.plan.sharding import FSDPSharding, XLASharding
-from litgrpo.text.counts import plural
-from litgrpo.text.tables import markdown_table
+from litgrpo.text.tables import markdown_table, plural
 
 SHARDING_CONFIGS = {"tpu": "configs/hardware/tpu_spmd.yaml", "cuda": "configs/hardware/fsdp2.yaml"}
 

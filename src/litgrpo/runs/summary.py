@@ -45,9 +45,8 @@ from litgrpo.runs.pairing import (
     prompt_key,
 )
 from litgrpo.runs.run import Row, Run, read_evaluation
-from litgrpo.text.counts import plural
 from litgrpo.text.program import program_in_shell
-from litgrpo.text.tables import align_columns
+from litgrpo.text.tables import align_columns, plural
 from litgrpo.text.visible import visible
 
 Report = dict[str, float]

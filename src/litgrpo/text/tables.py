@@ -1,4 +1,4 @@
-"""Tables for terminals and pages."""
+"""Tables and counts for terminals and pages."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def escape_cell(text: str) -> str:
     for character, entity in entities.items():
         escaped = escaped.replace(character, entity)
     return escaped.replace("\r", "").replace("\n", "<br>")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> plural(1, "iteration"), plural(2000, "iteration")
+        ('1 iteration', '2,000 iterations')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

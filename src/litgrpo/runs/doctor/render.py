@@ -6,7 +6,7 @@ from typing import Any
 
 from litgrpo.arguments import find_page
 from litgrpo.runs.doctor.finding import Diagnosis, Finding
-from litgrpo.text.counts import plural
+from litgrpo.text.tables import plural
 
 MAX_SAMPLE_CHARS = 160
 NO_PROBLEMS = "No problems found."

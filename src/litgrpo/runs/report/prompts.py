@@ -9,7 +9,7 @@ from litgrpo.callbacks.formatting import format_number
 from litgrpo.runs.pairing import choose_prompts, prompt_key
 from litgrpo.runs.report.texts import MessageDiff, diff_messages
 from litgrpo.runs.run import Row, Run, finite_numbers
-from litgrpo.text.counts import plural
+from litgrpo.text.tables import plural
 from litgrpo.text.visible import visible
 
 MAX_PROMPTS = 12  # shown over time

@@ -15,7 +15,7 @@ from litgrpo.runs.pairing import (
     pair_evaluations,
 )
 from litgrpo.runs.run import Run
-from litgrpo.text.counts import plural
+from litgrpo.text.tables import plural
 
 # Logged metric that is used for the verdict if there are no evaluation files.
 MAIN_METRIC = re.compile(r"val/(.+/)?(avg@\d+|loss)")
