@@ -47,6 +47,13 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     require(value in values, f"{name} is {value!r}; it must be one of: {listed}.")
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return the value of an option that takes one or several as a list; null is the empty one."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def without_repeats(items: Iterable[Any]) -> list[Any]:
     """Return the items in their order, each once; they need not be hashable.
 

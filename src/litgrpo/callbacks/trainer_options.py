@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 
-from litgrpo.arguments import did_you_mean, require
+from litgrpo.arguments import as_list, did_you_mean, require
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.lightning_compat import is_compiled
 
@@ -93,8 +93,7 @@ def check_trainer_options(options: Mapping[str, Any], module: Any) -> None:
         devices != "-1" or not is_cpu,
         "trainer.devices is -1, which is not supported on CPU: set the number of processes.",
     )
-    callbacks = options.get("callbacks") or []
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+    for callback in as_list(options.get("callbacks")):
         for kind, note in REJECTED_CALLBACKS.items():
             message = describe_rejection("callbacks", type(callback).__name__, note)
             require(not isinstance(callback, kind), message)
@@ -105,8 +104,10 @@ def describe_rejected_callback(callbacks: Any) -> str:
 
     Its missing arguments would be the parser's error, although no argument makes it work.
     """
-    items = callbacks if isinstance(callbacks, list) else [callbacks]
-    paths = [str(item.get("class_path") if isinstance(item, Mapping) else item) for item in items]
+    paths = [
+        str(item.get("class_path") if isinstance(item, Mapping) else item)
+        for item in as_list(callbacks)
+    ]
     names = {path.rpartition(".")[2] for path in paths}
     for kind, note in REJECTED_CALLBACKS.items():
         if kind.__name__ in names:
@@ -198,12 +199,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def strategy_name(strategy: Any) -> str:
-    """Name of a strategy.
-
-    Example:
-        >>> strategy_name({"class_path": "lightning.pytorch.strategies.FSDPStrategy"})
-        'FSDPStrategy'
-    """
+    """Name of a strategy."""
     if isinstance(strategy, str):
         return strategy
     if isinstance(strategy, Mapping):
@@ -224,7 +220,7 @@ def cluster_plugins(option: Any) -> list[Any]:
     continues. `IterationCheckpoint` saves between two iterations and exits; the batch script
     requeues (docs/explanation/scale.md).
     """
-    plugins = [] if option is None else list(option) if isinstance(option, list) else [option]
+    plugins = as_list(option)
     has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
     if not has_environment and SLURMEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))

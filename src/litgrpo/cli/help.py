@@ -8,7 +8,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin
 
 from docstring_parser import parse
@@ -25,12 +24,12 @@ from litgrpo.argument_types import (
 from litgrpo.cli.mistakes import as_written
 from litgrpo.cli.options import Option, find_option, options_of, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS, configure_jsonargparse, import_named_classes
-from litgrpo.cli.recipes import DEFAULT_CLASSES, built_in_recipes
+from litgrpo.cli.recipes import DEFAULT_CLASSES, built_in_recipes, pair_words
 from litgrpo.cli.settings import CommandLine
 
 WIDTH, COLUMN = 100, 34  # without a terminal; of the descriptions
 END_OF_SENTENCE = re.compile(r"\. (?=[A-Z`])")
-QUESTION = re.compile(r"--([\w.-]+)\.help(?:=(.*))?")
+QUESTION = re.compile(r"--([\w.-]+)\.help")
 CALL_TEXTS = {
     "ckpt_path": "Checkpoint to load: last, best, a .ckpt file or a run folder.",
     "seed_everything": "Seed of model and data (default: 0).",
@@ -119,14 +118,18 @@ def find_question(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
 
     Example:
         >>> find_question(["-c", "a.yaml", "--model.engine.help", "StaticEngine"])
-        ('model.engine', 'StaticEngine', ['-c', 'a.yaml'])
+        ('model.engine', 'StaticEngine', ['-c=a.yaml'])
     """
-    for position, (word, following) in enumerate(pairwise([*words, ""])):
-        if match := QUESTION.fullmatch(word):
-            is_class = match[2] is None and following != "" and not following.startswith("-")
-            other_words = [*words[:position], *words[position + 1 + is_class :]]
-            return match[1], following if is_class else match[2] or "", other_words
-    return None
+    question: tuple[str, str] | None = None
+    other_words: list[str] = []
+    for option, value in pair_words(words):
+        if question is None and (match := QUESTION.fullmatch(option)):
+            question = match[1], value or ""
+        elif option and value is not None:
+            other_words.append(f"{option}={value}")
+        else:
+            other_words.append(option or str(value))
+    return None if question is None else (*question, other_words)
 
 
 def option_page(key: str, name: str, words: Sequence[str]) -> str:

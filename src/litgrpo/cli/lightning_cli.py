@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer
+from lightning.pytorch.callbacks import ProgressBar, Timer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from litgrpo.arguments import import_by_path, require
+from litgrpo.arguments import as_list, import_by_path, require
 from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.callbacks.iteration_metrics import StepTime
 from litgrpo.callbacks.loggers import (
@@ -35,7 +35,6 @@ from litgrpo.callbacks.trainer_options import (
     choose_accelerator,
     cluster_plugins,
 )
-from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.resume import LoggerState, OptimizerOptions, RngState
 from litgrpo.checkpointing.shards import read_checkpoint, verify_checkpoint
@@ -293,23 +292,16 @@ class LitGRPOCLI(RecipeCLI):
         check_trainer_options(options, self.model)
         check_accelerator(options["accelerator"])
         options["accelerator"] = choose_accelerator(options["accelerator"])
-        recipe_callbacks = options["callbacks"] or []
-        recipe_callbacks = (
-            recipe_callbacks if isinstance(recipe_callbacks, list) else [recipe_callbacks]
-        )
-        ours = [self.config_init[name] for name in CALLBACKS]
+        recipe_callbacks = as_list(options["callbacks"])
+        has_bar = any(isinstance(callback, ProgressBar) for callback in recipe_callbacks)
+        with_options = {name: self.config_init[name] for name in CALLBACKS}
+        with_options["checkpoint"].fall_back = self.resumes_automatically
         if options["enable_checkpointing"] is False:
-            ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
-        if options["enable_progress_bar"] is False or any(
-            isinstance(g, ProgressBar) for g in recipe_callbacks
-        ):
-            ours = [callback for callback in ours if not isinstance(callback, ProgressBar)]
+            del with_options["checkpoint"]
+        if options["enable_progress_bar"] is False or has_bar:
+            del with_options["progress"]
         max_time = options.pop("max_time")
-        if max_time is not None:
-            ours.append(TimeBudget(max_time))
-        for callback in ours:
-            if isinstance(callback, IterationCheckpoint):
-                callback.fall_back = self.resumes_automatically
+        time_limits = [] if max_time is None else [TimeBudget(max_time)]
         folder = Path(self.config.run_dir)
         replaced = earlier_files(folder) if self.starts_from_scratch else []
         always = [
@@ -322,7 +314,7 @@ class LitGRPOCLI(RecipeCLI):
         ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written.
-        options["callbacks"] = [*ours, *always, *recipe_callbacks]
+        options["callbacks"] = [*with_options.values(), *time_limits, *always, *recipe_callbacks]
         options["logger"] = self.loggers(options["logger"])
         options["plugins"] = [*cluster_plugins(options["plugins"]), VerifiedCheckpointIO()]
         return Trainer(**options)
@@ -337,8 +329,7 @@ class LitGRPOCLI(RecipeCLI):
             loggers.append(TensorBoard(folder))
         if self.config.csv:
             loggers.append(MetricsCSV(folder))
-        extra = recipe_loggers if isinstance(recipe_loggers, list) else [recipe_loggers]
-        loggers += [logger for logger in extra if isinstance(logger, Logger)]
+        loggers += [logger for logger in as_list(recipe_loggers) if isinstance(logger, Logger)]
         return [guard(logger) for logger in loggers]
 
     @cached_property

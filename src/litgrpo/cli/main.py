@@ -13,13 +13,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any, NoReturn
 
 from litgrpo import __version__
 from litgrpo.arguments import add_folders, import_by_path
 from litgrpo.cli.console import keep_quiet, one_line, survive_closed_output
-from litgrpo.cli.recipes import recipe_file, split_words
+from litgrpo.cli.recipes import pair_words, recipe_file, split_words
 from litgrpo.text.program import program_name
 from litgrpo.text.secrets import mask_text
 from litgrpo.text.visible import visible
@@ -209,8 +208,7 @@ def run_to_the_end(name: str, words: list[str]) -> int:
 
 def shows_tracebacks(words: Sequence[str]) -> bool:
     """Return True for `--debug`, unless its value is false."""
-    values = [following for word, following in pairwise([*words, ""]) if word == "--debug"]
-    return "--debug=true" in words or any(value != "false" for value in values)
+    return any(option == "--debug" and value != "false" for option, value in pair_words(words))
 
 
 def code_of_interrupt(stop: BaseException) -> int | None:

@@ -213,13 +213,7 @@ def is_accepted(hint: Any, value: Any) -> bool:
 
 
 def suggest_value(option: Option, value: Any) -> str:
-    """Return how to write a value that is meant for an option below, or for a list; else "".
-
-    Example:
-        >>> from litgrpo.models.adapters import LoRA
-        >>> suggest_value(Option("model.lora", LoRA | None, None, ""), 16)
-        '{rank: 16}'
-    """
+    """Return how to write a value that is meant for an option below, or for a list; else ""."""
     if isinstance(value, Mapping | list) or value is None:
         return ""
     if isinstance(value, bool):
@@ -319,14 +313,7 @@ def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option
 
 
 def find_name(name: str, top: Mapping[str, Option]) -> str:
-    """Return the option of this name with the fewest levels above it; "" if there is none.
-
-    Example:
-        >>> from litgrpo import GRPO
-        >>> top = {"model": Option("model", GRPO, UNSET, "")}
-        >>> find_name("group_size", top), find_name("clip_low", top), find_name("x", top)
-        ('model.group_size', 'model.objective.surrogate.clip_low', '')
-    """
+    """Return the option of this name with the fewest levels above it; "" if there is none."""
     level = [option for option in top.values() if classes_in(option.hint)]
     for _ in range(MOST_LEVELS):
         below = [
@@ -339,13 +326,13 @@ def find_name(name: str, top: Mapping[str, Option]) -> str:
         matching = [inner.key for inner in below if inner.key.rpartition(".")[2] == name]
         if matching:
             return matching[0]
-        level = [inner for inner in below if any(has_options(c) for c in classes_in(inner.hint))]
+        # Below options of other libraries' classes, such as torch's optimizers, names are theirs.
+        level = [
+            inner
+            for inner in below
+            if any(c.__module__.startswith("litgrpo.") for c in classes_in(inner.hint))
+        ]
     return ""
-
-
-def has_options(kind: type) -> bool:
-    """Return True for a class of litgrpo, whose options are looked up."""
-    return kind.__module__.partition(".")[0] == "litgrpo"
 
 
 def exists(key: str, top: Mapping[str, Option]) -> bool:
@@ -365,10 +352,6 @@ def other_name(key: str, top: Mapping[str, Option] | None = None) -> str:
     Args:
         key: the option.
         top: {name: option} of the command, which has the option; None: of any command.
-
-    Example:
-        >>> other_name("model.num_generations"), other_name("actor_rollout_ref.rollout.n")
-        ('model.group_size', 'model.group_size')
     """
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))

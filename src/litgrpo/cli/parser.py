@@ -25,7 +25,7 @@ from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.cli.console import one_line
 from litgrpo.cli.mistakes import MISSING, find_mistake, last_line, mistake_in_value
 from litgrpo.cli.options import Option, is_list_of_texts, options_of
-from litgrpo.cli.recipes import with_init_args
+from litgrpo.cli.recipes import pair_words, with_init_args
 from litgrpo.cli.settings import (
     NULLS,
     PRINT,
@@ -341,29 +341,18 @@ def read_words(words: Sequence[str], options: Mapping[str, Option]) -> dict[str,
 
     Raises:
         ValueError: a word belongs to no option, an option has no value, or one is missing.
-
-    Example:
-        >>> options = {
-        ...     "runs": Option("runs", list[str], UNSET, ""), "jobs": Option("jobs", int, 1, "")
-        ... }
-        >>> read_words(["a", "--jobs", "2", "b"], options)
-        {'runs': ['a', 'b'], 'jobs': 2}
     """
     required = [option for option in options.values() if option.default is UNSET]
     hints = {name: option.hint for name, option in options.items()}
     settings: dict[str, Any] = {}
     fit_options: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            add_argument(settings, word, required)
-            continue
-        name, equals, text = word.removeprefix("--").partition("=")
-        value: str | None = text if equals else None
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
-        if "." in name and FIT_OPTIONS in options:
+    for option, value in pair_words(words):
+        name = option.removeprefix("--")
+        if name == option:  # "" or one dash, which means nothing here
+            arguments = (option or None, value)
+            for argument in (word for word in arguments if word is not None):
+                add_argument(settings, argument, required)
+        elif "." in name and FIT_OPTIONS in options:
             fit_options += [f"--{name}"] if value is None else [f"--{name}", value]
         else:
             settings[name] = read_option(name, value, hints) if name in options else value

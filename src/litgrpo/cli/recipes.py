@@ -213,38 +213,45 @@ def find_repeated_keys(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode
             yield from find_repeated_keys(inner)
 
 
+def pair_words(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the options of a command line, each with its value, and ("", word) for other words.
+
+    Example:
+        >>> list(pair_words(["a", "-c", "b", "--jobs=2", "--force"]))
+        [('', 'a'), ('-c', 'b'), ('--jobs', '2'), ('--force', None)]
+    """
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            yield "", word
+            continue
+        option, equals, text = word.partition("=")
+        value: str | None = text if equals else None
+        if not equals and rest and not rest[0].startswith("--") and rest[0] not in RECIPE_FLAGS:
+            value = rest.pop(0)
+        yield option, value
+
+
 def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Return the recipes of a command line, and (option, value) of everything else."""
     names: list[str] = []
     options: list[tuple[str, str | None]] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    for option, value in pair_words(words):
         require(
-            word.startswith("-"),
-            f"unexpected {word!r}: options are given as --KEY VALUE, recipes as -c RECIPE",
+            option != "",
+            f"unexpected {value!r}: options are given as --KEY VALUE, recipes as -c RECIPE",
         )
-        option, equals, value = word.partition("=")
-        text: str | None = value if equals else None
-        if not equals and rest and not rest[0].startswith("--") and rest[0] not in RECIPE_FLAGS:
-            text = rest.pop(0)
         if option in RECIPE_FLAGS:
-            require(text is not None, f"{option} needs a recipe: {option} quickstart")
-            names.append(str(text))
+            require(value is not None, f"{option} needs a recipe: {option} quickstart")
+            names.append(str(value))
         else:
-            options.append((option.lstrip("-"), text))
+            options.append((option.lstrip("-"), value))
     return names, options
 
 
 def plain_form(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe in one form: options beside `class_path`, names written out.
-
-    Example:
-        >>> plain_form({"model": {"init_args": {"group_size": 4, "lora": {"init_args": {}}}}})
-        {'model': {'group_size': 4, 'lora': {}}}
-        >>> plain_form({"data": "PairData"})
-        {'data': {'class_path': 'PairData'}}
-    """
+    """Return a recipe in one form: options beside `class_path`, names written out."""
     result = {key: without_init_args(value) for key, value in recipe.items()}
     for key in DEFAULT_CLASSES:
         if isinstance(result.get(key), str):
@@ -264,12 +271,6 @@ def write_out_rewards(rewards: Any) -> Any:
 
     Raises:
         ValueError: two functions of a list have the same name.
-
-    Example:
-        >>> write_out_rewards("my_rewards.exact")
-        {'exact': {'function': 'my_rewards.exact'}}
-        >>> write_out_rewards({"correct": "my_rewards.exact", "style": {"function": "a.b"}})
-        {'correct': {'function': 'my_rewards.exact'}, 'style': {'function': 'a.b'}}
     """
     if isinstance(rewards, str) or (isinstance(rewards, dict) and "class_path" in rewards):
         rewards = [rewards]

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from litgrpo.algorithms.published import NAME, apply_name
 from litgrpo.argument_types import UNSET, classes_in, find_class, members, values_of_mapping
-from litgrpo.arguments import require
+from litgrpo.arguments import as_list, require
 from litgrpo.cli.options import (
     Option,
     find_option,
@@ -223,10 +223,12 @@ def merge(
         if key == OBJECTIVE and isinstance(value, dict) and NAME in value:
             settings[name] = value  # a published objective has nothing of the one before
         elif name.endswith("+"):  # append to the list, as in jsonargparse
-            items = as_list(settings.get(name[:-1], lookup(key, hints).default)) + as_list(value)
-            hint = lookup(key, hints).hint
+            declared = lookup(key, hints)
+            default = None if declared.default is UNSET else declared.default
+            items = as_list(settings.get(name[:-1], default)) + as_list(value)
             settings[name[:-1]] = [
-                {"class_path": item} if is_class_name(item, hint) else item for item in items
+                {"class_path": item} if is_class_name(item, declared.hint) else item
+                for item in items
             ]
         elif option.startswith(f"{key}."):
             inner = as_object(key, old, option, hints)
@@ -246,13 +248,6 @@ def combine(key: str, old: Any, new: Any, hints: Mapping[str, Any]) -> Any:
         return new
     merge(old, new, hints, key)
     return old
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a value as a list: null as the empty one."""
-    if value is None or value is UNSET:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def as_object(key: str, value: Any, option: str, hints: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import instantiate_module
 
 from litgrpo import PUBLIC
 from litgrpo.algorithms.objective import Objective
-from litgrpo.arguments import import_by_path, require
+from litgrpo.arguments import as_list, import_by_path, require
 from litgrpo.callbacks.adaptive import ReferenceSync
 from litgrpo.cli.parser import build_data
 from litgrpo.data.pairs import PairSet
@@ -225,9 +225,8 @@ def build_models(settings: Namespace, sharding: Sharding, static_shapes: bool) -
 
 def moves_reference(trainer: Namespace) -> bool:
     """Return True if a callback of the recipe moves the weights of the reference."""
-    callbacks = trainer.callbacks or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    return any(import_by_path(callback.class_path) is ReferenceSync for callback in callbacks)
+    classes = [import_by_path(callback.class_path) for callback in as_list(trainer.callbacks)]
+    return ReferenceSync in classes
 
 
 def read_sharding(strategy: Namespace) -> Sharding:
