@@ -8,6 +8,7 @@ from litgrpo.callbacks.evaluation_files import (
     EvaluationFiles,
     Predictions,
     format_prediction,
+    known_mean,
     prompt_rows,
     unique_prompts,
 )
@@ -130,3 +131,7 @@ def test_a_predicted_episode_is_shown_turn_by_turn():
     )
     assert "policy 1   | 7   (reward 0.5)\nuser       | <low>\n" in shown
     assert shown.endswith("guess 1 (0 failed)\n")
+
+
+def test_a_mean_leaves_out_what_was_not_scored():
+    assert (known_mean([1.0, None, 0.0]), known_mean([None])) == (0.5, None)

@@ -14,9 +14,11 @@ from litgrpo.callbacks.loggers import (
     MetricsCSV,
     TensorBoard,
     Trackio,
+    flatten,
     guard,
     hyperparameters,
     name_runs,
+    overview_charts,
 )
 from litgrpo.distributed import messages
 from litgrpo.runs.summary import Summary
@@ -246,3 +248,16 @@ def test_a_logger_that_fails_warns_once_and_training_continues(tmp_path, monkeyp
     assert module.iteration == 4
     assert logger.calls > 3
     assert len([each for each in warned if "Broken" in str(each.message)]) == 1
+
+
+def test_a_recipe_is_flattened_to_plain_values():
+    recipe = {"model": {"group_size": 8, "lora": None}, "seeds": [1, 2]}
+    values = {"model.group_size": 8, "model.lora": "null", "seeds": "[1, 2]"}
+    assert dict(flatten(recipe)) == values
+
+
+def test_several_validation_sets_have_a_chart_each():
+    greedy = "held-out greedy accuracy"
+    charts = overview_charts(["val/easy/greedy", "val/hard/greedy"])
+    assert [f"{greedy}: val/{name}/greedy" in charts for name in ("easy", "hard")] == [True, True]
+    assert greedy in overview_charts(["val/greedy"])

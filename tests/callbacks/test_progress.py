@@ -18,6 +18,8 @@ from litgrpo.callbacks.progress import (
     ITERATIONS,
     Progress,
     WholeItems,
+    estimate_run_time,
+    format_duration,
     format_metrics,
     main_metrics,
 )
@@ -97,6 +99,15 @@ def test_each_validation_set_has_its_metrics_in_the_line():
     ]
     six = main_metrics({f"{name}/{key}": 0.5 for name in "abcdef" for key in names})
     assert [line.split()[0] for line in six] == [f"{name}/avg@2" for name in "abcdef"]
+
+
+def test_the_time_that_is_left_counts_iterations_and_evaluations():
+    line = "about 4 min left: 249 iterations at 0.8 s, 2 evaluations at 20.0 s"
+    assert estimate_run_time(249, 0.8, 20.0, 125) == line
+    assert (
+        estimate_run_time(10_000, 3.6, None, 50) == "about 10.0 h left: 10,000 iterations at 3.6 s"
+    )
+    assert [*map(format_duration, (42.3, 600, 36_000))] == ["42 s", "10 min", "10.0 h"]
 
 
 ESTIMATE = "about T s left: 2 iterations at T s, 1 evaluation at T s"

@@ -90,10 +90,6 @@ def completion_rows(
         N rows. A number that is not known (no reward function scored the completion) is None, a
         completion that the length limit cut off ends in ` [cut]`. Rows of episodes also have the
         entries of `episode_row`.
-
-    Example:
-        `{"iteration": 1, "prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards":
-        {"correct": 1.0}, "advantage": 0.7, "length": 2, "truncated": False, "columns": {}}`
     """
     advantage = finite_or_none(advantages)
     rows = []
@@ -270,18 +266,7 @@ def episode_messages(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def format_episode(row: Mapping[str, Any]) -> str:
-    """Format an episode for the terminal.
-
-    Example:
-        >>> messages = [{"role": "assistant", "content": "<call>2*3</call>"},
-        ...             {"role": "tool", "content": "6"}, {"role": "assistant", "content": "6"}]
-        >>> row = {"prompt": "2*3=?", "messages": messages, "turn_rewards": [0.0, 1.0]}
-        >>> print(format_episode(row))
-        prompt     | 2*3=?
-        policy 1   | <call>2*3</call>   (reward 0)
-        tool       | 6
-        policy 2   | 6   (reward 1)
-    """
+    """Format an episode for the terminal."""
     lines, turn = [], 0
     for role, text, reward in episode_messages(row):
         name = role

@@ -126,12 +126,7 @@ def sample_rows(rollout: Rollout, rewards: RewardTable, correct: Tensor) -> list
 
 
 def known_mean(values: list[float | None]) -> float | None:
-    """Mean of the values that are not None; None if there is none.
-
-    Example:
-        >>> known_mean([1.0, None, 0.0]), known_mean([None])
-        (0.5, None)
-    """
+    """Mean of the values that are not None; None if there is none."""
     scored = [value for value in values if value is not None]
     return sum(scored) / len(scored) if scored else None
 
@@ -222,15 +217,7 @@ class Predictions(Callback):
 
 
 def format_prediction(row: Row) -> str:
-    """Format one prediction for the terminal; an episode message by message.
-
-    Example:
-        >>> row = {"prompt": "1+1?", "completion": "2", "reasoning": "", "answer": "2"}
-        >>> print(format_prediction(row))
-        prompt:    1+1?
-        answer:    2
-        <BLANKLINE>
-    """
+    """Format one prediction for the terminal; an episode message by message."""
     if "messages" in row:
         return format_episode(row) + "\n"
     names = ("prompt", "reasoning", "answer") if row["answer"] else ("prompt", "completion")

@@ -17,22 +17,12 @@ DECIMALS = {10: 3, 100: 1}  # of numbers below the limit
 
 
 def strip_stage(report: dict[str, float]) -> dict[str, float]:
-    """Remove the stage from the names of a report.
-
-    Example:
-        >>> strip_stage({"val/loss": 1.0, "val/hard/greedy": 0.25, "greedy": 0.5})
-        {'loss': 1.0, 'hard/greedy': 0.25, 'greedy': 0.5}
-    """
+    """Remove the stage from the names of a report."""
     return {name.split("/", maxsplit=1)[-1]: float(value) for name, value in report.items()}
 
 
 def format_report(report: dict[str, float]) -> dict[str, str]:
-    """Format each number of a report, with its interval in brackets if it has one.
-
-    Example:
-        >>> format_report({"avg@4": 0.5, "avg@4_low": 0.45, "avg@4_high": 0.55, "greedy": 0.6})
-        {'avg@4': '0.500 [0.450, 0.550]', 'greedy': '0.600'}
-    """
+    """Format each number of a report, with its interval in brackets if it has one."""
     texts = {}
     for name, value in report.items():
         if name.endswith(BOUNDS):
@@ -45,67 +35,36 @@ def format_report(report: dict[str, float]) -> dict[str, str]:
 
 
 def without_zero_counts(report: Mapping[str, float]) -> dict[str, float]:
-    """Leave out the fraction of unscored completions where all are scored.
-
-    Example:
-        >>> without_zero_counts({"avg@4": 0.5, "unscored_frac": 0.0, "greedy_unscored_frac": 0.1})
-        {'avg@4': 0.5, 'greedy_unscored_frac': 0.1}
-    """
+    """Leave out the fraction of unscored completions where all are scored."""
     return {n: value for n, value in report.items() if value or not n.endswith("unscored_frac")}
 
 
 def format_number(value: float) -> str:
-    """Three decimals below 10, one below 100, none above.
-
-    Example:
-        >>> format_number(0.51234), format_number(13.896), format_number(15234.4)
-        ('0.512', '13.9', '15234')
-    """
+    """Three decimals below 10, one below 100, none above."""
     decimals = next((digits for limit, digits in DECIMALS.items() if abs(value) < limit), 0)
     return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no minus sign before a zero
 
 
 def format_change(value: float) -> str:
-    """A difference, with its sign.
-
-    Example:
-        >>> format_change(0.5), format_change(-13.896)
-        ('+0.500', '-13.9')
-    """
+    """A difference, with its sign."""
     text = format_number(value)
     return text if text.startswith("-") else f"+{text}"
 
 
 def format_success(success: Mapping[str, Any]) -> str:
-    """Rule by which a completion is correct; "" for a module that samples nothing.
-
-    Example:
-        >>> format_success({"rewards": {"": "correct"}, "threshold": 1.0})
-        "correct: reward 'correct' >= 1"
-    """
+    """Rule by which a completion is correct; "" for a module that samples nothing."""
     if not success:
         return ""
     return f"correct: {format_success_rule(success['rewards'], success['threshold'])}"
 
 
 def mark_truncated(text: str, truncated: bool) -> str:
-    """Append ` [cut]` to a completion that the length limit cut off.
-
-    Example:
-        >>> mark_truncated("once upon a", True), mark_truncated("the end", False)
-        ('once upon a [cut]', 'the end')
-    """
+    """Append ` [cut]` to a completion that the length limit cut off."""
     return f"{text} [cut]" if truncated else text
 
 
 def finite_or_none(values: Tensor) -> list[float | None]:
-    """Flatten to a list, with None for NaN and infinity, which JSON does not have.
-
-    Example:
-        >>> import torch
-        >>> finite_or_none(torch.tensor([1.5, float("nan")]))
-        [1.5, None]
-    """
+    """Flatten to a list, with None for NaN and infinity, which JSON does not have."""
     return [value if math.isfinite(value) else None for value in values.flatten().tolist()]
 
 

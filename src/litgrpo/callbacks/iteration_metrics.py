@@ -178,11 +178,6 @@ def success_stats(success: Tensor) -> Stats:
 
     Returns:
         {name: [2] sum and count}.
-
-    Example:
-        >>> stats = success_stats(torch.tensor([[1.0, 1.0], [1.0, 0.0], [torch.nan, torch.nan]]))
-        >>> stats["reward/correct_frac"].tolist(), stats["reward/all_correct_frac"].tolist()
-        ([3.0, 4.0], [1.0, 2.0])
     """
     scored = ~success.isnan()
     groups = scored.any(1)
@@ -275,11 +270,6 @@ def has_loop(ids: Tensor, mask: Tensor) -> Tensor:
     Args:
         ids: [N, C] tokens.
         mask: [N, C] True for real tokens.
-
-    Example:
-        >>> ids = torch.tensor([[1, 2] * 6, list(range(12))])
-        >>> has_loop(ids, torch.ones_like(ids, dtype=torch.bool))
-        tensor([ True, False])
     """
     windows = ids.shape[1] - LOOP_TOKENS + 1
     if windows < LOOP_TIMES:

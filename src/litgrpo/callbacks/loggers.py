@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from litgrpo.arguments import require
+from litgrpo.arguments import as_list, require
 from litgrpo.callbacks.metrics import definition
 from litgrpo.distributed.messages import warn_once_on_failure
 from litgrpo.files import write_text
@@ -103,12 +103,7 @@ def _guarded(method: Callable[..., Any], source: str) -> Callable[..., Any]:
 
 
 def flatten(values: Any, name: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Yield the leaves of a configuration under dotted names, as plain values.
-
-    Example:
-        >>> dict(flatten({"model": {"group_size": 8, "lora": None}, "seeds": [1, 2]}))
-        {'model.group_size': 8, 'model.lora': 'null', 'seeds': '[1, 2]'}
-    """
+    """Yield the leaves of a configuration under dotted names, as plain values."""
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
             yield from flatten(value, f"{name}.{key}" if name else str(key))
@@ -119,12 +114,7 @@ def flatten(values: Any, name: str = "") -> Iterator[tuple[str, str | int | floa
 
 
 def hyperparameters(config: str) -> dict[str, str | int | float | bool]:
-    """{option: value} of a recipe; `init_args` is removed from the names.
-
-    Example:
-        >>> hyperparameters("model: {class_path: litgrpo.GRPO, init_args: {group_size: 8}}")
-        {'model.class_path': 'litgrpo.GRPO', 'model.group_size': 8}
-    """
+    """{option: value} of a recipe; `init_args` is removed from the names."""
     leaves = flatten(yaml.safe_load(config))
     return {name.replace(".init_args", ""): value for name, value in leaves}
 
@@ -143,7 +133,7 @@ class Hyperparameters(Callback):
 
 def name_runs(loggers: Any, name: str) -> None:
     """Name the runs of a recipe's loggers, if the recipe does not."""
-    for node in loggers if isinstance(loggers, list) else [loggers]:
+    for node in as_list(loggers):
         if isinstance(node, Settings):
             option = NAME_OPTION.get(node.class_path.rpartition(".")[2])
             if option is not None and node.init_args.get(option) is None:
@@ -310,10 +300,6 @@ def overview_charts(names: Collection[str]) -> dict[str, str]:
 
     Args:
         names: metrics of the first log, usually the evaluation before training.
-
-    Example:
-        >>> list(overview_charts(["val/easy/greedy", "val/hard/greedy"]))[2:4]
-        ['held-out greedy accuracy: val/easy/greedy', 'held-out greedy accuracy: val/hard/greedy']
     """
     charts: dict[str, str] = {}
     for chart, line in OVERVIEW.items():

@@ -70,12 +70,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 
 @cache
 def find_entry(name: str) -> str:
-    """Name of the table's row that defines a logged metric; "" if there is none.
-
-    Example:
-        >>> find_entry("reward/format_std"), find_entry("val/easy/avg@4_low"), find_entry("a/b")
-        ('reward/<part>_std', 'val/<set>/avg@<k>', '')
-    """
+    """Name of the table's row that defines a logged metric; "" if there is none."""
     val_name = re.sub("^test/", "val/", name)
     matches = [row for row, pattern in patterns().items() if pattern.fullmatch(val_name)]
     # The most specific one: reward/mean is not a component called mean.

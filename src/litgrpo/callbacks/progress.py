@@ -331,12 +331,6 @@ def estimate_run_time(
         iteration_s: duration of one.
         evaluation_s: duration of an evaluation; None if it is unknown.
         interval: iterations between two evaluations.
-
-    Example:
-        >>> estimate_run_time(249, 0.8, 20.0, 125)
-        'about 4 min left: 249 iterations at 0.8 s, 2 evaluations at 20.0 s'
-        >>> estimate_run_time(10_000, 3.6, None, 50)
-        'about 10.0 h left: 10,000 iterations at 3.6 s'
     """
     total_s = iterations * iteration_s
     text = f"{plural(iterations, 'iteration')} at {_format_s(iteration_s)} s"
@@ -353,12 +347,7 @@ def _format_s(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in a readable unit.
-
-    Example:
-        >>> format_duration(42.3), format_duration(600), format_duration(36_000)
-        ('42 s', '10 min', '10.0 h')
-    """
+    """Seconds in a readable unit."""
     if seconds < 2 * MINUTE_S:
         return f"{seconds:.0f} s"
     if seconds < 2 * HOUR_S:
@@ -371,10 +360,6 @@ def main_metrics(report: Mapping[str, float]) -> list[str]:
 
     Args:
         report: {name or set/name: number}.
-
-    Example:
-        >>> main_metrics({"easy/avg@4": 0.9, "easy/greedy": 0.8, "hard/avg@4": 0.25})
-        ['easy/avg@4 0.900', 'easy/greedy 0.800', 'hard/avg@4 0.250']
     """
     sets: dict[str, list[str]] = {}
     for name, text in format_report(without_zero_counts(report)).items():
@@ -392,11 +377,6 @@ def fit_to_terminal(line: str) -> str:
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Up to four metrics under the short names of the bar.
-
-    Example:
-        >>> format_metrics({"reward/mean": 0.51234, "perf/tokens_per_s": 15234.0, "optim/lr": 0.1})
-        {'reward': '0.512', 'tok/s': '15234'}
-    """
+    """Up to four metrics under the short names of the bar."""
     numbers = {name: float(metrics[key]) for name, key in NAMES.items() if key in metrics}
     return {name: format_number(value) for name, value in list(numbers.items())[:MAX_NAMES]}

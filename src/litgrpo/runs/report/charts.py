@@ -194,12 +194,7 @@ def draw(curves: Sequence[Curve], end: float, marks: Sequence[tuple[float, str]]
 
 
 def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Reduce a curve to at most `most` points, the extremes of each stretch, so spikes survive.
-
-    Example:
-        >>> thin_out([(n, float(n == 57)) for n in range(100)], 4)
-        [(0, 0.0), (49, 0.0), (50, 0.0), (57, 1.0)]
-    """
+    """Reduce a curve to at most `most` points, the extremes of each stretch, so spikes survive."""
     if len(points) <= most:
         return list(points)
     num_stretches = most // 2
@@ -230,12 +225,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def axis_ticks(values: Sequence[float]) -> list[float]:
-    """Return evenly spaced round numbers, at least two, around all values.
-
-    Example:
-        >>> axis_ticks([0.1, 1.9]), axis_ticks([0.0]), axis_ticks([-4.0])
-        ([0.0, 0.5, 1.0, 1.5, 2.0], [0.0, 0.25, 0.5, 0.75, 1.0], [-6.0, -5.0, -4.0, -3.0, -2.0])
-    """
+    """Return evenly spaced round numbers, at least two, around all values."""
     low, high = min(values), max(values)
     if low == high == 0:
         high = 1.0
@@ -271,12 +261,7 @@ def format_number(value: float) -> str:
 
 
 def label_ticks(ticks: Sequence[float]) -> list[str]:
-    """Write ticks with all their digits; with exponents if one would not fit beside the axis.
-
-    Example:
-        >>> label_ticks([1.055, 1.06]), label_ticks([0.0, 12000.0]), label_ticks([2.9e-4, 2.95e-4])
-        (['1.055', '1.06'], ['0', '12,000'], ['2.9e-4', '2.95e-4'])
-    """
+    """Write ticks with all their digits; with exponents if one would not fit beside the axis."""
     # Six digits leave out what rounding adds to a multiple of a step.
     labels = [f"{x:,.0f}" if x == int(x) and abs(x) < MAX_WHOLE else f"{x:.6g}" for x in ticks]
     if all("e" not in label and len(label) <= MAX_TICK_CHARS for label in labels):

@@ -37,10 +37,6 @@ def mark_difference(text: str, earlier: str | None) -> tuple[str, str, str]:
     Args:
         text: the text.
         earlier: the text to compare with; None marks nothing.
-
-    Example:
-        >>> mark_difference("1+1 is 2.", "1+1 is 3.")
-        ('1+1 is ', '2', '.')
     """
     if earlier is None or text == earlier:
         return text, "", ""
