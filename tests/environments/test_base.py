@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from litgrpo.environments import Environment, StepResult, Tools
-from litgrpo.environments.base import schemas_of, shown_schemas_of
+from litgrpo.environments.base import schemas_of, shown_tools_of
 
 
 class Echo:
@@ -73,7 +73,7 @@ def test_tools_that_are_told_in_the_prompt_are_not_shown_by_the_template_too(
 ) -> None:
     """They stay tools."""
     calculator = Tools(functions=[double], list_tools_in_prompt=describe)
-    assert len(shown_schemas_of(calculator)) == number
+    assert len(shown_tools_of(calculator)) == number
     assert len(schemas_of(calculator)) == 1
 
 

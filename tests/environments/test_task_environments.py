@@ -6,7 +6,7 @@ from litgrpo.data import Chat
 from litgrpo.data.rendering import build_prompt_format
 from litgrpo.data.sources import SourceRow
 from litgrpo.environments import TaskEnvironments, Tools
-from litgrpo.environments.base import schemas_of, tools_by_task
+from litgrpo.environments.base import schemas_of, shown_tools_of
 from litgrpo.environments.examples import NumberGame, calculate
 from tests.support.chat_templates import spacing_tokenizer
 
@@ -35,7 +35,7 @@ def test_each_row_is_played_by_its_task():
 
 def test_prompts_show_the_tools_of_their_task():
     tokenizer = spacing_tokenizer(SHOWS_TOOLS)
-    shown = build_prompt_format(None, Chat()).with_tools(tools_by_task(environments()), tokenizer)
+    shown = build_prompt_format(None, Chat()).with_tools(shown_tools_of(environments()), tokenizer)
     rows = [SourceRow({"prompt": "?", "task": task}, "", 0) for task in ("sums", "game", "other")]
     assert shown.texts(rows, tokenizer) == ["[calculate]?", "?", "?"]
     assert [each["function"]["name"] for each in schemas_of(environments())] == ["calculate"]

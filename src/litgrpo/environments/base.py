@@ -78,20 +78,13 @@ class Environment(Protocol):
         """
 
 
-@runtime_checkable
-class ShowsTools(Protocol):
-    """Object with `tools` for the model: typed functions or their JSON schemas."""
-
-    tools: Sequence[Any]
-
-
 def schemas_of(environment: object) -> list[dict[str, Any]]:
-    """Return the JSON schemas of an environment's tools; [] for other objects."""
-    if not isinstance(environment, ShowsTools):
+    """Return the JSON schemas of an environment's `tools`; [] for objects without."""
+    tools: Sequence[Any] = getattr(environment, "tools", ())
+    if not tools:
         return []
     from transformers.utils import chat_template_utils  # slow
 
-    tools = environment.tools
     try:
         return [
             tool if isinstance(tool, dict) else chat_template_utils.get_json_schema(tool)
@@ -104,29 +97,12 @@ def schemas_of(environment: object) -> list[dict[str, Any]]:
         raise ValueError(f"a tool cannot be shown to the model: {error}") from error
 
 
-@runtime_checkable
-class DescribesTools(Protocol):
-    """Object that can list its tools in the prompt text itself."""
-
-    list_tools_in_prompt: bool
-
-
-@runtime_checkable
-class ShowsToolsByTask(Protocol):
-    """Object whose tools depend on the task of a row: `shown_tools`, {task: schemas}."""
-
-    shown_tools: Mapping[str, list[dict[str, Any]]]
-
-
-def tools_by_task(environment: object) -> Mapping[str, list[dict[str, Any]]] | None:
-    """Return {task: schemas that the chat template shows}; None if they are the same for all."""
-    return environment.shown_tools if isinstance(environment, ShowsToolsByTask) else None
-
-
-def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
-    """Return the schemas that the chat template shows: [] if the prompt text lists the tools."""
-    in_prompt = isinstance(environment, DescribesTools) and environment.list_tools_in_prompt
-    return [] if in_prompt else schemas_of(environment)
+def shown_tools_of(environment: object) -> Any:
+    """Return the schemas that the chat template shows, or {task: schemas} if tasks differ."""
+    # Environments whose prompt text lists the tools, or whose tools depend on the task of a row,
+    # say so by an attribute `shown_tools`.
+    shown = getattr(environment, "shown_tools", None)
+    return schemas_of(environment) if shown is None else shown
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from litgrpo.environments.base import (
     Message,
     StepResult,
     schemas_of,
-    shown_schemas_of,
+    shown_tools_of,
 )
 from litgrpo.instantiate import instantiate_environment
 from litgrpo.types import TASK
@@ -61,7 +61,7 @@ class TaskEnvironments:
     def shown_tools(self) -> Mapping[str, list[dict[str, Any]]]:
         """{task: schemas of the tools that the chat template shows}."""
         return {
-            task: shown_schemas_of(environment) for task, environment in self.environments.items()
+            task: shown_tools_of(environment) for task, environment in self.environments.items()
         }
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from litgrpo.arguments import at_least
-from litgrpo.environments.base import StepResult
+from litgrpo.environments.base import StepResult, schemas_of
 from litgrpo.environments.episode import shorten
 from litgrpo.environments.schemas import quote_name
 from litgrpo.environments.tool import (
@@ -52,6 +52,11 @@ class ToolCaller(ABC):
     max_calls: int = 64
     max_result_chars: int = 2_000
     error_text: str | None = None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Schemas that the chat template shows; [] if the prompt text lists the tools."""
+        return [] if self.list_tools_in_prompt else schemas_of(self)
 
     def step(self, action: str) -> StepResult:
         """Execute the calls of a turn; see `Environment.step`."""

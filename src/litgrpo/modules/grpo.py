@@ -31,7 +31,7 @@ from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.agent import Agent
-from litgrpo.environments.base import shown_schemas_of, tools_by_task
+from litgrpo.environments.base import shown_tools_of
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.learning import kernel_choice
 from litgrpo.learning.dynamic_sampling import DynamicSampling
@@ -604,8 +604,7 @@ class GRPO(LanguageModule):
     @property
     def shown_tools(self) -> Any:
         """Schemas of the environment's tools, which the chat format lists in prompts."""
-        by_task = tools_by_task(self.environment)
-        return shown_schemas_of(self.environment) if by_task is None else by_task
+        return shown_tools_of(self.environment)
 
     def predict_step(self, prompts: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Answer prompts."""
