@@ -86,22 +86,24 @@ def test_long_texts_are_cut_in_the_middle_wherever_they_are() -> None:
 
 
 def test_both_pools_hear_the_same() -> None:
-    here, workers = InProcessEpisodes(Echo()), EpisodeWorkers(Echo(), num_workers=2)
+    here = InProcessEpisodes(Echo(), max_observation_chars=10)
+    workers = EpisodeWorkers(Echo(), num_workers=2, max_observation_chars=10)
     seen = []
     for pool in (here, workers):
         seen.append(pool.reset(starts()))
         for n in range(4):
-            seen.append(step_all(pool, {n: "x"}))
+            seen.append(step_all(pool, {n: "long"}))
             pool.end(n)
     workers.close()
     assert seen[:5] == seen[5:]
+    assert texts(seen[1]) == {0: "ababa ... (90 characters left out) ... babab"}
 
 
 def test_what_raises_in_this_process_fails_its_episode() -> None:
-    pool = InProcessEpisodes(Echo(), max_observation_chars=10)
+    pool = InProcessEpisodes(Echo())
     pool.reset(starts())
-    heard = step_all(pool, {0: "raise", 1: "leave", 2: "long"})
+    heard = step_all(pool, {0: "raise", 1: "leave", 2: "x"})
     assert [type(heard[n]) for n in (0, 1)] == [FailedEpisode, FailedEpisode]
-    assert texts(heard)[2] == "ababa ... (90 characters left out) ... babab"
+    assert texts(heard)[2] == "1 x"
     assert pool.reset(starts(1)) == ["seed 0"]
     pool.close()

@@ -159,12 +159,6 @@ def test_global_generators_are_seeded_for_each_episode(pool_of) -> None:
         assert turns[0] == turns[1] != turns[2]
 
 
-def test_long_texts_are_cut(pool_of) -> None:
-    pool = pool_of(Echo(), max_observation_chars=10)
-    pool.reset(starts(1))
-    assert texts(step_all(pool, {0: "long"})) == {0: "ababa ... (90 characters left out) ... babab"}
-
-
 def test_what_cannot_be_sent_is_refused(pool_of) -> None:
     with pytest.raises(ValueError, match=r"cannot be sent .*TypeError.*episode.num_workers: 0"):
         pool_of(Echo(folder=threading.Lock())).reset(starts())

@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -57,14 +56,6 @@ def loops_in_python(completions):
     return lengths(completions)
 
 
-def starts_a_program(completions, path):
-    if "bad" in completions:
-        with open(path[0], "a") as file:
-            file.write(f"{subprocess.Popen(['setsid', 'sleep', '600']).pid}\n")
-        time.sleep(3600)
-    return lengths(completions)
-
-
 def segfaults(completions):
     if "bad" in completions:
         ctypes.string_at(0)
@@ -105,15 +96,6 @@ def wrong_length_for_the_bad(completions):
 
 def odd_values(completions, value):
     return [value if text == "bad" else float(len(text)) for text in completions]
-
-
-def vandal(completions, facts):
-    result = [
-        float(len(text) + fact["a"][0]) for text, fact in zip(completions, facts, strict=True)
-    ]
-    facts[0]["a"][0] = 9.0
-    completions.clear()
-    return result
 
 
 async def async_hangs(completions):
@@ -158,9 +140,3 @@ def pure_waits(completions):
 
 def its_process(completions):
     return [float(os.getpid())] * len(completions)
-
-
-def prints(completions):
-    print(f"judging {len(completions)}")
-    print("a complaint", file=sys.stderr)
-    return lengths(completions)

@@ -60,10 +60,5 @@ def test_a_module_that_fails_says_how_and_where(beside, code, message):
         resolve_function("r", f"{name}.f", {})
 
 
-def test_a_misspelt_name_of_ours_is_guessed():
-    with pytest.raises(ValueError, match=r"did you mean 'correctness'"):
-        resolve_function("r", "litgrpo.rewards.corectness", {})
-
-
 def test_an_episode_is_worth_the_sum_of_its_turns_and_abstains_where_all_do():
     assert environment("abc", "abc", [[1.0, None, 0.5], [None], []]) == [1.5, None, None]

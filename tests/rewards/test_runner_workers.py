@@ -90,24 +90,10 @@ def test_faults_of_several_functions_cost_their_sample_their_time_and_nothing_el
     runner.close()
 
 
-def test_an_abstention_is_no_failure_and_teaches_nothing(runner) -> None:
-    table, scorer = score(runner, faulty.odd_values, value=None)
-    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
-    assert not scorer.failures
-
-
 def test_a_wrong_length_of_the_batch_is_asked_again_row_by_row(runner) -> None:
     table, scorer = score(runner, faulty.wrong_length)
     assert table.total.flatten().tolist() == [len(text) for text in TEXTS]
     assert not scorer.failures
-
-
-def test_inputs_that_a_function_changes_are_copies(runner) -> None:
-    facts = [{"a": [0.0]} for _ in TEXTS]
-    for _ in range(2):
-        table, _ = score(runner, faulty.vandal, columns={"facts": facts})
-        assert table.total.flatten().tolist() == [len(text) for text in TEXTS]
-    assert facts == [{"a": [0.0]}] * len(TEXTS)
 
 
 def test_every_row_has_its_turn_however_many_hang() -> None:
@@ -119,13 +105,6 @@ def test_every_row_has_its_turn_however_many_hang() -> None:
     runner.close()
     assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
     assert scorer.failures == {name: {"TimeoutError": 16} for name in functions}
-
-
-def test_what_a_function_prints_is_seen(runner, capfd) -> None:
-    score(runner, faulty.prints)
-    printed = capfd.readouterr()
-    assert "judging 8" in printed.out
-    assert "a complaint" in printed.err
 
 
 def test_independent_functions_run_side_by_side(runner, tmp_path, caplog) -> None:
@@ -236,39 +215,26 @@ def test_a_recipe_sets_its_runner() -> None:
     assert (runner.timeout_s, runner.num_workers) == (7, 3)
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("import os; os._exit(3)", "exited with 3 while loading"),
-        ("import sys; sys.exit(4)", "SystemExit: 4 (<string>, line 1)"),
-        ("raise OSError('no licence')", "OSError: no licence (<string>, line 1)"),
-        ("while True: pass", "TimeoutError while loading"),
-    ],
-)
-def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reason, monkeypatch):
+def test_a_function_that_breaks_its_process_while_loading_fails_alone():
     """Its rows fail with the reason; it never runs in this process, and other functions work."""
-    if "Timeout" in reason:
-        monkeypatch.setattr(process, "LOAD_S", 3.0)
     runner = Runner(Scoring(num_workers=1, max_failed_frac=1.0))
     fatal, fine = (
         Call(name, function, {"completions": ["a", "b"]}, {}, 2)
-        for name, function in (("fatal", Fatal(code)), ("fine", faulty.lengths))
+        for name, function in (("fatal", Fatal()), ("fine", faulty.lengths))
     )
     for _ in range(2):
         first, second = runner.start([fatal, fine]).wait()
+        reason = "exited with 3 while loading"
         assert first.failures == {0: reason, 1: reason}
         assert second.values == [1.0, 1.0]
     runner.close()
 
 
 class Fatal:
-    """Function that kills or blocks the process that unpickles it."""
-
-    def __init__(self, code):
-        self.code = code
+    """Function that kills the process that unpickles it."""
 
     def __reduce__(self):
-        return exec, (self.code,)
+        return os._exit, (3,)
 
     def __call__(self, completions):
         raise AssertionError("it must not run in the training process")

@@ -151,67 +151,6 @@ def test_gold_answers_of_all_tasks_pass_the_screen_and_score_as_the_package_does
     assert len(without) == 5
 
 
-HOSTILE = {
-    "writes replies": """
-import os
-for fd in range(64):
-    for text in (b"1.0\\n" * 50, b'{"number": 0, "score": 1.0}\\n' * 50):
-        try: os.write(fd, text)
-        except OSError: pass
-""",
-    "leaves a process that writes": """
-import os, time
-try: forked = os.fork()
-except OSError: forked = 1
-if not forked:
-    os.setsid()
-    for _ in range(10**6):
-        for fd in range(64):
-            try: os.write(fd, b"1.0\\n")
-            except OSError: pass
-""",
-    "leaves files": """
-import os
-open("/tmp/reasoning_gym.py", "w").close()
-os.mkdir("/dev/shm/full")
-""",
-    "fills the disk": "open('/tmp/full', 'wb').write(bytes(10**8))",
-    "exits": "import os\nos._exit(0)",
-    "sleeps": "import time\ntime.sleep(100)",
-    "takes memory": "kept = [bytearray(10**8) for _ in range(100)]",
-    "kills the others": "import os, signal\nos.kill(-1, signal.SIGKILL)",
-    "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-    "stops its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)",
-    "interrupts its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)",
-    "limits its parent's memory": """
-import os, resource
-resource.prlimit(os.getppid(), resource.RLIMIT_AS, (1 << 20, 1 << 20))
-""",
-    "limits its parent's time": """
-import os, resource
-resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))
-""",
-    "slows its parent down": "import os\nos.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
-    "writes its parent's memory": """
-import os, re
-parent = os.getppid()
-for line in open(f"/proc/{parent}/maps"):
-    low, high, rights = re.match(r"(\\w+)-(\\w+) (\\S+)", line).groups()
-    if rights.startswith("rw"):
-        with open(f"/proc/{parent}/mem", "r+b", 0) as memory:
-            memory.seek(int(low, 16))
-            memory.write(bytes(4096))
-""",
-    "its own score is no number": """
-import os
-for fd in range(3, 64):
-    for text in (b"1e999", b"[" * 4000, b"\\xff", b"NaN", b'{"score": 1}'):
-        try: os.write(fd, text)
-        except OSError: pass
-""",
-}
-
-
 def attack(program):
     """Return an answer that executes a program, for `eval` and for sympy, which replaces names."""
     builtins = "__import__('builtins')"
@@ -237,10 +176,9 @@ def scores_with(task, program, **settings):
     return reward.reasoning_gym([""] * 4, said, entries, [task] * 4, **settings)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_hostile_answer_is_evaluated(name):
+def test_no_program_is_evaluated():
     for task in reward.EVALUATED:
-        assert not reward.passes_screen(task, attack(HOSTILE[name]), "{}")
+        assert not reward.passes_screen(task, attack("import os\nos._exit(0)"), "{}")
 
 
 @pytest.mark.parametrize("task", sorted(reward.EVALUATED))
