@@ -128,9 +128,9 @@ def shorten(observation: Observation, max_chars: int | None) -> Observation:
 def _cut(text: Any, max_chars: int) -> Any:
     if not isinstance(text, str) or len(text) <= max_chars:
         return text
-    first, last = (max_chars + 1) // 2, max_chars // 2
+    head, tail = (max_chars + 1) // 2, max_chars // 2
     left_out = len(text) - max_chars
-    return f"{text[:first]} ... ({left_out} characters left out) ... {text[len(text) - last :]}"
+    return f"{text[:head]} ... ({left_out} characters left out) ... {text[len(text) - tail :]}"
 
 
 class InProcessEpisodes(EpisodePool):

@@ -175,14 +175,14 @@ class Scores:
         """Enter the scores of some rows, in the order of `rows`."""
         for row, value in zip(rows, other.values, strict=True):
             self.values[row] = value
-        self.failures |= {rows[place]: reason for place, reason in other.failures.items()}
+        self.failures |= {rows[index]: reason for index, reason in other.failures.items()}
         final = isinstance(other.error, UnusableReward)
         self.error = other.error if final else self.error or other.error
         for name, numbers in other.metrics.items():
             self.metrics.setdefault(name, []).extend(numbers)
-        for column, noted in other.extras.items():
-            places = {rows[place]: value for place, value in noted.items()}
-            self.extras.setdefault(column, {}).update(places)
+        for column, by_index in other.extras.items():
+            by_row = {rows[index]: value for index, value in by_index.items()}
+            self.extras.setdefault(column, {}).update(by_row)
 
 
 class Notes:
@@ -210,8 +210,7 @@ class Notes:
 
     def methods(self, names: Iterable[str]) -> dict[str, Function]:
         """Return {name: method} for the log methods that a function names."""
-        known: dict[str, Function] = {"log_metric": self.log_metric, "log_extra": self.log_extra}
-        return {name: known[name] for name in names}
+        return {name: getattr(self, name) for name in names}
 
     def read(self, result: object) -> Scores:
         """Convert the returned value to scores and attach the logged values."""
@@ -334,10 +333,10 @@ async def _await_call(call: Call, limit_s: float | None) -> Scores:
 
 async def score_coroutine(call: Call, limit_s: float | None) -> Scores:
     """Await a function for all rows; if that fails, for each row, all at the same time."""
-    whole = await _await_call(call, limit_s)
-    if whole.error is None or call.num_rows == 1 or is_marked(call.function, "whole_batch"):
-        return whole
-    scores = Scores([nan] * call.num_rows, error=whole.error)
+    batch_scores = await _await_call(call, limit_s)
+    if batch_scores.error is None or call.num_rows == 1 or is_marked(call.function, "whole_batch"):
+        return batch_scores
+    scores = Scores([nan] * call.num_rows, error=batch_scores.error)
     rows = range(call.num_rows)
     alone = await asyncio.gather(*(_await_call(call.only([row]), limit_s) for row in rows))
     for row, one in zip(rows, alone, strict=True):

@@ -371,11 +371,11 @@ class LLMJudge(Judge):
 
     def _score(self, reply: str) -> Mark:
         """The number of the last line, or None if it holds no score within the scale."""
-        last = (reply.strip().splitlines() or [""])[-1].strip()
-        found = SCORE.match(last) if len(last) <= MAX_SCORE_LINE else None
-        if found is None or (found[2] is not None and float(found[2]) != self.max_score):
+        last_line = (reply.strip().splitlines() or [""])[-1].strip()
+        match = SCORE.match(last_line) if len(last_line) <= MAX_SCORE_LINE else None
+        if match is None or (match[2] is not None and float(match[2]) != self.max_score):
             return None
-        mark = float(found[1])
+        mark = float(match[1])
         return mark if 0 <= mark <= self.max_score else None
 
     def _key(self) -> str | None:

@@ -17,10 +17,10 @@ from litgrpo.metrics import reward_stat_names
 
 
 def resolve_function(
-    name: str, given: str | Callable[..., Any], kwargs: Mapping[str, Any]
+    name: str, source: str | Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Return the function of a component, imported if it is a path, and check its kwargs."""
-    function = _import_function(name, given) if isinstance(given, str) else given
+    function = _import_function(name, source) if isinstance(source, str) else source
     if inspect.isclass(function):
         path = f"{function.__module__}.{function.__qualname__}"
         raise ValueError(
@@ -29,13 +29,13 @@ def resolve_function(
         )
     require(
         callable(function),
-        f"reward '{name}' must be a function, its import path or a Reward, got {given!r:.60} "
-        f"({type(given).__name__})",
+        f"reward '{name}' must be a function, its import path or a Reward, got {source!r:.60} "
+        f"({type(source).__name__})",
     )
-    named, takes_all = parameters(function)
-    unknown = [key for key in kwargs if not takes_all and key not in named]
+    names, takes_all = parameters(function)
+    unknown = [key for key in kwargs if not takes_all and key not in names]
     if unknown:
-        allowed = [key for key in named if key not in ("prompts", "completions")]
+        allowed = [key for key in names if key not in ("prompts", "completions")]
         raise ValueError(
             f"reward '{name}' has no argument '{unknown[0]}'{did_you_mean(unknown[0], allowed)};"
             f" it takes {', '.join(allowed) or 'none'}"
@@ -46,12 +46,12 @@ def resolve_function(
 def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     """Return {parameter: True if required}, and True if there is a `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
-    named = {
+    required = {
         parameter.name: parameter.default is parameter.empty
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return required, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _import_function(name: str, path: str) -> Any:
@@ -91,8 +91,8 @@ def environment(
         >>> environment(["?"] * 2, ["a", "b"], [[0.5, None, 1.0], [None]])
         [1.5, None]
     """
-    known = [[reward for reward in row if reward is not None] for row in turn_rewards]
-    return [sum(row) if row else None for row in known]
+    given_rewards = [[reward for reward in row if reward is not None] for row in turn_rewards]
+    return [sum(row) if row else None for row in given_rewards]
 
 
 OWN = {"environment": environment}  # functions of rewards that need not name one
@@ -160,8 +160,8 @@ def name_rewards(rewards: Any) -> dict[str, Reward]:
         " function",
     )
     if isinstance(rewards, Sequence):
-        listed = [_as_reward(f"rewards[{n}]", each) for n, each in enumerate(rewards)]
-        names = [_name_of(each.function) for each in listed]
+        listed = [_as_reward(f"rewards[{n}]", item) for n, item in enumerate(rewards)]
+        names = [_name_of(item.function) for item in listed]
         require(
             len(set(names)) == len(names),
             f"rewards: several functions of a list have the same name: {', '.join(names)}; give"
@@ -171,22 +171,22 @@ def name_rewards(rewards: Any) -> dict[str, Reward]:
     return {str(name): _as_reward(f"reward {name!r}", reward) for name, reward in rewards.items()}
 
 
-def _as_reward(place: str, part: Any) -> Reward:
+def _as_reward(where: str, part: Any) -> Reward:
     """Return a reward; a mapping has its arguments."""
     if isinstance(part, Reward):
         return part
     if isinstance(part, Mapping):
-        known = [each.name for each in fields(Reward)]
+        options = [option.name for option in fields(Reward)]
         for key in part:
             require(
-                key in known,
-                f"{place} has no option {key!r}{did_you_mean(str(key), known)}: it takes "
-                f"{', '.join(known)}",
+                key in options,
+                f"{where} has no option {key!r}{did_you_mean(str(key), options)}: it takes "
+                f"{', '.join(options)}",
             )
         return Reward(**part)
     require(
         callable(part) or isinstance(part, str),
-        f"{place} is {part!r:.60} ({type(part).__name__}), expected a function, an import path or "
+        f"{where} is {part!r:.60} ({type(part).__name__}), expected a function, an import path or "
         "a Reward",
     )
     return Reward(part)
@@ -201,7 +201,7 @@ def find_main_reward(weights: Mapping[str, float]) -> str:
 
 
 def find_success_rewards(
-    weights: Mapping[str, float], tasks: Mapping[str, Sequence[str]], given: str | None = None
+    weights: Mapping[str, float], tasks: Mapping[str, Sequence[str]], preferred: str | None = None
 ) -> dict[str, str]:
     """Return {task: the reward that decides there}; the key "" is for all tasks not listed.
 
@@ -211,19 +211,19 @@ def find_success_rewards(
         >>> find_success_rewards({"math": 1.0, "judge": 0.5}, {"math": ["gsm"], "judge": ["chat"]})
         {'': 'math', 'gsm': 'math', 'chat': 'judge'}
     """
-    found = {"": given or find_main_reward(weights)}
+    deciding = {"": preferred or find_main_reward(weights)}
     for task in (task for name in weights for task in tasks.get(name, [])):
         scoring = {n: w for n, w in weights.items() if not tasks.get(n) or task in tasks[n]}
-        found[task] = given if given in scoring else find_main_reward(scoring)
-    return found
+        deciding[task] = preferred if preferred in scoring else find_main_reward(scoring)
+    return deciding
 
 
 def _name_of(function: str | Callable[..., Any]) -> str:
     if isinstance(function, str):
         return function.rpartition(".")[2]
     # Callable objects, such as a judge, have no name: their class has one.
-    named = function if hasattr(function, "__name__") else type(function)
-    return str(named.__name__)
+    owner = function if hasattr(function, "__name__") else type(function)
+    return str(owner.__name__)
 
 
 NO_OTHER = "there is no other reward to name"
@@ -237,11 +237,11 @@ def _check_weight(name: str, reward: Reward) -> None:
 
 
 def _check_shaping(name: str, reward: Reward, rewards: Mapping[str, Reward]) -> None:
-    gate, others = reward.gate, [other for other in rewards if other != name]
+    gate, other_names = reward.gate, [other for other in rewards if other != name]
     require(
-        gate is None or gate in others,
-        f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), others)}; "
-        + (f"it must name another reward: {', '.join(others)}" if others else NO_OTHER),
+        gate is None or gate in other_names,
+        f"the gate of reward '{name}' is {gate!r}{did_you_mean(str(gate), other_names)}; "
+        + (f"it must name another reward: {', '.join(other_names)}" if other_names else NO_OTHER),
     )
     require(
         gate is None or not rewards[gate].tasks or {*reward.tasks} == {*rewards[gate].tasks},
@@ -289,11 +289,12 @@ def resolve_functions(rewards: Mapping[str, Reward]) -> dict[str, Callable[..., 
     for name, reward in rewards.items():
         _check_weight(name, reward)
         _check_shaping(name, reward, rewards)
-    given = {name: reward.function or OWN.get(name, "") for name, reward in rewards.items()}
-    for name, function in given.items():
+    sources = {name: reward.function or OWN.get(name, "") for name, reward in rewards.items()}
+    for name, function in sources.items():
         require(bool(function), f"reward '{name}' has no function; name one: function: my.reward")
     functions = {
-        name: resolve_function(name, given[name], reward.kwargs) for name, reward in rewards.items()
+        name: resolve_function(name, source, rewards[name].kwargs)
+        for name, source in sources.items()
     }
     _check_names(list(rewards))
     _check_duplicates(rewards, functions)

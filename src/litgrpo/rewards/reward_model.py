@@ -140,8 +140,8 @@ class RewardModel(Judge):
         self.input = JudgeInput(tokenizer, limit)
         self.column = column_of(self.label, model.config.id2label, self.pretrained)
         self.pad_id = model.config.get_text_config().pad_token_id
-        place = (device or "cpu") if self.device == POLICY else self.device
-        self.model = model.to(place).requires_grad_(False).eval()
+        target = (device or "cpu") if self.device == POLICY else self.device
+        self.model = model.to(target).requires_grad_(False).eval()
 
     def _load_files(self) -> tuple[Any, Any]:
         """Tokenizer and model, still on the CPU."""
@@ -157,7 +157,7 @@ class RewardModel(Judge):
                 config.num_labels = 1
             # The seed is of a random score: a resumed run needs the same one.
             with seeded_on_cpu(0), _no_progress_bars():
-                model, found = AutoModelForSequenceClassification.from_pretrained(
+                model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                     self.pretrained,
                     config=config,
                     dtype=self.dtype,
@@ -173,7 +173,7 @@ class RewardModel(Judge):
             f"reward model: {self.tokenizer_path!r} has no tokenizer files; save its tokenizer"
             " there, or name another one by `tokenizer`",
         )
-        missing = ", ".join(sorted(found["missing_keys"])[:1])
+        missing = ", ".join(sorted(loading_info["missing_keys"])[:1])
         kind = ", ".join(config.architectures or ["unknown"])
         require(
             not missing or self.allow_policy_as_reward,
@@ -273,8 +273,8 @@ def own_limit(config: Any, tokenizer: Any) -> float:
     """The most tokens that a model takes; infinite if neither it nor its tokenizer has a limit."""
     settings = config.get_text_config().to_dict()
     limits = [settings.get(name) for name in ("max_position_embeddings", "n_positions")]
-    known = [limit for limit in (*limits, tokenizer.model_max_length) if limit is not None]
-    return min((limit for limit in known if limit < NO_LIMIT), default=inf)
+    listed = [limit for limit in (*limits, tokenizer.model_max_length) if limit is not None]
+    return min((limit for limit in listed if limit < NO_LIMIT), default=inf)
 
 
 @contextmanager

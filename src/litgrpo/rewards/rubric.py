@@ -105,9 +105,9 @@ class Rubric(Judge):
     ) -> list[Any]:
         """Return N rewards from 0 to 1; None where no criterion applies."""
         rows = {**columns, "prompts": prompts, "completions": completions}
-        known = {name: rows[name] for name in rows if self.takes_all or name in self.named}
+        arguments = {name: rows[name] for name in rows if self.takes_all or name in self.named}
         asked = [
-            self.judge(**known | {"criterion": criterion.text or name})
+            self.judge(**arguments | {"criterion": criterion.text or name})
             for name, criterion in self.criteria.items()
         ]
         if inspect.isawaitable(asked[0]):
@@ -129,9 +129,9 @@ class Rubric(Judge):
 
     def _mean(self, marks: Sequence[Mark]) -> Mark:
         pairs = zip(marks, self.criteria.values(), strict=True)
-        given = [(mark, criterion.weight) for mark, criterion in pairs if mark is not None]
-        if not given:
+        weighted = [(mark, criterion.weight) for mark, criterion in pairs if mark is not None]
+        if not weighted:
             return None
-        if not all(isfinite(mark) and 0 <= mark <= self.max_score for mark, _ in given):
+        if not all(isfinite(mark) and 0 <= mark <= self.max_score for mark, _ in weighted):
             return nan
-        return sum(m * w for m, w in given) / sum(w for _, w in given) / self.max_score
+        return sum(m * w for m, w in weighted) / sum(w for _, w in weighted) / self.max_score

@@ -200,7 +200,7 @@ class Runner:
         self.workers = {}
 
     def _worker_pools(self) -> list[WorkerPool]:
-        pools = [each.pool for each in self.workers.values()]
+        pools = [workers.pool for workers in self.workers.values()]
         return [pool for pool in pools if isinstance(pool, WorkerPool)]
 
     def find_pools(self, calls: Sequence[Call]) -> dict[str, WorkerPool | WorkerError]:
@@ -238,12 +238,12 @@ class Runner:
 
     def _has_loaded(self, call: Call) -> bool:
         """Return True if the workers of a call's function run; end those of another one."""
-        known = self.workers.get(call.name)
-        if known is None:
+        workers = self.workers.get(call.name)
+        if workers is None:
             return False
-        is_same = known.function is call.function and known.settings is call.settings
-        if not is_same and isinstance(known.pool, WorkerPool):
-            known.pool.close()
+        is_same = workers.function is call.function and workers.settings is call.settings
+        if not is_same and isinstance(workers.pool, WorkerPool):
+            workers.pool.close()
         return is_same
 
     def _start_workers(self, call: Call) -> FunctionWorkers:
@@ -520,11 +520,11 @@ def plan_tasks(number: int, call: Call, timeout_s: float, num_workers: int) -> l
 def _score_here(runner: Runner, call: Call) -> Scores:
     """Call a function in this process for all rows; if that fails, for each until the deadline."""
     deadline = time.monotonic() + runner.timeout_s
-    whole = _time_call(runner, call, range(call.num_rows))
-    final = whole.error is None or isinstance(whole.error, UnusableReward)
+    batch_scores = _time_call(runner, call, range(call.num_rows))
+    final = batch_scores.error is None or isinstance(batch_scores.error, UnusableReward)
     if final or is_marked(call.function, "whole_batch"):
-        return whole
-    scores = Scores([nan] * call.num_rows, error=whole.error)
+        return batch_scores
+    scores = Scores([nan] * call.num_rows, error=batch_scores.error)
     for row in range(call.num_rows):
         late = time.monotonic() > deadline
         one = make_failed_scores(1, TimeoutError()) if late else _time_call(runner, call, [row])

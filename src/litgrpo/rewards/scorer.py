@@ -88,8 +88,8 @@ OF_EPISODES = ("messages", "turns", "turn_rewards")
 def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
     """Return the columns of episodes; `completion_ids` are those of the last turn only."""
     assert rollout.turns is not None
-    last = (rollout.turns == rollout.turns.amax(1, keepdim=True)) & (rollout.turns >= 0)
-    ids = zip(rollout.completion_ids, last, strict=True)
+    is_last_turn = (rollout.turns == rollout.turns.amax(1, keepdim=True)) & (rollout.turns >= 0)
+    ids = zip(rollout.completion_ids, is_last_turn, strict=True)
     return {
         "completion_ids": [row[in_last_turn].tolist() for row, in_last_turn in ids],
         "messages": [episode.messages for episode in rollout.episodes],
@@ -106,7 +106,7 @@ def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
     failed = failed.view_as(rewards.valid)
 
     def mask(components: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: each.masked_fill(failed, torch.nan) for name, each in components.items()}
+        return {name: part.masked_fill(failed, torch.nan) for name, part in components.items()}
 
     return replace(
         rewards,
@@ -165,7 +165,7 @@ class Scorer:
         self.functions = resolve_functions(self.components)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.scoring, self.runner = scoring, Runner(scoring)
-        self.weights = {name: float(each.weight) for name, each in self.components.items()}
+        self.weights = {name: float(reward.weight) for name, reward in self.components.items()}
 
     @property
     def failures(self) -> dict[str, dict[str, int]]:
@@ -234,7 +234,7 @@ class Scorer:
         if (
             rollout.episodes and self.scoring.format == "chat"
         ):  # roles separate turns from tool output
-            texts["completions"] = [each.messages for each in rollout.episodes]
+            texts["completions"] = [episode.messages for episode in rollout.episodes]
         columns = {
             name: [value for value in values for _ in range(group_size)]
             for name, values in prompts.columns.items()
@@ -278,20 +278,20 @@ class Scorer:
             call = self._call(name, rows, {"group_size": 0, "trainer_state": None})
             check = find_check(call.function)
             if check is not None:
-                given, known = call.rows | call.settings, parameters(check)[0]
+                arguments, names = call.rows | call.settings, parameters(check)[0]
                 try:
-                    check(**{key: given[key] for key in known if key in given})
+                    check(**{key: arguments[key] for key in names if key in arguments})
                 except UnusableReward as error:
                     raise ValueError(f"reward '{name}': {error}") from error
 
     def _check_tasks(self, tasks: set[str]) -> None:
         """Raise ValueError if no reward that counts scores the rows of a task."""
-        counting = {n: each.tasks for n, each in self.components.items() if self.weights[n]}
-        listed = "; ".join(f"{name}: {', '.join(given)}" for name, given in counting.items())
+        counting = {n: reward.tasks for n, reward in self.components.items() if self.weights[n]}
+        listed = "; ".join(f"{name}: {', '.join(scored)}" for name, scored in counting.items())
         for task in sorted(tasks):
-            scored = any(not given or task in given for given in counting.values())
+            is_scored = any(not scored or task in scored for scored in counting.values())
             which = f"of the task {task!r}" if task else "without a column `task`"
-            require(scored, f"no reward scores the rows {which}; tasks of the rewards: {listed}")
+            require(is_scored, f"no reward scores the rows {which}; tasks of the rewards: {listed}")
 
     def _start(
         self,
@@ -347,19 +347,19 @@ class Scorer:
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
         function, kwargs = self.functions[name], self.components[name].kwargs
-        named, takes_all = self.asks[name]
-        known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
-        missing = [key for key, required in named.items() if required and key not in known]
+        parameters_of, takes_all = self.asks[name]
+        values = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
+        missing = [key for key, required in parameters_of.items() if required and key not in values]
         if missing:
             raise missing_columns_error(name, missing, rows)
         # A kwarg goes before a column of its name. The context is only for those who name it, as
         # functions with `**kwargs` often hand everything on.
-        by_name = named.keys() - kwargs.keys()
+        by_name = parameters_of.keys() - kwargs.keys()
         free = rows.keys() - kwargs.keys() - ({"prompt_texts"} - by_name)
-        chosen = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
+        columns = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
         asked = {key: context[key] for key in context if key in by_name}
-        notes = tuple(each for each in Notes.NAMES if each in by_name)
-        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked, notes)
+        notes = tuple(method for method in Notes.NAMES if method in by_name)
+        return Call(name, function, columns, kwargs, len(rows["completions"]), asked, notes)
 
     def combine(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
         """Add up the rewards that returned a value.
@@ -376,18 +376,18 @@ class Scorer:
         """
         scores = dict(zip(self.components, results, strict=True))
         values = {
-            name: torch.tensor(each.values, dtype=torch.float64).view(-1, group_size)
-            for name, each in scores.items()
+            name: torch.tensor(result.values, dtype=torch.float64).view(-1, group_size)
+            for name, result in scores.items()
         }
         weights = self.weights | {
-            name: self.weights[name] * schedule_factor(each.schedule, iteration)
-            for name, each in self.components.items()
-            if each.schedule
+            name: self.weights[name] * schedule_factor(reward.schedule, iteration)
+            for name, reward in self.components.items()
+            if reward.schedule
         }
         processed = values | {
             name: normalize_and_gate(name, values, self.components)
-            for name, each in self.components.items()
-            if each.is_normalized_or_gated
+            for name, reward in self.components.items()
+            if reward.is_normalized_or_gated
         }
         total = torch.zeros_like(next(iter(values.values())))
         answered = torch.zeros_like(total, dtype=torch.bool)
@@ -428,7 +428,7 @@ class Scorer:
 
     def _state_owners(self) -> dict[str, Any]:
         """{component: object with `state_dict` and `load_state_dict`}."""
-        owners = {name: find_state_owner(each) for name, each in self.functions.items()}
+        owners = {name: find_state_owner(function) for name, function in self.functions.items()}
         return {name: owner for name, owner in owners.items() if owner is not None}
 
 
@@ -475,8 +475,8 @@ class PendingRewards:
         if self._table is None:
             # 2. Runs built-in functions and reward models in this thread, then blocks on workers.
             names = [call.name for call in self.calls.calls]
-            found = dict(zip(names, self.calls.wait(), strict=True))
-            scores = [self._in_all_rows(found.get(n), rows) for n, rows in self.scored.items()]
+            by_name = dict(zip(names, self.calls.wait(), strict=True))
+            scores = [self._in_all_rows(by_name.get(n), rows) for n, rows in self.scored.items()]
             # 3. Gate, normalize and weight the components; mask rows that failed.
             table = self.scorer.combine(scores, self.group_size, self.iteration)
             table = replace(table, tasks=self.tasks)
@@ -490,10 +490,10 @@ class PendingRewards:
         count = len(self.tasks) * self.group_size
         if scores is not None and len(rows) == count:
             return scores
-        found = Scores([nan] * count)
+        all_scores = Scores([nan] * count)
         if scores is not None:
-            found.put(rows, scores)
-        return found
+            all_scores.put(rows, scores)
+        return all_scores
 
 
 def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:

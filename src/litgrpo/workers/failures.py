@@ -42,8 +42,8 @@ def cause_of(error: BaseException) -> str:
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith(INTERNAL)]
-    place = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in foreign[-1:]]
-    return "".join([text[:MAX_CAUSE], *place])
+    location = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in foreign[-1:]]
+    return "".join([text[:MAX_CAUSE], *location])
 
 
 def to_picklable(error: BaseException) -> WorkerError:

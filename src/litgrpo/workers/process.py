@@ -201,14 +201,14 @@ class ForkedWorker:
 def _serve(connection: Connection, pickled: int) -> None:
     """Load the target, then answer messages until the connection closes."""
 
-    def send(answer: Any, last: bool = False) -> None:
+    def send(answer: Any, is_last: bool = False) -> None:
         server.flush_prints()
         try:
-            connection.send((answer, last))
+            connection.send((answer, is_last))
         except OSError:
             raise
         except Exception as error:  # the answer cannot be pickled
-            connection.send((to_picklable(error), last))
+            connection.send((to_picklable(error), is_last))
 
     try:
         target = server.loaded or (server.load(f"/proc/self/fd/{pickled}"),)

@@ -108,7 +108,8 @@ def unit_tests(
     limits = sandbox.SandboxLimits(seconds=timeout_s, memory_mib=memory_mib)
     rows = _read_rows(tests, entry_point)
     codes = [
-        extract_code(text_of(each), require_code_block=require_code_block) for each in completions
+        extract_code(text_of(completion), require_code_block=require_code_block)
+        for completion in completions
     ]
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         return list(threads.map(_pass_share, codes, rows, [limits] * len(codes)))
@@ -143,20 +144,20 @@ def _read_rows(tests: Sequence[Tests], entry_point: Sequence[Names] | None) -> l
     return list(map(read_tests, tests, entry_point or [None] * len(tests)))
 
 
-def read_tests(given: Tests, entry_point: Names = None) -> RowTests:
+def read_tests(value: Tests, entry_point: Names = None) -> RowTests:
     """Return the tests of a row; none for None, NaN, and an empty text or list."""
-    if given is None or not list_answers(given):
+    if value is None or not list_answers(value):
         return RowTests()
     declared = [entry_point] if isinstance(entry_point, str) else list(entry_point or [])
-    if isinstance(given, str):
-        tests = _split_script(given, declared[0] if declared else None)
+    if isinstance(value, str):
+        tests = _split_script(value, declared[0] if declared else None)
     else:
-        _require(isinstance(given, Sequence), f"got {given!r:.60}; give {TEST_FORMATS}")
-        tests = [_read_test(test) for test in given]
+        _require(isinstance(value, Sequence), f"got {value!r:.60}; give {TEST_FORMATS}")
+        tests = [_read_test(test) for test in value]
     scripts = [test["script"] for test in tests if "script" in test]
     _require(
         len(scripts) < len(tests) or any(map(_can_fail, scripts)),
-        f"{given!r:.60} has no assert, so any code would pass",
+        f"{value!r:.60} has no assert, so any code would pass",
     )
     texts = [str(test.get("script", test.get("call"))) for test in tests if "stdin" not in test]
     names = _find_code_names(texts, declared) if texts else []
@@ -172,49 +173,47 @@ def _require(condition: bool, message: str) -> None:
         raise UnusableReward(f"tests: {message}")
 
 
-def _read_test(given: Any) -> dict[str, Any]:
-    if isinstance(given, str):
-        _parse(given)
-        return {"script": given}
-    if isinstance(given, Sequence) and len(given) == 2:  # noqa: PLR2004 - a pair
-        given = {"call": given[0], "expected": given[1]}
-    is_test = isinstance(given, Mapping) and set(given) in PAIRS
-    texts = [given.get(name, "") for name in ("call", "stdin", "stdout")] if is_test else [None]
-    _require(
-        all(isinstance(text, str) for text in texts), f"got {given!r:.60}; give {TEST_FORMATS}"
-    )
-    if "call" in given:
-        _parse(given["call"])
-    return dict(given)
+def _read_test(test: Any) -> dict[str, Any]:
+    if isinstance(test, str):
+        _parse(test)
+        return {"script": test}
+    if isinstance(test, Sequence) and len(test) == 2:  # noqa: PLR2004 - a pair
+        test = {"call": test[0], "expected": test[1]}
+    is_test = isinstance(test, Mapping) and set(test) in PAIRS
+    texts = [test.get(name, "") for name in ("call", "stdin", "stdout")] if is_test else [None]
+    _require(all(isinstance(text, str) for text in texts), f"got {test!r:.60}; give {TEST_FORMATS}")
+    if "call" in test:
+        _parse(test["call"])
+    return dict(test)
 
 
 def _split_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
     """Make each assert and each function `test_*` a test, after the rest of the script."""
     body = _parse(script).body
-    named = [each for each in body if isinstance(each, ast.FunctionDef)]
-    functions = [each for each in named if each.name.startswith("test_")]
-    for function in functions:
-        given = function.args
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    test_functions = [function for function in functions if function.name.startswith("test_")]
+    for function in test_functions:
+        parameters = function.args
         _require(
-            len(given.args) + len(given.posonlyargs) <= len(given.defaults),
+            len(parameters.args) + len(parameters.posonlyargs) <= len(parameters.defaults),
             f"{function.name} takes arguments; fixtures and parametrize are not supported",
         )
-    calls = [f"{each.name}()" for each in functions]
-    if any(each.name == "check" for each in named) and entry_point:
+    calls = [f"{function.name}()" for function in test_functions]
+    if any(function.name == "check" for function in functions) and entry_point:
         calls.append(f"check({entry_point})")
     tests = []
-    for number, each in enumerate(body):
-        if isinstance(each, ast.Assert):
+    for number, node in enumerate(body):
+        if isinstance(node, ast.Assert):
             before = [other for other in body[:number] if not isinstance(other, ast.Assert)]
-            tests.append(ast.unparse(ast.Module([*before, each], [])))
-    others = [each for each in body if not isinstance(each, ast.Assert)]
-    rest = ast.unparse(ast.Module(others, []))
+            tests.append(ast.unparse(ast.Module([*before, node], [])))
+    statements = [node for node in body if not isinstance(node, ast.Assert)]
+    rest = ast.unparse(ast.Module(statements, []))
     tests += [f"{rest}\n{call}" for call in calls]
     definitions = (ast.FunctionDef, ast.ClassDef)
     # Asserts in loops and conditions are one test together.
-    if any(_has_assert(each) for each in others if not isinstance(each, definitions)):
+    if any(_has_assert(node) for node in statements if not isinstance(node, definitions)):
         tests.append(rest)
-    return [{"script": each} for each in tests or [script]]
+    return [{"script": test} for test in tests or [script]]
 
 
 def _parse(text: str) -> ast.Module:
@@ -231,8 +230,8 @@ def _can_fail(script: str) -> bool:
 def _has_assert(tree: ast.AST) -> bool:
     """Return True for an assert, a raise, or a call such as `self.assertEqual`."""
     nodes = list(ast.walk(tree))
-    calls = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
-    plain = any(isinstance(each, ast.Assert | ast.Raise) for each in nodes)
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    plain = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
     return plain or any("assert" in call for call in calls)
 
 
@@ -275,23 +274,23 @@ def find_undefined(script: str) -> set[str]:
     """
     used, defined = _find_used(script), _find_defined(script)
     tree = _parse(script)
-    bases = [id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
+    bases = [id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     bare = {
-        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and id(each) not in bases
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bases
     }
     modules = {name for name in used if name in sys.stdlib_module_names and name not in bare}
-    own = {name for name in used if name in vars(builtins) or name.startswith("__")}
-    return used - defined - modules - own
+    python_names = {name for name in used if name in vars(builtins) or name.startswith("__")}
+    return used - defined - modules - python_names
 
 
 def _find_used(script: str) -> set[str]:
     symbols = _global_symbols(script)
-    return {each.get_name() for each in symbols if each.is_referenced()}
+    return {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
 
 
 def _find_defined(script: str) -> set[str]:
     symbols = _global_symbols(script)
-    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _global_symbols(script: str) -> Iterator[symtable.Symbol]:
@@ -303,7 +302,8 @@ def _global_symbols(script: str) -> Iterator[symtable.Symbol]:
     while waiting:
         scope = waiting.pop()
         waiting += scope.get_children()
-        yield from (each for each in scope.get_symbols() if scope is table or each.is_global())
+        symbols = scope.get_symbols()
+        yield from (symbol for symbol in symbols if scope is table or symbol.is_global())
 
 
 # --- running them ---

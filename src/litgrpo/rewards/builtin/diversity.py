@@ -96,10 +96,10 @@ def group_diversity(
     words = [text_of(completion).lower().split() for completion in completions]
     grams = [set(ngrams(row, n)) for row in words]
     rewards = []
-    for row, own in enumerate(grams):
+    for row, row_grams in enumerate(grams):
         start = row - row % group_size
         group = grams[start : start + group_size]
         counts = Counter(gram for one in group for gram in one)
-        unique = sum(counts[gram] == 1 for gram in own)
-        rewards.append(unique / len(own) if own and group_size > 1 else 0.0)
+        unique = sum(counts[gram] == 1 for gram in row_grams)
+        rewards.append(unique / len(row_grams) if row_grams and group_size > 1 else 0.0)
     return rewards

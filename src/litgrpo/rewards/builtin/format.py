@@ -138,9 +138,9 @@ def json_fields(
     """
     rewards = []
     for completion, reference in zip(completions, answer, strict=True):
-        found = _parse_object(text_of(completion))
+        fields = _parse_object(text_of(completion))
         accepted = _parse_references(reference)
-        shares = [_field_share(found, one, require_same_fields) for one in accepted]
+        shares = [_field_share(fields, one, require_same_fields) for one in accepted]
         rewards.append(max(shares, default=None))
     return rewards
 
@@ -163,13 +163,14 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _field_share(
-    found: Mapping[str, Any], reference: Mapping[str, Any], require_same_fields: bool
+    fields: Mapping[str, Any], reference: Mapping[str, Any], require_same_fields: bool
 ) -> float:
-    found, reference = _normalize_names(found), _normalize_names(reference)
-    if require_same_fields and found.keys() != reference.keys():
+    fields, reference = _normalize_names(fields), _normalize_names(reference)
+    if require_same_fields and fields.keys() != reference.keys():
         return 0.0
-    correct = [name for name in reference if name in found and _equal(found[name], reference[name])]
-    return len(correct) / len(found.keys() | reference.keys())
+    shared = [name for name in reference if name in fields]
+    correct = [name for name in shared if _equal(fields[name], reference[name])]
+    return len(correct) / len(fields.keys() | reference.keys())
 
 
 def _normalize_names(fields: Mapping[str, Any]) -> dict[str, Any]:

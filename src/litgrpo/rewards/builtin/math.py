@@ -165,8 +165,8 @@ def exact(
     """
 
     def score(text: str, reference: Reference, nouns: Nouns) -> float:
-        found = [text] if answer_tag is None else find_tagged(text, answer_tag)
-        said = found[0].strip() if len(found) == 1 else ""
+        tagged = [text] if answer_tag is None else find_tagged(text, answer_tag)
+        said = tagged[0].strip() if len(tagged) == 1 else ""
         return float(bool(said) and said in _spellings(reference))
 
     return score_rows(score, prompts, completions, answer)
@@ -308,8 +308,8 @@ def _equal_formulas(library: Any, reference: Reference, claim: str, nouns: Nouns
     if not expected:
         return None
     try:
-        found = _parse(library, normalize(claim))
-        return bool(found) and bool(library.verify(expected, found, timeout_seconds=None))
+        parsed = _parse(library, normalize(claim))
+        return bool(parsed) and bool(library.verify(expected, parsed, timeout_seconds=None))
     except (MemoryError, RecursionError):
         return False
 
@@ -353,8 +353,8 @@ def parse_reference(reference: Reference, nouns: Nouns = frozenset()) -> Fractio
 def find_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
     """Return every answer that the completion commits to; none if its tags are malformed."""
     opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
-    whole = opened == closed == len(find_tagged(completion, tag))
-    if not whole or (require_tags and not opened):
+    is_well_formed = opened == closed == len(find_tagged(completion, tag))
+    if not is_well_formed or (require_tags and not opened):
         return set()
     return set(answer_claims(completion, tag=tag) or _last_line(completion))
 

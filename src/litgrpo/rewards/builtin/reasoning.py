@@ -86,10 +86,10 @@ def steps(
     # 2 - n / max, at least 0       above; then times the fraction of steps that are not repeats
     rewards = []
     for text in reasonings(completions, reasoning_tag):
-        found = _split_steps(text)
-        n = len(set(found))
+        all_steps = _split_steps(text)
+        n = len(set(all_steps))
         full = min(1.0, n / min_steps, max(0.0, 2.0 - n / max_steps))
-        rewards.append(full * n / max(1, len(found)))
+        rewards.append(full * n / max(1, len(all_steps)))
     return rewards
 
 
@@ -116,20 +116,20 @@ def connectives(
     return [_share_connected(list(dict.fromkeys(_split_steps(text)))) for text in texts]
 
 
-def _share_connected(found: Sequence[tuple[str, ...]]) -> float:
-    words = [word for step in found for word in step]
-    if len(found) < 2 or sum(word in CONNECTIVES for word in words) > STUFFED * len(words):  # noqa: PLR2004
+def _share_connected(distinct: Sequence[tuple[str, ...]]) -> float:
+    words = [word for step in distinct for word in step]
+    if len(distinct) < 2 or sum(word in CONNECTIVES for word in words) > STUFFED * len(words):  # noqa: PLR2004
         return 0.0
     used: Counter[str] = Counter()
-    numbers = {word for word in found[0] if word[0].isdigit()}
+    numbers = {word for word in distinct[0] if word[0].isdigit()}
     connected = 0
-    for step in found[1:]:
+    for step in distinct[1:]:
         now = {word for word in step if word[0].isdigit()}
         usable = [word for word in step if word in CONNECTIVES and used[word] < MAX_USES]
         used.update(usable[:1])
         connected += bool(usable or now & numbers)
         numbers |= now
-    return connected / (len(found) - 1)
+    return connected / (len(distinct) - 1)
 
 
 def arithmetic(
@@ -154,9 +154,9 @@ def arithmetic(
     for text in reasonings(completions, reasoning_tag):
         # GSM8K's calculator annotations, <<48/2=24>>, are calculations, too.
         plain = text.replace("<<", " ").replace(">>", " ")
-        found = dict.fromkeys((left, right) for left, right in CALCULATION.findall(plain))
+        pairs = dict.fromkeys((left, right) for left, right in CALCULATION.findall(plain))
         # 1 * 1 = 1 would be a cheap exploit.
-        counted = [pair for pair in found if not set(re.findall(r"[0-9]+", pair[0])) <= {"0", "1"}]
+        counted = [pair for pair in pairs if not set(re.findall(r"[0-9]+", pair[0])) <= {"0", "1"}]
         rewards.append(sum(_is_correct(*pair) for pair in counted) / max(1, len(counted)))
     return rewards
 

@@ -50,12 +50,12 @@ WORDS = {"game_of_life_halting": ("true", "false")}
 
 def check_version() -> None:
     """Check before training that the tasks of the installed version are known."""
-    found = installed_version()
-    if found != TESTED_VERSION:
+    current = installed_version()
+    if current != TESTED_VERSION:
         raise UnusableReward(
-            f"reasoning-gym {TESTED_VERSION} is needed, but {found or 'none'} is installed: some of"
-            " its tasks execute answers as Python, and they are known for this version only. `pip"
-            f" install reasoning-gym=={TESTED_VERSION}`"
+            f"reasoning-gym {TESTED_VERSION} is needed, but {current or 'none'} is installed: some"
+            " of its tasks execute answers as Python, and they are known for this version only."
+            f" `pip install reasoning-gym=={TESTED_VERSION}`"
         )
 
 
@@ -130,10 +130,10 @@ def reasoning_gym(
 def extract_one_answer(text: str, *, require_tags: bool = True, tag: str = "answer") -> str | None:
     """Return the answer of a completion; None if it has none or several different ones."""
     claims = sorted(
-        {each.strip() for each in find_claims(text, require_tags=require_tags, tag=tag)}
+        {claim.strip() for claim in find_claims(text, require_tags=require_tags, tag=tag)}
     )
-    whole = None if require_tags or claims else text.strip()
-    return claims[0] if len(claims) == 1 else whole
+    fallback = None if require_tags or claims else text.strip()
+    return claims[0] if len(claims) == 1 else fallback
 
 
 def score_answer(task: str, answer: str, entry: str) -> float:
@@ -143,10 +143,10 @@ def score_answer(task: str, answer: str, entry: str) -> float:
         return 0.0
     try:
         score = import_reasoning_gym().get_score_answer_fn(task)
-        found = float(score(answer, loads(entry)))
+        value = float(score(answer, loads(entry)))
     except Exception:  # a task's function may raise anything for a text that it cannot parse
         return 0.0
-    return max(0.0, min(1.0, found)) if isfinite(found) else 0.0
+    return max(0.0, min(1.0, value)) if isfinite(value) else 0.0
 
 
 def source_task(task: str, entry: str) -> str:
@@ -208,10 +208,10 @@ def _reference(entry: str) -> str | None:
 def _is_literal(tree: ast.AST) -> bool:
     """Return True for numbers, texts, and lists, tuples, sets and dicts of them."""
     nodes = list(ast.walk(tree))
-    signs = {each.operand for each in nodes if isinstance(each, ast.UnaryOp)}
+    signs = {node.operand for node in nodes if isinstance(node, ast.UnaryOp)}
     plain = (ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, *CONTAINERS)
-    return all(isinstance(each, plain) for each in nodes) and all(
-        isinstance(each, ast.Constant) for each in signs
+    return all(isinstance(node, plain) for node in nodes) and all(
+        isinstance(node, ast.Constant) for node in signs
     )
 
 
@@ -220,26 +220,26 @@ def _is_algebra(tree: ast.AST | None) -> bool:
     if tree is None:
         return False
     nodes = list(ast.walk(tree))
-    constants = [each.value for each in nodes if isinstance(each, ast.Constant)]
-    calls = [each for each in nodes if isinstance(each, ast.Call)]
-    functions = {id(each.func) for each in calls}
-    names = [each.id for each in nodes if isinstance(each, ast.Name) and id(each) not in functions]
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    functions = {id(node.func) for node in calls}
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions]
     powers = [
-        each for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow)
+        node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
     ]
     return (
-        all(isinstance(each, (*ARITHMETIC, ast.Constant)) for each in nodes)
-        and all(type(each) in (int, float) for each in constants)
-        and all(isinstance(each.func, ast.Name) and each.func.id in FUNCTIONS for each in calls)
+        all(isinstance(node, (*ARITHMETIC, ast.Constant)) for node in nodes)
+        and all(type(node) in (int, float) for node in constants)
+        and all(isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS for node in calls)
         and all(len(name) == 1 or name in CONSTANTS for name in names)
-        and not any(each.keywords for each in calls)
-        and not any(_has_power(each.left) or _has_power(each.right) for each in powers)
-        and all(_bound(each.right) < MAX_EXPONENT for each in powers)
+        and not any(node.keywords for node in calls)
+        and not any(_has_power(node.left) or _has_power(node.right) for node in powers)
+        and all(_bound(node.right) < MAX_EXPONENT for node in powers)
     )
 
 
 def _has_power(tree: ast.expr) -> bool:
-    return any(isinstance(each, ast.Pow) for each in ast.walk(tree))
+    return any(isinstance(node, ast.Pow) for node in ast.walk(tree))
 
 
 def _bound(tree: ast.expr) -> float:  # noqa: PLR0911 (one for each kind of node)

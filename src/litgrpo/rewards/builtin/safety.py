@@ -77,8 +77,8 @@ def _load_words(words: tuple[str, ...], file: str | None) -> tuple[Phrases, froz
     entries = [line for line in lines if WORD.search(line) and not line.startswith("#")]
     starred = {entry for entry in entries if entry.endswith("*") and " " not in entry}
     phrases: Phrases = {}
-    for found in (tuple(WORD.findall(entry)) for entry in entries if entry not in starred):
-        phrases.setdefault(found[0], []).append(found)
+    for phrase in (tuple(WORD.findall(entry)) for entry in entries if entry not in starred):
+        phrases.setdefault(phrase[0], []).append(phrase)
     return phrases, frozenset(entry.removesuffix("*") for entry in starred)
 
 
@@ -104,11 +104,11 @@ def _matches(words: Sequence[str], phrases: Phrases, prefixes: frozenset[str]) -
 
 def _join_letters(words: Sequence[str]) -> list[str]:
     """Join three or more single letters in a row into one word: `s h i t`."""
-    found: list[str] = []
+    joined: list[str] = []
     for single, run in groupby(words, key=lambda word: len(word) == 1):
         letters = list(run)
-        found += ["".join(letters)] if single and len(letters) > 2 else letters  # noqa: PLR2004
-    return found
+        joined += ["".join(letters)] if single and len(letters) > 2 else letters  # noqa: PLR2004
+    return joined
 
 
 def _collapse_repeats(word: str) -> str:

@@ -65,18 +65,18 @@ def unavailable_reason() -> str:
     if shutil.which("bwrap") is None:
         return f"there is no bubblewrap: {INSTALL}"
     if platform.machine() not in MACHINES:
-        known = ", ".join(MACHINES)
-        return f"system calls of {platform.machine()} cannot be filtered, only those of {known}"
+        supported = ", ".join(MACHINES)
+        return f"system calls of {platform.machine()} cannot be filtered, only those of {supported}"
     # Only a real start shows whether the kernel allows the namespaces.
     trial, counted = _try_start()
     if trial.output == "42\n" and trial.code == 0:
         return "" if counted else UNCOUNTED
-    last = (trial.output.strip().splitlines() or [f"exit code {trial.code}"])[-1]
-    if "setuid" in last:
+    last_line = (trial.output.strip().splitlines() or [f"exit code {trial.code}"])[-1]
+    if "setuid" in last_line:
         return SETUID
-    if "--size" in last or "--perms" in last:
+    if "--size" in last_line or "--perms" in last_line:
         return f"this bubblewrap is older than 0.7: {INSTALL} in a newer version"
-    return NAMESPACES % last
+    return NAMESPACES % last_line
 
 
 def _try_start() -> tuple[SandboxResult, bool]:

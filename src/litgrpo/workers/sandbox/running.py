@@ -146,7 +146,7 @@ class RunningSandbox:
         head, tail, exceeded = bytearray(), b"", ""
         pipe = self.process.stdout
         assert pipe is not None
-        kept = self.limits.output_chars * UTF8
+        max_bytes = self.limits.output_chars * UTF8
         try:
             with selectors.DefaultSelector() as ready:
                 ready.register(pipe, selectors.EVENT_READ)
@@ -156,7 +156,7 @@ class RunningSandbox:
                     if piece == b"":
                         break
                     if piece:  # what is not kept is read too: a full pipe would stop the code
-                        head += piece[: kept - len(head)]
+                        head += piece[: max_bytes - len(head)]
                         tail = (tail + piece)[-TAIL_CHARS * UTF8 :]
                     if time.monotonic() >= look:
                         exceeded = self._find_exceeded()
@@ -169,7 +169,7 @@ class RunningSandbox:
             self.process.wait()
             pipe.close()
         output, end = head.decode("utf-8", "replace"), tail.decode("utf-8", "replace")
-        is_cut = len(head) == kept or len(output) > self.limits.output_chars
+        is_cut = len(head) == max_bytes or len(output) > self.limits.output_chars
         return SandboxResult(
             self.process.returncode,
             output[: self.limits.output_chars],

@@ -98,8 +98,9 @@ def program(machine: str) -> bytes:
         *((AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, ERROR + ENOSYS)),
     ]
     for calls, errno in ((DENIED, EPERM), (MISSING, ENOSYS)):
-        known = [numbers[column] for numbers in calls.values()]
-        lines += [line for each in known if each is not None for line in _fail(each, errno, [])]
+        for numbers in calls.values():
+            number = numbers[column]
+            lines += [] if number is None else _fail(number, errno, [])
     for _, numbers_of_both, errno, conditions in ARGUMENTS:
         lines += _fail(numbers_of_both[column], errno, conditions)
     lines.append((RETURN, 0, 0, ALLOW))

@@ -34,29 +34,29 @@ def memory_of(first: int) -> int | None:
             return None
         total = sum(_size_of(f"{root}/{folder}") for folder in FOLDERS)
         total += _number_of_sockets(first) * SOCKET
-        processes = [each for each in os.listdir(f"{root}/proc") if each.isdigit()]
+        processes = [pid for pid in os.listdir(f"{root}/proc") if pid.isdigit()]
     except OSError:
         return None
-    for each in processes:
+    for pid in processes:
         with suppress(OSError):  # it exited in the meantime
-            total += _memory_of_process(f"{root}/proc/{each}")
+            total += _memory_of_process(f"{root}/proc/{pid}")
     return total
 
 
 def _memory_of_process(folder: str) -> int:
-    found = COUNTED.findall(_read(f"{folder}/status"))
-    if not found:
+    sizes = COUNTED.findall(_read(f"{folder}/status"))
+    if not sizes:
         # The first thread has exited; the others show the memory that they shared with it.
         for thread in os.listdir(f"{folder}/task"):
-            found = found or COUNTED.findall(_read(f"{folder}/task/{thread}/status"))
-    return sum(map(int, found)) * 1024
+            sizes = sizes or COUNTED.findall(_read(f"{folder}/task/{thread}/status"))
+    return sum(map(int, sizes)) * 1024
 
 
 def _size_of(folder: str) -> int:
     """Return the memory of a tmpfs; bubblewrap cannot limit the number of its files."""
-    found = os.statvfs(folder)
-    used = (found.f_blocks - found.f_bfree) * found.f_frsize
-    return used + (found.f_files - found.f_ffree) * INODE
+    status = os.statvfs(folder)
+    used = (status.f_blocks - status.f_bfree) * status.f_frsize
+    return used + (status.f_files - status.f_ffree) * INODE
 
 
 def _number_of_sockets(first: int) -> int:
