@@ -209,8 +209,8 @@ def _episode(row: PlayedRow, tokens: RowTokens) -> Episode:
 def _texts(requests: RolloutRequest, rows: Sequence[PlayedRow]) -> list[str]:
     """Return the answers of the agents; by default the text of the last reply."""
     sampling, stops = requests.sampling, requests.stops
-    last = [row.tree.calls[-1].ids if row.tree.calls else [] for row in rows]
-    texts = requests.policy.completion_texts(last, sampling.stop_token_ids)
+    last_replies = [row.tree.calls[-1].ids if row.tree.calls else [] for row in rows]
+    texts = requests.policy.completion_texts(last_replies, sampling.stop_token_ids)
     if stops is not None:
         texts = [stops.cut(text, sampling.include_stop_str_in_output) for text in texts]
     answers = [row.result.completion for row in rows]

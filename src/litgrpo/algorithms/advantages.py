@@ -506,14 +506,14 @@ class TaskAdvantages(Advantages):
 
     def estimate(self, groups: Groups) -> Tensor:
         result = torch.zeros_like(groups.values)
-        others = torch.ones(len(result), dtype=torch.bool, device=result.device)
+        is_other = torch.ones(len(result), dtype=torch.bool, device=result.device)
         # Every rank asks every estimator, also without a group: some of them sum over the ranks.
         for task, estimator in self.tasks.items():
-            of_task = torch.zeros_like(others)
+            of_task = torch.zeros_like(is_other)
             of_task[[row for row, name in enumerate(groups.table.tasks) if name == task]] = True
             result[of_task] = estimator.estimate(groups.select(of_task)).to(result)
-            others &= ~of_task
-        result[others] = self.others.estimate(groups.select(others)).to(result)
+            is_other &= ~of_task
+        result[is_other] = self.others.estimate(groups.select(is_other)).to(result)
         return result
 
 

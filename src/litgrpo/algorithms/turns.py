@@ -70,11 +70,11 @@ class Turns:
         # component of the total. Everything else (rewards of the whole text; the environment's
         # reward if a gate or a normalization changed it) belongs to the last turn.
         rewards = torch.where(exist, _turn_rewards(rollout, table).view(shape), 0.0)
-        last = (num_turns - 1).clamp(min=0)[..., None]
+        last_turn = (num_turns - 1).clamp(min=0)[..., None]
         rest, size = table.total - rewards.sum(2), table.total.abs() + rewards.abs().sum(2)
         # A difference of this size is rounding, one for each turn, not a reward of the last turn.
         rest = rest.where(rest.abs() > 4 * shape[2] * torch.finfo(rest.dtype).eps * size, 0.0)
-        rewards = rewards.scatter_add(2, last, rest[..., None])
+        rewards = rewards.scatter_add(2, last_turn, rest[..., None])
         counts = num_turns.flatten().tolist()
         pairs = list(zip(rollout.episodes, counts, strict=True))
         void = torch.tensor([_is_void(*pair) for pair in pairs]).view(shape[:2]).to(exist.device)
@@ -140,8 +140,8 @@ def _is_void(episode: Episode, num_turns: int) -> bool:
     called = _tool_calls(episode, num_turns)
     if not called:
         return False
-    *before, last = called
-    return not all(before) or not (last or episode.done)
+    *before, last_call = called
+    return not all(before) or not (last_call or episode.done)
 
 
 def _last_answer(episode: Episode, num_turns: int) -> str | None:
@@ -274,8 +274,8 @@ class MTGRPO(TurnAdvantages):
 
     def by_turn(self, groups: Groups, turns: Turns, valid: Tensor) -> Tensor:
         before = valid & torch.nn.functional.pad(turns.exist, (0, 1))[..., 1:]
-        last = (turns.rewards * (turns.exist & ~before)).sum(2)
-        outcome = _normalize(groups, last, ~groups.values.isnan(), self.eps)
+        last_rewards = (turns.rewards * (turns.exist & ~before)).sum(2)
+        outcome = _normalize(groups, last_rewards, ~groups.values.isnan(), self.eps)
         single = [
             _normalize(groups, turns.rewards[..., k], before[..., k], self.eps)
             for k in range(before.shape[2])

@@ -82,19 +82,20 @@ def find_deviations(
     # One process plays them in turn, which reveals state that outlives an episode (class
     # attributes, module variables) and other inputs (clock, network, system random numbers).
     # Worker processes seed the global random generators for each episode.
-    first, again, *_, last = (
+    first, again, *_, after_others = (
         play_episode(pool, start, actions) for start in (starts[0], *starts, starts[0])
     )
     again_differs = _find_differences(first, again, "played again")
-    return again_differs + _find_differences(first, last, "played after others")
+    return again_differs + _find_differences(first, after_others, "played after others")
 
 
 def play_episode(pool: EpisodePool, start: EpisodeStart, actions: Sequence[str]) -> Transcript:
     """Play an episode to its end; return its responses."""
     transcript: Transcript = list(pool.reset([start]))
     for action in actions:
-        last = transcript[-1]
-        if isinstance(last, FailedEpisode) or (isinstance(last, StepResult) and last.done):
+        response = transcript[-1]
+        is_done = isinstance(response, StepResult) and response.done
+        if is_done or isinstance(response, FailedEpisode):
             break
         pool.send(0, action)
         transcript.append(pool.receive(wait=True)[0])

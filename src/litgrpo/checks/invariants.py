@@ -417,14 +417,15 @@ def reference_errors(
 @contextmanager
 def moved_policy(learner: Learner) -> Iterator[None]:
     """Move the last trained parameter of the policy, and restore it exactly."""
-    last = [p for p in learner.policy.parameters() if p.requires_grad][-1].data
-    before = last.clone()
-    last += torch.linspace(-1, 1, last.numel(), dtype=last.dtype, device=last.device).view_as(last)
+    weight = [p for p in learner.policy.parameters() if p.requires_grad][-1].data
+    before = weight.clone()
+    steps = torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype, device=weight.device)
+    weight += steps.view_as(weight)
     torch.clear_autocast_cache()  # autocast caches a copy of the parameter in lower precision
     try:
         yield
     finally:
-        last.copy_(before)
+        weight.copy_(before)
         torch.clear_autocast_cache()
 
 

@@ -49,7 +49,7 @@ def groups_with_turn_advantages(
     turns = Turns.from_rollout(rollout, rewards)
     if not credit.needs_group:
         by_turn = [replace(rewards, total=earned) for earned in turns.rewards.unbind(2)]
-        return torch.stack([groups_with_variance(each) for each in [rewards, *by_turn]]).any(0)
+        return torch.stack([groups_with_variance(table) for table in [rewards, *by_turn]]).any(0)
     lengths = torch.zeros_like(rewards.total)
     groups = Groups.from_table(rewards, lengths, SingleProcess())
     return credit.per_turn(groups, turns).flatten(1).any(1)
@@ -185,9 +185,10 @@ def with_rewards(
 ) -> RewardTable:
     """Replace groups `replaced` [k] of a reward table by groups `donors` [k] of another one."""
 
-    def put(parts: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
+    def put(columns: dict[str, Tensor], fresh_columns: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: put_rows(part, replaced, others[name], donors) for name, part in parts.items()
+            name: put_rows(column, replaced, fresh_columns[name], donors)
+            for name, column in columns.items()
         }
 
     tasks = list(rewards.tasks)

@@ -88,8 +88,8 @@ def set_logits(module: LightningModule, logits: int) -> None:
 
 def save_kernels(policy: Policy) -> dict[str, Any]:
     """Return what decides how results are rounded, for a checkpoint."""
-    others = {"threads": torch.get_num_threads(), "logits": policy.few_logits}
-    return asdict(policy.linear_kernels) | others
+    sizes = {"threads": torch.get_num_threads(), "logits": policy.few_logits}
+    return asdict(policy.linear_kernels) | sizes
 
 
 def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -97,12 +97,12 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
 
     The number of threads is the user's (OMP_NUM_THREADS); another one is said, not changed.
     """
-    chosen = dict(checkpoint.get(KEY, {}))
-    threads = chosen.pop("threads", torch.get_num_threads())
-    logits = chosen.pop("logits", None)
+    kernels = dict(checkpoint.get(KEY, {}))
+    threads = kernels.pop("threads", torch.get_num_threads())
+    logits = kernels.pop("logits", None)
     if logits is not None and follows_memory(module):
         set_logits(module, logits)
-    _use(module, LinearKernels(**chosen))
+    _use(module, LinearKernels(**kernels))
     if _trains_on_cpu(module) and threads != torch.get_num_threads():
         rank_zero_warn(
             f"The checkpoint was computed with {plural(threads, 'thread')}, this process has "

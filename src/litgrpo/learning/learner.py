@@ -407,7 +407,7 @@ class Learner:
 
         Repeats a forward and a backward pass for each row, which only happens after a skipped step.
         """
-        found: dict[int, str] = {}
+        causes: dict[int, str] = {}
         batch = self.prepare_step(batch)
         # Ranks have unequal numbers of rows.
         with gathered(self.policy), self._reference_head():
@@ -426,8 +426,8 @@ class Learner:
                 }
                 bad = [name for name, values in numbers.items() if not values.isfinite().all()]
                 if bad:
-                    found[int(row)] = bad[0]
-        return found
+                    causes[int(row)] = bad[0]
+        return causes
 
     # --- memory ---
 
@@ -437,8 +437,8 @@ class Learner:
         return self._limits(self.row_limit.max_rows, self.policy.computes_prompts_once)
 
     def _limits(self, max_rows: int | None, shared: bool) -> BatchLimits:
-        given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
-        return BatchLimits(min(given, default=None), self.config.max_tokens, shared)
+        row_limits = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
+        return BatchLimits(min(row_limits, default=None), self.config.max_tokens, shared)
 
     def retry(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
         """Return the result of an attempt on rows, in smaller micro-batches if memory needs it."""

@@ -94,9 +94,9 @@ class StaticBatches(MicroBatching):
         self, batch: TrainingBatch, rows: Tensor | None, limits: BatchLimits
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches on the device, the last one filled to the same shape."""
-        chosen = torch.arange(len(batch)) if rows is None else rows
+        numbers = torch.arange(len(batch)) if rows is None else rows
         num_rows = self.rows_at_once(batch.tokens, limits)
-        buckets = chosen.split(num_rows)
+        buckets = numbers.split(num_rows)
         for number, bucket in enumerate(buckets, start=1):
             filled = self.fill(batch, bucket, num_rows)
             yield MicroBatch(filled, is_last=number == len(buckets))
@@ -117,12 +117,12 @@ class StaticBatches(MicroBatching):
 
     def fill_tokens(self, tokens: TokenRows, rows: Tensor, num_rows: int) -> TokenRows:
         """Build the input of a model of the static shape on the device; see `fill`."""
-        chosen = select_whole_rows(tokens, _with_fillers(rows, num_rows))
+        filled = select_whole_rows(tokens, _with_fillers(rows, num_rows))
         fields = _fill_rows(tokens.row_fields(), rows, num_rows, {"completion_mask", "predicted"})
-        fields["prompt_ids"] = chosen.prompt_ids
-        fields["prompt_mask"] = chosen.prompt_mask
-        fields["prompt_of"] = chosen.prompt_of
-        return replace(chosen, **self._to_device(fields))
+        fields["prompt_ids"] = filled.prompt_ids
+        fields["prompt_mask"] = filled.prompt_mask
+        fields["prompt_of"] = filled.prompt_of
+        return replace(filled, **self._to_device(fields))
 
     def _to_device(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         self.device.note_shapes("micro-batch", **fields)

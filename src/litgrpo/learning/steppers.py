@@ -189,7 +189,7 @@ class _ZeroLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Any) -> Any:
-        return tuple(each.new_zeros(()).expand_as(each) for each in ctx.parameters)
+        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.parameters)
 
 
 def zero_loss(parameters: list[Parameter]) -> Tensor:

@@ -116,8 +116,9 @@ class UpdateConfig:
             return self
         if sizes is not None:
             return replace(self, micro_batch_tokens=sizes.tokens)
-        kept = BYTES_PER_OUTPUT * linear_outputs
-        return replace(self, micro_batch_tokens=max(LEAST_TOKENS, int(KEPT_BYTES / kept)))
+        bytes_per_token = BYTES_PER_OUTPUT * linear_outputs
+        tokens = max(LEAST_TOKENS, int(KEPT_BYTES / bytes_per_token))
+        return replace(self, micro_batch_tokens=tokens)
 
     @cached_property
     def num_steps(self) -> int:

@@ -281,8 +281,8 @@ class Policy(nn.Module, ABC):
             indices.append(masks.predicted[masks.completion_mask].nonzero().squeeze(1))
         # Indices from the host: a mask as index would wait for the device.
         places, *among_hidden = to_device(indices, hidden.device)
-        for each in among_hidden:
-            hidden = hidden.index_select(0, each)
+        for index in among_hidden:
+            hidden = hidden.index_select(0, index)
         return hidden, places
 
     def logprobs(

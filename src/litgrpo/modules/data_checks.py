@@ -70,14 +70,14 @@ def check_tasks(
     Raises:
         ValueError: a reward names another task.
     """
-    known = {*trained, *(str(task) for columns in sets for task in columns.get(TASK, []))}
+    tasks_of_data = {*trained, *(str(task) for columns in sets for task in columns.get(TASK, []))}
     for name, reward in scorer.components.items():
         for task in reward.tasks if trained else ():
-            if task not in known:
+            if task not in tasks_of_data:
                 raise ValueError(
                     f"model.rewards.{name}.tasks has {task!r}, but no prompt is of that task"
-                    f"{did_you_mean(task, known)}. The tasks of the data are "
-                    f"{', '.join(sorted(known))}."
+                    f"{did_you_mean(task, tasks_of_data)}. The tasks of the data are "
+                    f"{', '.join(sorted(tasks_of_data))}."
                 )
 
 
@@ -146,7 +146,7 @@ def check_data_fits_model(
     if not isinstance(data, SourceData):
         return
     kinds = (PromptSet, PairSet)
-    known = {name: rows for name, rows in data.sets.items() if isinstance(rows, kinds)}
-    check_tokens(policy, {name: rows.ids for name, rows in known.items()})
-    longest = {name: rows.max_tokens for name, rows in known.items()}
+    sets = {name: rows for name, rows in data.sets.items() if isinstance(rows, kinds)}
+    check_tokens(policy, {name: rows.ids for name, rows in sets.items()})
+    longest = {name: rows.max_tokens for name, rows in sets.items()}
     check_lengths(policy, longest, completion, key)

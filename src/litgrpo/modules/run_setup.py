@@ -215,9 +215,9 @@ def _set_and_log_learning_rate(optimizer: Optimizer, default: float, trained: st
 def _check_eps(optimizer: Optimizer) -> None:
     """Check that the optimizer's divisor does not become 0 in the dtype of its weights."""
     for group in optimizer.param_groups:
-        given, weights = group.get("eps"), group["params"]
+        option, weights = group.get("eps"), group["params"]
         # Adafactor has two, of which torch's may be None.
-        for eps in given if isinstance(given, tuple | list) else [given]:
+        for eps in option if isinstance(option, tuple | list) else [option]:
             if not eps or not weights or torch.tensor(eps, dtype=weights[0].dtype) != 0:
                 continue
             raise ValueError(
@@ -289,7 +289,7 @@ def resolve_run_length(module: Any) -> int | None:
     if (epochs := given_epochs(trainer.max_epochs)) is not None:
         batches = batches_per_epoch(trainer)
         return None if batches is None else batches * epochs
-    limits_time = any(isinstance(each, Timer | TimeBudget) for each in trainer.callbacks)
+    limits_time = any(isinstance(callback, Timer | TimeBudget) for callback in trainer.callbacks)
     if module.max_generated_tokens is not None or trainer.fast_dev_run or limits_time:
         return None
     batches = batches_per_epoch(trainer)

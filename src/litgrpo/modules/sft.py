@@ -253,10 +253,10 @@ class SFT(LanguageModule):
         step = self._add_earlier_batches(sums, sizes)
         share = float(sizes["targets"] / step[1]["targets"]) if earlier else 1.0
         for parameter, gradient in zip(trained, earlier, strict=bool(earlier)):
-            own = None if parameter.grad is None else parameter.grad.mul_(share)
+            new_gradient = None if parameter.grad is None else parameter.grad.mul_(share)
             if gradient is not None:
                 gradient.mul_(1 - share)
-                parameter.grad = gradient if own is None else gradient.add_(own)
+                parameter.grad = gradient if new_gradient is None else gradient.add_(new_gradient)
         self._log_step(*step)
         # Lightning steps after this method; the hook below adds the report to this list.
         self.reports = []

@@ -400,9 +400,9 @@ class EpisodeListener:
             return ids
         mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: limit // 2]
         episode.observation_tokens_cut += len(ids) - limit + len(mark)
-        first = (limit - len(mark) + 1) // 2
-        last = limit - len(mark) - first
-        return ids[:first] + mark + ids[len(ids) - last :]
+        head = (limit - len(mark) + 1) // 2
+        tail = limit - len(mark) - head
+        return ids[:head] + mark + ids[len(ids) - tail :]
 
     def complete_rollout(self, rollout: Rollout) -> Rollout:
         """Add episodes and texts to a rollout."""

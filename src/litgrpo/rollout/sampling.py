@@ -270,11 +270,11 @@ def _beyond(cumulative: Tensor, share: Tensor, count: bool) -> Tensor:
     """
     limit = share * cumulative[:, -1:]
     if count:
-        found = (cumulative <= limit).sum(-1, keepdim=True)
+        index = (cumulative <= limit).sum(-1, keepdim=True)
     else:
-        found = torch.searchsorted(cumulative, limit, right=True)
+        index = torch.searchsorted(cumulative, limit, right=True)
     # With NaN sums any entry may be returned: the NaN log-probability reports the problem.
-    return found.clamp(max=cumulative.shape[1] - 1)
+    return index.clamp(max=cumulative.shape[1] - 1)
 
 
 def draw_uniforms(
@@ -343,7 +343,7 @@ def draw_call_uniforms(
     """
     seed, purpose, iteration, attempt = rollout_key
     number = iteration if purpose == "train" else 0  # as in `draw_uniforms`
-    named = repr((seed, purpose, number, attempt, *row[2:], list(context), repetition))
-    digest = hashlib.blake2b(named.encode(), digest_size=16).digest()
+    text = repr((seed, purpose, number, attempt, *row[2:], list(context), repetition))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype=np.uint64)
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(length))

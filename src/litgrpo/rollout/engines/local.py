@@ -165,15 +165,15 @@ class DecodingBatch:
             active=self.active[rows],
         )
 
-    def join(self, others: DecodingBatch) -> DecodingBatch:
+    def join(self, newcomers: DecodingBatch) -> DecodingBatch:
         """Append other rows."""
-        self.state.join(others.state)
+        self.state.join(newcomers.state)
         return DecodingBatch(
             state=self.state,
-            logits=torch.cat([self.logits, others.logits]),
-            cursor=torch.cat([self.cursor, others.cursor]),
-            last_cursor=torch.cat([self.last_cursor, others.last_cursor]),
-            active=torch.cat([self.active, others.active]),
+            logits=torch.cat([self.logits, newcomers.logits]),
+            cursor=torch.cat([self.cursor, newcomers.cursor]),
+            last_cursor=torch.cat([self.last_cursor, newcomers.last_cursor]),
+            active=torch.cat([self.active, newcomers.active]),
         )
 
 
@@ -365,7 +365,7 @@ class TurnRows:
         full = cursor + 1 >= turn_end[rows]
         # One transfer to the host per step; the exact test below runs for few rows.
         suspects = generated & (self.is_end[tokens] | full | self.may_stop[tokens])
-        found: dict[int, int] = {}
+        ended_at: dict[int, int] = {}
         for index in suspects.nonzero().flatten().tolist():
             row, end = int(rows[index]), int(cursor[index]) + 1
             ids = self.ids.view(-1)[int(self.turn_start[row]) : end].tolist()
@@ -375,8 +375,8 @@ class TurnRows:
             if ends or bool(full[index]):
                 self.truncated[row] = not ends
                 self.listener.on_turn_end(row, ids, truncated=not ends)
-                found[row] = index
-        return found
+                ended_at[row] = index
+        return ended_at
 
     def write_observation(self, row: int, position: int, ids: list[int]) -> None:
         """Write an observation at a position in [N * C]; the row's next turn begins behind it."""
@@ -588,13 +588,13 @@ class CompletionBuffer:
         """
         cursors, actives, draws = zip(*steps, strict=True)
         active, length = torch.cat(actives), self.ids.shape[1]
-        place = torch.cat(cursors)[active]
+        positions = torch.cat(cursors)[active]
         tokens = torch.cat([drawn.tokens for drawn in draws])[active]
-        self.ids.view(-1)[place] = tokens
+        self.ids.view(-1)[positions] = tokens
         logprobs = torch.cat([drawn.logprobs for drawn in draws])[active]
-        self.logprobs.view(-1)[place] = logprobs.float()
-        self.mask.view(-1)[place] = True
-        self.ended[place[is_end[tokens]] // length] = True
+        self.logprobs.view(-1)[positions] = logprobs.float()
+        self.mask.view(-1)[positions] = True
+        self.ended[positions[is_end[tokens]] // length] = True
         for cursor, row_active, drawn in zip(cursors, actives, draws, strict=True):
             if drawn.candidate_ids is not None:
                 rows, columns = cursor[row_active] // length, cursor[row_active] % length
@@ -638,7 +638,7 @@ class CompletionBuffer:
     def _candidate_ids(self, used: int) -> Tensor:
         """Return [N, used, S] tokens that could be sampled, padded with -1."""
         widest = max(ids.shape[1] for _, _, ids in self.candidate_ids)
-        whole = self.ids.new_full((len(self.ids), used, widest), -1, dtype=torch.int32)
+        candidate_ids = self.ids.new_full((len(self.ids), used, widest), -1, dtype=torch.int32)
         for columns, rows, ids in self.candidate_ids:
-            whole[rows, columns, : ids.shape[1]] = ids
-        return whole
+            candidate_ids[rows, columns, : ids.shape[1]] = ids
+        return candidate_ids

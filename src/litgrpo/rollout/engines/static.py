@@ -119,7 +119,7 @@ def _split(requests: RolloutRequest) -> list[RolloutRequest]:
     groups = max(1, (requests.max_rows or requests.num_rows) // group_size)
 
     def part(rows: slice) -> RolloutRequest:
-        own = PromptBatch(
+        group_prompts = PromptBatch(
             prompts.prompt_ids[rows],
             prompts.prompt_mask[rows],
             prompts.prompts[rows],
@@ -127,7 +127,7 @@ def _split(requests: RolloutRequest) -> list[RolloutRequest]:
             prompts.index[rows],
         )
         uniforms = requests.uniforms[rows.start * group_size : rows.stop * group_size]
-        return replace(requests, prompts=own, uniforms=uniforms, max_rows=None)
+        return replace(requests, prompts=group_prompts, uniforms=uniforms, max_rows=None)
 
     return [part(slice(start, start + groups)) for start in range(0, len(prompts), groups)]
 
