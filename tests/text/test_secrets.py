@@ -151,3 +151,29 @@ def test_keys_come_from_environment_variables_that_files_name(monkeypatch):
 def test_a_long_repetition_is_masked_in_linear_time(piece: str) -> None:
     # This takes a fraction of a second. A quadratic step would take minutes.
     mask_text(piece * (200_000 // len(piece)) + "x")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"args": ["run", "-e", "API_KEY=qwe-rty-7788", "image"]},
+        {"args": ["--env=API_KEY=qwe-rty-7788"]},
+        {"args": ["--header", "Authorization: Bearer qwe-rty-7788"]},
+        {"args": ["-H", "X-Api-Key: qwe-rty-7788"]},
+        {"args": ["--key", "qwe-rty-7788"]},
+        {"args": ["-c", "server --api-key qwe-rty-7788"]},
+        {"args": ['{"api_key": "qwe-rty-7788"}']},
+        {"args": ["https://qwe-rty-7788-abcd@example.org/x"]},
+        {"url": "https://example.org/?searchApiKey=qwe-rty-7788"},
+        {"url": "https://example.org/?a=1;jwt=qwe-rty-7788"},
+        {"env": {"DB_PASS": "qwe-rty-7788"}},
+    ],
+)
+def test_keys_of_a_server_of_tools_are_masked_however_it_takes_them(entry):
+    assert "qwe-rty-7788" not in str(mask_settings({"mcp_servers": {"a": entry}}))
+
+
+def test_arguments_without_keys_stay_as_they_are():
+    words = ["--max-tokens", "5", "--tokenizer=gpt2", "--folder", "{folder}", "-e", "KEY=${MY_KEY}"]
+    words += ["https://example.org/p?format=json", "ssh://git@example.org", "Bearer ${TOKEN}"]
+    assert mask_settings({"args": words}) == {"args": words}

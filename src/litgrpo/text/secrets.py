@@ -14,8 +14,10 @@ MASK = "<masked>"
 # Options whose values are all masked: a header has any name and is often a key.
 HEADERS = ("headers", "extra_headers")
 # Options whose fields are sent to a service or program: every name that could be a key counts.
-FREE_FORM = ("extra_body", "env")
-WORDS = r"secret|authori[sz]ation|passw|passphrase|(^|_)(pwd|pat|bearer|jwt)$|credential|cookie"
+FREE_FORM = ("extra_body", "env", "args")
+WORDS = (
+    r"secret|authori[sz]ation|passw|passphrase|(^|_)(pass|pwd|pat|bearer|jwt)$|credential|cookie"
+)
 ANY_SECRET = re.compile(rf"key|token|{WORDS}|signature|^sig$|(^|_)auth$")
 # In the rest of a recipe "key" and "token" also name columns and special tokens.
 SECRET = re.compile(
@@ -24,7 +26,7 @@ SECRET = re.compile(
     rf"|{WORDS}"
     r"|((^|_)(access|api|auth|bearer|hf|hub|id|refresh|session|wandb)_|^)token$"
 )
-NOT_SECRET = re.compile(r"_env(_var)?$|^(max|min|num)_")
+NOT_SECRET = re.compile(r"_env(_var)?$|^(max|min|num)_|tokenizer|keyboard|keyword")
 # Keys of well-known services; the name of the option does not matter. If each "sk-" looked ahead
 # without a limit, or each "-eyJ" could begin a token, a long repetition would take quadratic time.
 KEY_LIKE = (
@@ -32,16 +34,21 @@ KEY_LIKE = (
     r"[-_](?=[\w-]{0,40}\d)[\w-]{12,}|\b(?:AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"
     r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"  # JSON web token
 )
-# User and password of an address; a value of its query.
+# User and password of an address, or a key in place of them; a value of its query.
 IN_ADDRESS = (
-    re.compile(r"(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"),
+    re.compile(r"(?<=://)(?:[^\s/@:]+:[^\s/@]+|[^\s/@:]{16,})(?=@)"),
     re.compile(
-        r"(?i)(?<=[?&])((?:[\w.-]*[_.-])?(?:api|access|auth|id)?"
-        r"(?:key|token|secret|auth|password|sig|signature)=)([^&\s#\"']+)"
+        r"(?i)(?<=[?&;])((?:[\w.%-]*(?:key|token|secret|auth|password|signature)"
+        r"|(?:[\w.%-]*[_.-])?(?:sig|pass|pat|pwd|jwt))=)([^\s&;#\"']+)"
     ),
 )
 # An argument of a program, such as --api-key=VALUE.
 ARGUMENT = re.compile(r"--?([\w-]+)(?:=(.+))?", re.DOTALL)
+# Names with values inside of an argument: API_KEY=VALUE, X-Api-Key: VALUE, --key VALUE.
+IN_ARGUMENT = re.compile(
+    r"(?i)([a-z][\w-]*)[\"']?\s*[=:]\s*[\"']?(?=((?:bearer |basic )?[^\s\"',;{}]+))"
+    r"|(?<!\S)--?([a-z][\w-]*)\s+([^\s\"',;{}]+)"
+)
 IN_TEXT = (
     (re.compile(KEY_LIKE), MASK),
     (IN_ADDRESS[0], MASK),
@@ -112,7 +119,7 @@ def _mask_value(value: Any, *, name: str, free_form: bool) -> Any:
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        names = [name, *(name or _name_of_next(inner) for inner in value)]
+        names = [name, *(name or _name_of_next(inner, free_form) for inner in value)]
         masked = [
             _mask_value(inner, name=owner, free_form=free_form)
             for inner, owner in zip(value, names, strict=False)
@@ -125,21 +132,26 @@ def _mask_value(value: Any, *, name: str, free_form: bool) -> Any:
     if name and (isinstance(value, str) or (is_number and "token" not in name.lower())):
         remember_secret(str(value))
         return MASK
-    return _mask_in_text(value) if isinstance(value, str) else value
+    return _mask_in_text(value, free_form) if isinstance(value, str) else value
 
 
-def _name_of_next(value: Any) -> str:
+def _name_of_next(value: Any, free_form: bool) -> str:
     """Return the name of an argument such as --api-key, whose value follows; else ""."""
     argument = ARGUMENT.fullmatch(value) if isinstance(value, str) else None
-    is_secret = argument is not None and argument[2] is None and is_secret_name(argument[1])
-    return str(value) if is_secret else ""
+    if argument is None or argument[2] is not None or not is_secret_name(argument[1], free_form):
+        return ""
+    return str(value)
 
 
-def _mask_in_text(value: str) -> str:
+def _mask_in_text(value: str, free_form: bool) -> str:
     """Mask keys in a text of a recipe: in addresses, in arguments, and those of known services."""
     argument = ARGUMENT.fullmatch(value)
     secrets = [argument[2]] if argument and argument[2] and is_secret_name(argument[1]) else []
     secrets += re.findall(KEY_LIKE, value)
+    if free_form:
+        for name, secret, next_name, next_secret in IN_ARGUMENT.findall(value):
+            if is_secret_name(name or next_name, free_form) and "$" not in secret:
+                secrets.append(secret or next_secret)
     secrets += IN_ADDRESS[0].findall(value) + [secret for _, secret in IN_ADDRESS[1].findall(value)]
     for secret in secrets:
         remember_secret(secret)
