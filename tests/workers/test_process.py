@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -311,6 +312,17 @@ def test_nothing_outlives_a_run_that_is_killed(signum, tmp_path):
     (program,) = [int(line) for line in lines if line.strip().isdigit()]
     assert program in processes
     assert sorted(lines)[1:] == ["ready\n", "runs\n"]
+
+
+def test_a_run_that_ends_while_it_asks_for_a_worker_leaves_no_traceback(capfd):
+    launcher = Launcher(run)
+    launcher.start().load()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(launcher.server._forkserver_address)
+    wait_until_gone([launcher.server.pid])
+    assert capfd.readouterr().err == ""
+    assert ask(launcher.start(), ("say", 1)) == [1]
+    launcher.close()
 
 
 def test_ctrl_c_of_the_terminal_reaches_neither_server_nor_workers(launcher):

@@ -32,6 +32,7 @@ def prepare() -> tuple[Any, ...]:
         ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1)  # adopt orphans of workers, so they can be killed
         warnings.filterwarnings("ignore", "forkserver: waitpid")  # it does not know them
     atexit.register(_kill_children)
+    sys.excepthook = _print_unless_lost
     if TARGET not in os.environ:
         return ()
     try:
@@ -71,6 +72,12 @@ def flush_prints() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
+
+
+def _print_unless_lost(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error; not the one by which the server or a fork sees that the run has ended."""
+    if not issubclass(kind, EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _kill_children() -> None:
