@@ -17,8 +17,8 @@ from litgrpo.algorithms.turns import (
 )
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.rewards.reward import Reward, environment
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.types import RewardTable
 from tests.learning.parts import gradient_of, learner_of, rollouter_of
 from tests.support.algorithms import PUBLISHED

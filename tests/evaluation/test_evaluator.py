@@ -8,8 +8,8 @@ import pytest
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.evaluation.metrics import CorpusMetrics
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.rollout.sampling import Sampling
 from tests.learning.parts import letters, rollouter_of
 from tests.support.models import prompt_batch, tiny_policy

@@ -23,8 +23,8 @@ from litgrpo.evaluation import (
 from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.evaluation.intervals import bootstrap_ratio, compare_evaluations, mcnemar
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.runs.pairing import per_prompt_values
 from litgrpo.types import PromptBatch, Rollout
 

@@ -11,8 +11,8 @@ from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch

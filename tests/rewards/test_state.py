@@ -2,8 +2,8 @@
 
 import pytest
 
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scoring import Scoring
 from tests.support.rewards_with_state import SavedNovelty
 
 

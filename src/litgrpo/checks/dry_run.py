@@ -15,8 +15,8 @@ from litgrpo.distributed.precision import matmul_precision
 from litgrpo.learning.learner import Learner
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.reward import Reward
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import REFERENCE_PROMPT, PromptBatch, RewardTable, Rollout, TrainingBatch
 

@@ -83,8 +83,8 @@ from litgrpo.modules.run_setup import (
 from litgrpo.modules.stop_token import find_stop_token
 from litgrpo.rewards.reward import Reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
-from litgrpo.rewards.runner import Scoring
 from litgrpo.rewards.scorer import Scorer, overlong_reward
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings

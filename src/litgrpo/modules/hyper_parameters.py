@@ -43,7 +43,7 @@ OPTIONS = (
     "litgrpo.evaluation.",
     "litgrpo.learning.",
     "litgrpo.models.",
-    "litgrpo.rewards.scorer.",
+    "litgrpo.rewards.scoring.",
     "litgrpo.rollout.engines.",
     "litgrpo.rollout.episodes.",
     "litgrpo.rollout.sampling.",

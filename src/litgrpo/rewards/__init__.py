@@ -39,7 +39,8 @@ from litgrpo.rewards.builtin.reasoning import (
 from litgrpo.rewards.builtin.reasoning_gym import reasoning_gym
 from litgrpo.rewards.builtin.safety import safety
 from litgrpo.rewards.calls import pure, whole_batch
-from litgrpo.rewards.runner import RewardFailure, Scoring
+from litgrpo.rewards.runner import RewardFailure
+from litgrpo.rewards.scoring import Scoring
 
 if TYPE_CHECKING:
     from litgrpo.rewards.llm_judge import LLMJudge

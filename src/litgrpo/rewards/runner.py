@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import ceil, nan
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from litgrpo.argument_types import check_field_types
-from litgrpo.arguments import above, at_least, at_most, one_of
 from litgrpo.event_loops import drop_event_loop, event_loop
 from litgrpo.rewards.calls import (
     Call,
@@ -32,13 +30,13 @@ from litgrpo.rewards.calls import (
     score_call,
     score_coroutine,
 )
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.workers.failures import FailureCounter, WorkerError, cause_of, to_picklable
 from litgrpo.workers.process import Send, Worker, WorkerPool, receive
 
 log = logging.getLogger(__name__)
 
 OWN_PACKAGE = "litgrpo.rewards."
-RewardFormat = Literal["text", "chat"]
 MAX_WORKERS = 4
 GRACE_S = 2.0  # for a coroutine to be stopped from within, on a busy machine
 SLOW_S = 1.0  # of a call; slower ones are logged
@@ -101,40 +99,6 @@ class FunctionWorkers(NamedTuple):
     pool: WorkerPool | WorkerError | None  # None: it cannot be sent to another process
 
 
-@check_field_types
-@dataclass(frozen=True)
-class Scoring:
-    """How completions are scored, whatever the reward functions.
-
-    Args:
-        format: `text`, or `chat` for functions that expect lists of messages.
-        timeout_s: seconds that one function may take per iteration: half of them for all rows
-            together; if that fails, the other half for the rows one by one.
-        num_workers: number of worker processes; default: one per core, at most 4. 0 runs everything
-            in the training process: a function that hangs is not interrupted, and one that crashes
-            ends the run.
-        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
-            run.
-        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
-            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
-    """
-
-    format: RewardFormat = "text"
-    timeout_s: float = 60.0
-    num_workers: int | None = None
-    max_failed_frac: float = 0.5
-    overlong_buffer_frac: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("model.scoring.format", self.format, get_args(RewardFormat))
-        above("model.scoring.timeout_s", self.timeout_s, 0)
-        at_least("model.scoring.num_workers", self.num_workers, 0)
-        at_least("model.scoring.max_failed_frac", self.max_failed_frac, 0)
-        at_most("model.scoring.max_failed_frac", self.max_failed_frac, 1)
-        at_least("model.scoring.overlong_buffer_frac", self.overlong_buffer_frac, 0)
-        at_most("model.scoring.overlong_buffer_frac", self.overlong_buffer_frac, 1)
-
-
 class Runner:
     """Runs reward functions, counts failures, and stops the run if too many rows fail."""
 
@@ -144,7 +108,7 @@ class Runner:
     # coroutine functions (each in an event loop of its own), and functions that cannot be pickled
     # (with a warning).
 
-    def __init__(self, scoring: Scoring = Scoring()) -> None:
+    def __init__(self, scoring: Scoring = Scoring()) -> None:  # noqa: B008 (frozen)
         self.timeout_s, self.num_workers = scoring.timeout_s, scoring.num_workers
         self.max_failed_frac = scoring.max_failed_frac
         self.failures: dict[str, FailureCounter] = {}

@@ -30,7 +30,8 @@ from litgrpo.rewards.reward import (
     parameters,
     resolve_functions,
 )
-from litgrpo.rewards.runner import Runner, Scoring, StartedCalls
+from litgrpo.rewards.runner import Runner, StartedCalls
+from litgrpo.rewards.scoring import Scoring
 from litgrpo.types import TASK, RewardTable, Rollout, compare_within_groups
 
 EPS = 1e-4
