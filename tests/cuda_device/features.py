@@ -140,7 +140,6 @@ FEATURES: dict[str, Config] = {
     },
     "checkpointing": {"precision": {"gradient_checkpointing": True}},
     "checkpointing_t5": {"model": "t5", "precision": {"gradient_checkpointing": True}},
-    "no_recompute": {"precision": {"selective_recompute": False}},
     "dropout": {"precision": {"disable_dropout": False}},
     "prompts_not_shared": {"precision": {"share_prompts": False}},
     "autocast_bf16": {"precision": {"autocast_dtype": "bfloat16"}},

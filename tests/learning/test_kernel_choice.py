@@ -162,14 +162,3 @@ def test_checkpointed_layers_leave_memory_for_more_tokens(monkeypatch):
             checkpoint_activations(policy.model)
         sizes.append(kernel_choice.choose_sizes(policy, torch.device("cpu")).tokens)
     assert sizes[1] >= 2 * sizes[0]
-
-
-@pytest.mark.parametrize(("family", "ratio"), [("qwen2", 2), ("gpt2", 1)])  # gpt2 does not have it
-def test_selective_recompute_leaves_memory_for_twice_the_tokens(monkeypatch, family, ratio):
-    give_memory(monkeypatch, 2**28)
-    policy = tiny_policy(family, num_hidden_layers=8)
-    sizes = []
-    for recomputes in (False, True):
-        policy.selective_recompute = recomputes
-        sizes.append(kernel_choice.choose_sizes(policy, torch.device("cpu")).tokens)
-    assert sizes[1] == ratio * sizes[0]

@@ -18,7 +18,6 @@ from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 from litgrpo.learning.steppers import is_attached
 from litgrpo.learning.update_config import BYTES_PER_OUTPUT, DeviceSizes
 from litgrpo.models.kernels.linear import LinearKernels, count_linear_outputs
-from litgrpo.models.kernels.selective_recompute import find_recomputed_modules
 from litgrpo.models.policy import Policy
 from litgrpo.models.transformers_compat import checkpoints_activations
 from litgrpo.tensors import local
@@ -66,8 +65,7 @@ def _kept_bytes_per_token(policy: Policy) -> float:
     model = policy.bare_model
     outputs = BYTES_PER_OUTPUT * count_linear_outputs(policy.model)
     if not checkpoints_activations(model):
-        recomputes = policy.selective_recompute and find_recomputed_modules(model) is not None
-        return outputs / 2 if recomputes else outputs
+        return outputs
     config = model.config
     # The input of each layer is kept, and all activations of the layer that is recomputed.
     return outputs / config.num_hidden_layers + 4.0 * config.hidden_size * config.num_hidden_layers

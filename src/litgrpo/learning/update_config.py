@@ -13,8 +13,7 @@ from litgrpo.tensors import FEW_LOGITS
 
 # More tokens at once are not faster, unless the model is so small that calling it costs more than
 # its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
-# of a token was measured as 8.5 bytes for each output of the linear layers (float32), and half of
-# that with `precision.selective_recompute`, which not every model knows.
+# of a token was measured as 8.5 bytes for each output of the linear layers (float32).
 LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
 # On a device with its own memory each call has a fixed cost, so tokens and logits follow what is
 # free: at most this fraction of it for activations, and this one for the tensors of the logits, of

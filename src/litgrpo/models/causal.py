@@ -27,11 +27,6 @@ from litgrpo.models.decode.shared_prefix import (
 from litgrpo.models.decode.static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
-from litgrpo.models.kernels.selective_recompute import (
-    RecomputedModules,
-    find_recomputed_modules,
-    recompute_in_backward,
-)
 from litgrpo.models.packing import (
     MIN_SAVING,
     Packing,
@@ -39,7 +34,7 @@ from litgrpo.models.packing import (
     sharing_pays,
 )
 from litgrpo.models.policy import DecodeState, Policy, autocast_to
-from litgrpo.models.transformers_compat import checkpoints_activations, use_attention
+from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import apply_softcap, positions, predicting, widen
 from litgrpo.types import TokenRows, to_device
 
@@ -181,28 +176,13 @@ class CausalPolicy(Policy):
 
     def _compute_rows(self, ids: Tensor, mask: Tensor, is_padded: bool) -> Tensor:
         """Compute the last hidden states [M, T, E] of rows [M, T] padded on either side."""
-        with self._recompute_context():
-            output = self.bare_model.base_model(
-                input_ids=ids,
-                attention_mask=mask.long() if is_padded else None,  # faster without
-                position_ids=positions(mask),
-                use_cache=False,
-            )
+        output = self.bare_model.base_model(
+            input_ids=ids,
+            attention_mask=mask.long() if is_padded else None,  # faster without
+            position_ids=positions(mask),
+            use_cache=False,
+        )
         return output.last_hidden_state
-
-    def _recompute_context(self) -> AbstractContextManager[None]:
-        """Return the context of a training pass, which keeps fewer activations if supported.
-
-        Full activation checkpointing keeps even fewer, so it replaces this.
-        """
-        wanted = self.selective_recompute and not checkpoints_activations(self.bare_model)
-        if not wanted or not torch.is_grad_enabled() or self._recomputed_modules is None:
-            return nullcontext()
-        return recompute_in_backward(self._recomputed_modules)
-
-    @cached_property
-    def _recomputed_modules(self) -> RecomputedModules | None:
-        return find_recomputed_modules(self.bare_model)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
@@ -282,7 +262,7 @@ class CausalPolicy(Policy):
     def _compute_packed(self, packing: Packing) -> Tensor:
         """Compute the hidden states [K, E] that predict the packed completion tokens."""
         model = self.bare_model
-        with use_attention(model, PACKED), self._recompute_context():
+        with use_attention(model, PACKED):
             output = model.base_model(
                 input_ids=packing.ids[None],
                 position_ids=packing.positions[None],

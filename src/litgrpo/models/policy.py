@@ -53,7 +53,6 @@ class Policy(nn.Module, ABC):
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     few_logits = FEW_LOGITS  # logits that may exist at once
     share_prompts = True  # `precision.share_prompts`; in effect: `computes_prompts_once`
-    selective_recompute = True  # `precision.selective_recompute`
     autocast_dtype: torch.dtype | None = None  # `precision.autocast_dtype`
     linear_kernels = linears.LinearKernels()
     static_decoder_class: ClassVar[type[StaticDecoder] | None] = None

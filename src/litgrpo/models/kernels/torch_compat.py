@@ -1,6 +1,4 @@
-"""Uses of torch's private operators and attributes by `litgrpo.models`, but for one.
-
-`selective_recompute` reads the version counter of tensors (`tensor._version`).
+"""Uses of torch's private operators and attributes by `litgrpo.models`.
 
 They are kernels that have no public name. Callers try them once on a small example
 (`linear.onednn_works`, `packed_attention.has_flash_kernel_for`) and use public operators if that

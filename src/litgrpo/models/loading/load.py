@@ -70,9 +70,6 @@ class Precision:
             (bfloat16 only if the processor supports it); `auto` selects oneDNN if it is clearly
             faster for weights of this size.
         share_prompts: in the update, compute each prompt once for its whole group, without padding.
-        selective_recompute: recompute norms and the MLP's elementwise product in the backward pass.
-            This halves the activations of Llama, Qwen 2, Qwen 3 and Gemma 2 at almost no cost in
-            time; other models are unchanged.
         autocast_dtype: compute matrix products in this lower precision, in sampling and training;
             weights, optimizer state, log-probabilities and losses stay float32. null uses
             `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
@@ -88,7 +85,6 @@ class Precision:
     disable_dropout: bool = True
     linear_kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
-    selective_recompute: bool = True
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
     quantization: Quantization | None = None
 
@@ -347,7 +343,6 @@ def build_policy(
     build = Seq2SeqPolicy if model.config.is_encoder_decoder else build_causal_policy
     policy = build(model, tokenizer, collect_end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts
-    policy.selective_recompute = precision.selective_recompute
     if precision.autocast_dtype is not None:
         policy.autocast_dtype = getattr(torch, precision.autocast_dtype)
     policy.set_linear_kernels(linears.choose_kernels(model, precision.linear_kernels))
