@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
@@ -394,3 +395,14 @@ def test_the_mean_reward_breaks_ties():
     scores = {10: [0.0, 0.2], 20: [0.0, 0.9], 30: [0.0, 0.4]}
     assert best_iterations(scores, 2) == [20, 30]
     assert best_iterations(scores | {40: [0.25, 0.1]}, 1) == [40]  # a success counts first
+
+
+def test_the_file_that_is_due_is_written_if_the_next_prompts_cannot_be_read(tmp_path):
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if pl_module.iteration == 3:
+                raise OSError("no row")
+
+    with raises_for("no row", error=OSError):
+        fit(tmp_path, Fails(), IterationCheckpoint(1), module=StandIn(5))
+    assert find_newest_checkpoint(tmp_path).name == "iteration=000003.ckpt"

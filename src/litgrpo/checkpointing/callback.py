@@ -210,12 +210,15 @@ class IterationCheckpoint(Checkpoint):
         Called by the first hook after an iteration: Lightning passes its metrics to the loggers
         after `on_train_batch_end`, and a file that is written later needs none of them.
         """
+        self._save_if_due(trainer)
+        self.stop.check(trainer)
+
+    def _save_if_due(self, trainer: Any) -> None:
         if self.save_due:
             assert self.boundary is not None
             self.save_due = False
             with use_random_state(self.boundary.random):
                 self.save(trainer, self.boundary.iteration)
-        self.stop.check(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn != "fit":
@@ -260,6 +263,9 @@ class IterationCheckpoint(Checkpoint):
             if self.save_weights_only:
                 hint = "saved the weights; a run cannot resume from them (save_weights_only)."
             rank_zero_info(f"Stopped after iteration {n}: {hint}")
+        elif trainer.world_size == 1:
+            # The next prompts could not be read. Other processes would wait for a save alone.
+            self._save_if_due(trainer)
         self._finish_write()
         self.stop.restore()
 
