@@ -19,7 +19,7 @@ from litgrpo.checkpointing.shards import (
     read_checkpoint,
     write_folder,
 )
-from litgrpo.tensor_files import DamagedCheckpoint, remove_checkpoint
+from litgrpo.tensor_files import DamagedCheckpoint, remove_checkpoint, write_file
 from litgrpo.tensors import full_tensor
 from tests.distributed.fsdp import training
 from tests.support.gloo import run_by
@@ -231,9 +231,84 @@ def without_offsets(header):
     header["__metadata__"]["DCP_SHARDING_INFO"] = "{}"
 
 
-@pytest.mark.parametrize("change", [without_a_tensor, of_another_size, without_offsets])
-def test_shards_that_do_not_fit_each_other_are_rejected(change, folder, tmp_path):
+def of_another_dtype(header):
+    header[next(name for name in header if name != "__metadata__")]["dtype"] = "\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    "change", [without_a_tensor, of_another_size, without_offsets, of_another_dtype]
+)
+def test_shards_that_do_not_fit_each_other_are_rejected(change, folder, tmp_path, caplog, capfd):
     checkpoint = shutil.copytree(folder / SECOND, tmp_path / "iteration=000002.ckpt")
     change_header(checkpoint, change)
     with raises_for("iteration=000002.ckpt", error=DamagedCheckpoint):
         read_checkpoint(checkpoint)
+    assert "root" not in {record.name for record in caplog.records}  # torch would log a traceback
+    assert capfd.readouterr() == ("", "")
+
+
+def change_rest(checkpoint, **parts):
+    """Change rest.pt, as somebody may write it."""
+    rest = torch.load(checkpoint / "rest.pt", weights_only=True)
+    torch.save(rest | parts, checkpoint / "rest.pt")
+    return rest
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "..", "../..", "/proc/self/pagemap", "a/b", "", ".hidden", 1, None]
+)
+def test_only_plain_file_names_are_opened(name, folder, tmp_path, monkeypatch):
+    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "a.ckpt")
+    files = change_rest(checkpoint)["files"]
+    change_rest(checkpoint, files={**files, name: "0" * 64})
+    monkeypatch.setattr("litgrpo.checkpointing.shards.hash_file", pytest.fail)
+    with raises_for("a.ckpt", repr(name), error=DamagedCheckpoint):
+        read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", [FIRST_RANK, "rest.pt"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_regular_files_are_opened(kind, name, folder, tmp_path):
+    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "a.ckpt")
+    file = checkpoint / name
+    file.rename(tmp_path / "outside")
+    make = {"link": lambda: file.symlink_to("../outside"), "pipe": lambda: os.mkfifo(file)}
+    make.get(kind, file.mkdir)()
+    with raises_for("a.ckpt", name, error=DamagedCheckpoint):
+        read_checkpoint(checkpoint)
+
+
+def test_a_shard_larger_than_its_header_says_is_not_hashed(folder, tmp_path, monkeypatch):
+    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "a.ckpt")
+    os.truncate(checkpoint / FIRST_RANK, 2**42)  # sparse
+    monkeypatch.setattr("litgrpo.checkpointing.shards.hash_file", pytest.fail)
+    with raises_for(FIRST_RANK, error=DamagedCheckpoint):
+        read_checkpoint(checkpoint)
+
+
+def test_shapes_of_more_values_than_the_files_have_allocate_nothing(folder, tmp_path):
+    checkpoint = shutil.copytree(folder / SECOND, tmp_path / "a.ckpt")
+    weights = change_rest(checkpoint)["state_dict"]
+    name = next(name for name, weight in weights.items() if weight.is_meta)
+    for changed in (
+        {name: torch.empty(10**13, device="meta")},
+        {"more": torch.empty(7, device="meta")},
+        {name: torch.zeros(3)},  # no longer sharded
+    ):
+        change_rest(checkpoint, state_dict=weights | changed)
+        with raises_for("a.ckpt", *changed, error=DamagedCheckpoint):
+            read_checkpoint(checkpoint, shards_for=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
+        ({"a": torch.empty(3, device="meta")}, "'state_dict.a'"),
+        ({1: torch.ones(3)}, "1"),
+        ({None: torch.ones(3)}, "None"),
+    ],
+)
+def test_a_file_with_a_weight_without_values_or_name_is_rejected(weights, name, tmp_path):
+    write_file({"state_dict": {"b": torch.ones(1)} | weights}, tmp_path / "a.ckpt")
+    with raises_for("a.ckpt", name, error=DamagedCheckpoint):
+        read_checkpoint(tmp_path / "a.ckpt")

@@ -9,8 +9,11 @@ name code.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from litgrpo.models.loading.sharded_weights import assign_files
+from litgrpo.models.loading.sharded_weights import assign_files, silence_loader
 from litgrpo.run_folder import REST
 from litgrpo.tensor_files import (
     DamagedCheckpoint,
@@ -194,30 +198,72 @@ def verify_checkpoint(path: Path, required: tuple[str, ...] = ()) -> dict[str, A
     """
     with report_damage(path):
         is_folder = path.is_dir()
-        if is_folder and not (path / REST).exists():
-            raise DamagedCheckpoint(f"{path}: {REST} is missing")
+        if is_folder:
+            _check_file(path, REST)
         checkpoint = read_file(path / REST if is_folder else path, required)
         digests = checkpoint.pop(FILES, None)
         if is_folder != (digests is not None):
             belongs = "of a file" if is_folder else f"the {REST} of a folder"
             raise DamagedCheckpoint(f"{path}: its content is {belongs}")
+        for name in checkpoint.get("state_dict", {}):
+            if not isinstance(name, str):
+                raise DamagedCheckpoint(f"{path}: {name!r:.60} is not the name of a weight")
+        sizes = {name: t.numel() for name, t in iterate_tensors(checkpoint) if t.is_meta}
+        if sizes and not is_folder:
+            raise DamagedCheckpoint(f"{path}: {min(sizes)!r:.60} has no values")
         if is_folder:
-            _run_on_all_ranks(lambda: _verify_files(path, digests))
+            _run_on_all_ranks(lambda: _verify_files(path, digests, sizes))
     return checkpoint
 
 
-def _verify_files(folder: Path, digests: dict[str, str]) -> None:
-    """Compare files with their digests; the ranks share the work."""
+def _verify_files(folder: Path, digests: dict[str, str], sizes: dict[str, int]) -> None:
+    """Check names and sizes of files, then compare their digests; the ranks share that work.
+
+    Args:
+        folder: the checkpoint, which anybody may have written.
+        digests: {file name: SHA-256}.
+        sizes: {tensor: number of its values in all files}.
+    """
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for name in digests:
+        if not isinstance(name, str) or re.fullmatch(r"\w[\w.-]*", name) is None:
+            raise DamagedCheckpoint(f"{folder}: {name!r:.60} is not a plain file name")
+        _check_file(folder, name)
     unlisted = {path.name for path in folder.glob("*.safetensors")} - digests.keys()
     if unlisted:
-        raise DamagedCheckpoint(f"{folder}: {min(unlisted)} is not a part of it")
+        raise DamagedCheckpoint(f"{folder}: {min(unlisted)!r} is not a part of it")
+    stored = _count_values(folder, digests)
+    for name in stored.keys() | sizes.keys():
+        if stored[name] != sizes.get(name, 0):
+            raise DamagedCheckpoint(
+                f"{folder}: {name!r:.60} has {stored[name]:,} values in its files, and "
+                f"{sizes.get(name, 0):,} in {REST}"
+            )
     for name in sorted(digests)[rank::processes]:
-        file = folder / name
-        if not file.is_file():
-            raise DamagedCheckpoint(f"{folder}: {name} is missing")
-        if hash_file(file) != digests[name]:
+        if hash_file(folder / name) != digests[name]:
             raise DamagedCheckpoint(f"{folder}: {name} is damaged (its sha256 differs)")
+
+
+def _check_file(folder: Path, name: str) -> None:
+    """Reject links, which may lead outside, and devices or pipes, which could be read for ever."""
+    file = folder / name
+    if not file.exists() and not file.is_symlink():
+        raise DamagedCheckpoint(f"{folder}: {name} is missing")
+    if file.is_symlink() or not file.is_file():
+        raise DamagedCheckpoint(f"{folder}: {name} is a link or not a file")
+
+
+def _count_values(folder: Path, names: Iterable[str]) -> Counter[str]:
+    """Count the values of each tensor by the headers of safetensors files.
+
+    safetensors compares a header's dtypes, shapes and offsets with the file's size.
+    """
+    stored = Counter[str]()
+    for name in names:
+        with report_damage(folder / name), safe_open(folder / name, framework="pt") as file:
+            for tensor in file.keys():  # noqa: SIM118 (it is no dict)
+                stored[tensor] += math.prod(file.get_slice(tensor).get_shape())
+    return stored
 
 
 def _read_shards(
@@ -227,7 +273,7 @@ def _read_shards(
     tensors = iterate_tensors(checkpoint)
     shards = {name: shards_for(tensor) for name, tensor in tensors if tensor.is_meta}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), silence_loader():
             warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
             reader = HuggingFaceStorageReader(str(folder))
             dcp.load(shards, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -7,6 +7,7 @@ tensor from the safetensors files of a Hugging Face folder, and writes the parts
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -203,7 +204,8 @@ def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Ten
     names = map_file_names(model)
     state = {names[n]: allocate(p) for n, p in model.named_parameters() if n in names}
     try:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        with silence_loader():
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).partition("\n")[0]
         raise ValueError(f"Could not read the weights of {str(folder)!r}: {reason}") from error
@@ -216,6 +218,21 @@ def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Ten
         for name, parameter in parameters.items():
             if id(parameter) in loaded:
                 setattr(part, name, loaded[id(parameter)])
+
+
+@contextmanager
+def silence_loader() -> Iterator[None]:
+    """Hide the traceback that torch logs, with raw bytes of the file, before its loader raises."""
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.module != "state_dict_loader"
+
+    logger = logging.getLogger()  # the root itself: torch uses no logger of its own there
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 def build_empty_model(
