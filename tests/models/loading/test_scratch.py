@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.models.loading.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
+from litgrpo.tensor_files import DamagedCheckpoint
 from tests.support.raises import raises_for
 
 TEXTS = ["Tom has 47 apples.<reasoning>47+3=50</reasoning><answer>50</answer>"] * 3
@@ -125,6 +126,18 @@ def test_an_unknown_model_type_raises_with_the_nearest_one(tokenizer):
         scratch("gema2").build_model(tokenizer)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"n_head": 0}, {"n_embd": -8}, {"n_embd": "x"}, {"n_layer": 10**7}, {"n_embd": 2 * 10**6}],
+)
+def test_sizes_that_no_model_has_raise_in_one_line_before_weights_are_allocated(tokenizer, sizes):
+    architecture = {"model_type": "gpt2", "n_layer": 1, "n_head": 1}
+    with raises_for("model.scratch.architecture") as raised:
+        Scratch(architecture | sizes).build_model(tokenizer)
+    assert len(str(raised.value).splitlines()) == 1
+    assert "allocate" not in str(raised.value)
+
+
 def test_an_architecture_without_model_type_raises():
     with raises_for("scratch.architecture", "model_type"):
         Scratch({"hidden_size": 8})
@@ -167,3 +180,12 @@ def test_files_that_are_no_tokenizer_are_rejected_in_one_line():
     for files in ({}, {"tokenizer.json": "{"}, {"tokenizer_config.json": json.dumps(code)}):
         with raises_for("tokenizer of a checkpoint"):
             deserialize_tokenizer(files | {"code.py": "raise SystemExit"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("tokenizer_config.json", "[]"), ("a.txt", "\ud800"), ("a" * 300, "")]
+)
+def test_files_of_a_tokenizer_that_are_damaged_are_rejected_in_one_line(tokenizer, name, text):
+    with raises_for("tokenizer of a checkpoint", error=DamagedCheckpoint) as raised:
+        deserialize_tokenizer(serialize_tokenizer(tokenizer) | {name: text})
+    assert len(str(raised.value).splitlines()) == 1

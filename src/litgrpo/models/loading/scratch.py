@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from litgrpo.arguments import did_you_mean, require
 from litgrpo.distributed.random_state import seeded_on_cpu
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.temporary import TemporaryFolder
+from litgrpo.tensor_files import DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 # Words include the space before them; every digit is a separate token.
@@ -131,26 +133,58 @@ class Scratch:
 
         The tokenizer sets the vocabulary size and the special tokens; the decoder start token of an
         encoder-decoder model is the pad token, as in T5. The global random state is unchanged.
-        """
-        from transformers import AutoConfig
 
+        Raises:
+            ValueError: a size is not possible, or the weights exceed this machine's memory.
+        """
         from litgrpo.models.weights import choose_auto_class, move_tied
 
         self._check_architecture()
-        ids = {
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        config = AutoConfig.for_model(**self.architecture, vocab_size=len(tokenizer), **ids)
-        if config.is_encoder_decoder:
-            config.decoder_start_token_id = ids["pad_token_id"]
+        config = self._build_config(tokenizer)
         device = torch.get_default_device()
         with seeded_on_cpu(seed):
             model = choose_auto_class(config).from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
         return move_tied(model, device)
+
+    def _build_config(self, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+        """Build the config, and from it a model without memory, to check the sizes."""
+        from transformers import AutoConfig
+        from transformers.initialization import no_init_weights
+
+        from litgrpo.models.weights import check_sizes, choose_auto_class
+
+        ids = {
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        try:
+            config: PretrainedConfig = AutoConfig.for_model(
+                **self.architecture, vocab_size=len(tokenizer), **ids
+            )
+            if config.is_encoder_decoder:
+                config.decoder_start_token_id = ids["pad_token_id"]
+            check_sizes(config, "model.scratch.architecture")
+            with torch.device("meta"), no_init_weights():
+                model = choose_auto_class(config).from_config(
+                    config, dtype=torch.float32, trust_remote_code=False
+                )
+        except Exception as error:  # of the library, of many types for sizes that are not possible
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                "No model can be built from model.scratch.architecture: "
+                f"{type(error).__name__}: {reason:.200}"
+            ) from error
+        needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        require(
+            needed <= total,
+            f"model.scratch.architecture has {needed / 2**30:,.0f} GiB of weights, but this "
+            f"machine has {total / 2**30:,.0f} GiB. Choose smaller sizes.",
+        )
+        return config
 
     def _check_architecture(self) -> None:
         """Check names; transformers' configs accept any keyword, so a typo would be ignored."""
@@ -194,13 +228,16 @@ def deserialize_tokenizer(files: Any) -> PreTrainedTokenizerBase:
                 and re.fullmatch(r"\w[\w.-]*", name) is not None,
                 f"the tokenizer of a checkpoint has a file {name!r}; expected a plain file name.",
             )
-            Path(folder, name).write_text(text, encoding="utf-8")
         try:
+            for name, text in files.items():
+                Path(folder, name).write_text(text, encoding="utf-8")
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=False
             )
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # of the library, of many types for a damaged file
             reason = " ".join(str(error).split())
-            raise ValueError(f"the tokenizer of a checkpoint cannot be read: {reason}") from error
+            raise DamagedCheckpoint(
+                f"the tokenizer of a checkpoint cannot be read: {reason:.200}"
+            ) from error
     tokenizer.name_or_path = ""  # the folder is gone
     return tokenizer
