@@ -304,6 +304,9 @@ def alter_entries(change):
         alter_entries(lambda entries: next(iter(entries[-1].values())).update(logprob=None)),
         alter_entries(lambda entries: next(iter(entries[-1].values())).update(logprob=True)),
         alter_entries(lambda entries: next(iter(entries[-1].values())).update(logprob=-(10**400))),
+        alter_entries(
+            lambda entries: entries.__setitem__(-1, {key: {"logprob": -0.69} for key in "56"})
+        ),
         lambda found: found | {"choices": []},
         lambda found: {},
     ],

@@ -5,6 +5,7 @@ Source: vLLM 0.32, `vllm/entrypoints/rl/online` and `vllm/entrypoints/scale_out`
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -37,6 +38,7 @@ from litgrpo.rollout.servers.vllm_head import has_head, write_head
 from litgrpo.text.visible import excerpt
 
 MIN_LOGPROB = -1e4  # vLLM reports -9999 instead of minus infinity
+MAX_TOTAL = 1 + 2 * MAX_LOGPROB  # of the probabilities at a position; above 1 by rounding only
 GENERATE, RPC = "/inference/v1/generate", "/collective_rpc"
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 
@@ -379,7 +381,11 @@ class VllmServer(HttpServer):
                 raise self.invalid(
                     COMPLETIONS, f"log-probabilities of {len(entry)} tokens, not of {top_k}"
                 )
-            scores.append({int(candidate): value.logprob for candidate, value in entry.items()})
+            logprobs = {int(candidate): value.logprob for candidate, value in entry.items()}
+            total = sum(map(math.exp, logprobs.values()))
+            if total > MAX_TOTAL:
+                raise self.invalid(COMPLETIONS, f"probabilities that add up to {total:.3f}")
+            scores.append(logprobs)
         return scores
 
 
