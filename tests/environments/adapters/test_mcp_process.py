@@ -80,14 +80,16 @@ def test_only_the_end_of_stderr_is_kept_and_nothing_in_it_acts(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_server_that_ignores_its_end_is_killed_with_what_it_started(monkeypatch):
+@pytest.mark.parametrize("end", ["time.sleep(60)", "sys.stdin.read()"])
+@pytest.mark.parametrize("leaves_group", [False, True])
+def test_what_a_server_started_ends_with_it(end, leaves_group, monkeypatch):
     monkeypatch.setattr(mcp_process, "EXIT_S", 0.2)
     code = (
-        "import os, signal, subprocess, time\n"
+        "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"child = subprocess.Popen(['sleep', '60'], start_new_session={leaves_group})\n"
         "print(os.getpid(), child.pid, flush=True)\n"
-        "time.sleep(60)"
+        f"{end}"
     )
 
     async def use(process):

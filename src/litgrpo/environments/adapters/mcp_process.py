@@ -17,6 +17,7 @@ from typing import Any
 from litgrpo.arguments import import_package
 from litgrpo.http import MIB
 from litgrpo.text.visible import excerpt
+from litgrpo.workers import server
 
 MAX_BYTES = 16 * MIB  # of a message
 INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER")  # environment variables
@@ -28,12 +29,13 @@ STDERR_BYTES = 4_000  # the end of stderr, which is kept for messages
 class ServerProcess:
     """A server, its messages, and the end of what it wrote to stderr.
 
-    Its processes form a group, which is killed at the end: also those that it has started.
+    Its processes are killed at the end: its group, and those that left it for one of their own.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process, self.problem, self._stderr = process, "", b""
         self._group: int | None = process.pid
+        self._started: set[int] = set()
         self._reader = asyncio.create_task(self._read_stderr())
 
     @staticmethod
@@ -78,9 +80,11 @@ class ServerProcess:
         await self.process.stdin.drain()
 
     async def stop(self) -> None:
-        """Close stdin, wait a little, and kill it and all processes of its group."""
+        """Close stdin, wait a little, and kill it and all processes that it started."""
         assert self.process.stdin is not None
         try:
+            # They are nobody's children once the server has exited.
+            self._started.update(server.descendants(self.process.pid))
             self.process.stdin.close()
             end = time.monotonic() + EXIT_S
             while self.process.returncode is None and time.monotonic() < end:
@@ -96,9 +100,14 @@ class ServerProcess:
                 self._reader.cancel()
 
     def kill(self) -> None:
-        """Kill it and all processes of its group, at once; later calls have no effect."""
+        """Kill it and all processes that it started, at once; later calls have no effect."""
         group, self._group = self._group, None
         if group is not None:
+            # The number of a process that has exited may belong to another one.
+            if self.process.returncode is None:
+                self._started.update(server.descendants(group))
+            for pid in self._started:
+                server.kill(pid)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
 
