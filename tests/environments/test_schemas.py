@@ -95,6 +95,7 @@ MALFORMED = {
     "nothing": of_a({"$ref": "#/$defs/x"}),
     "a number as reference": of_a({"$ref": 3}),
     "zero": of_a({"multipleOf": 0}),
+    "draft 3": of_a({"required": True}, **{"$schema": DRAFT_3}),
     "a schema as type": of_a({"type": [{"$ref": "http://127.0.0.1:9/x"}]}),
     "a schema as type in draft 3": of_a({"type": [{"pattern": "(a+)+$"}]}, **{"$schema": DRAFT_3}),
     "a text at the top": {"type": "string"},

@@ -50,6 +50,7 @@ FOR_SERVER = (
     *("dependencies", "additionalItems"),
 )
 ELSEWHERE = ("$id", "$dynamicRef", "$recursiveRef")
+DIALECTS = ("Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")  # an older one: other words
 
 
 def explain_mismatch(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
@@ -201,7 +202,11 @@ def _validator_class(dialect: str) -> Any:
     base = jsonschema.Draft202012Validator
     if dialect:
         base = jsonschema.validators.validator_for({"$schema": dialect}, default=None)
-    require(base is not None, f"$schema ({dialect:.60}) is not a dialect of JSON schema")
+    supported = [getattr(jsonschema, f"{name}Validator") for name in DIALECTS]
+    require(
+        base in supported,
+        f"$schema ({dialect:.60}) is not draft 4, 6, 7, 2019-09 or 2020-12 of JSON schema",
+    )
     exact = {
         "integer": lambda _, value: type(value) is int,
         "number": lambda _, value: (
