@@ -161,8 +161,12 @@ CHECKED = [
         [3, "x"],
         [1, None],
     ),
-    (of_a({"enum": [{"$ref": "file:///x"}]}), [{"$ref": "file:///x"}], [1]),
-    (of_a({"uniqueItems": True, "maxItems": 2}), [[1, 2]], [[1, 1], [1, 2, 3]]),
+    (of_a({"enum": [{"$ref": "file:///x"}, 1]}), [{"$ref": "file:///x"}, 1, 1.0], [2, True]),
+    (
+        of_a({"uniqueItems": True, "maxItems": 2}),
+        [[1, 2], [1, True], [0, False], ["1", 1], [{"b": 1}, {"b": True}], "aa"],
+        [[1, 1], [1, 1.0], [{"b": 1, "c": 2}, {"c": 2.0, "b": 1}], [1, 2, 3]],
+    ),
     (of_a(True), [1, None], []),
     (of_a(False), [], [1]),
     # Regular expressions are left to the server, and what they would make wrong as well.
@@ -179,6 +183,17 @@ def test_arguments_are_checked_by_all_keywords_but_regular_expressions(number):
     schema, good, bad = CHECKED[number]
     assert all(fits(schema, {"a": value}) for value in good)
     assert not any(fits(schema, {"a": value}) for value in bad)
+
+
+def test_values_are_found_among_others_without_comparing_each_two():
+    values = [{"a": n, "b": [n]} for n in range(3_000)]
+    start = time.monotonic()
+    schema = of_a({"items": {"enum": [*range(28_000)]}})
+    assert fits(schema, {"a": [27_999] * 3_000})
+    assert not fits(schema, {"a": [28_000] * 3_000})
+    assert fits(of_a({"uniqueItems": True}), {"a": values})
+    assert not fits(of_a({"uniqueItems": True}), {"a": [*values, values[0]]})
+    assert time.monotonic() - start < 5
 
 
 def test_names_of_arguments_are_no_keywords():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 from urllib.parse import unquote
@@ -148,6 +148,8 @@ class _Copy:
         require(all(isinstance(kind, str) for kind in kinds), f"type is {kinds!r:.60}")
         exact = not any(name in schema for name in FOR_SERVER)
         copy = {name: schema[name] for name in VALUES if name in schema}
+        if isinstance(copy.get("enum"), list):
+            copy["enum"] = _Choices(copy["enum"])
         if schema.get("nullable") is True and "type" in copy:  # OpenAPI's word, of transformers
             copy["type"] = [*kinds, "null"]
         for name in PARTS:
@@ -214,4 +216,38 @@ def _validator_class(dialect: str) -> Any:
         ),
     }
     checker = base.TYPE_CHECKER.redefine_many(exact)
-    return jsonschema.validators.extend(base, type_checker=checker)
+    # Those of jsonschema compare each two values, which takes minutes for some thousands.
+    linear = {"uniqueItems": _check_unique, "enum": _check_choice}
+    return jsonschema.validators.extend(base, linear, type_checker=checker)
+
+
+class _Choices(list[Any]):
+    """The values of `enum`."""
+
+    @functools.cached_property
+    def keys(self) -> set[str]:
+        return set(map(_json_key, self))
+
+
+def _check_choice(_: Any, choices: _Choices, value: Any, __: Any) -> Iterator[Exception]:
+    from jsonschema import ValidationError
+
+    if _json_key(value) not in choices.keys:
+        yield ValidationError("none of the values")
+
+
+def _check_unique(_: Any, is_unique: bool, values: Any, __: Any) -> Iterator[Exception]:
+    from jsonschema import ValidationError
+
+    if is_unique and isinstance(values, list) and len(set(map(_json_key, values))) < len(values):
+        yield ValidationError("equal values")
+
+
+def _json_key(value: Any) -> str:
+    """Return a text that equal values share: 1.0 is 1, and true is not."""
+    return json.dumps(json.loads(json.dumps(value), parse_float=_integer_if_equal), sort_keys=True)
+
+
+def _integer_if_equal(number: str) -> float:
+    value = float(number)
+    return int(value) if value.is_integer() else value
