@@ -24,7 +24,7 @@ def replay(run: str, iteration: int | None = None, row: str = "0") -> None:
     path = find_samples(Path(run), iteration)
     rows = read_samples(path)
     number = select_row(rows, row, path)
-    print(f"{path}, row {number} of {len(rows)}\n")
+    print(visible(f"{path}, row {number} of {len(rows)}\n"))
     print(visible(format_episode(rows[number])))
 
 

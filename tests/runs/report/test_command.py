@@ -5,10 +5,10 @@ from tests.runs.report.run_folders import make_run
 
 
 def test_the_report_is_written_to_the_run_folder(tmp_path, capsys):
-    run = make_run(tmp_path / "mine")
+    run = make_run(tmp_path / "mine\x1b[2J")
     report([str(run)])
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert "report.html (" in capsys.readouterr().out
+    assert "mine[U+001B][2J/report.html (" in capsys.readouterr().out
     first = (run / "report.html").read_bytes()
     report([str(run)])
     assert (run / "report.html").read_bytes() == first

@@ -8,7 +8,7 @@ import pytest
 from litgrpo.runs.report.command import open_run
 from litgrpo.runs.report.page import render_page
 from litgrpo.runs.run import Run
-from tests.runs.report.run_folders import HOSTILE, make_diagnosis, make_finding, make_run
+from tests.runs.report.run_folders import HOSTILE, lines, make_diagnosis, make_finding, make_run
 
 VOID = {"meta", "path", "circle"}
 LIMIT, GOAL = 2_000_000, 500_000
@@ -115,6 +115,22 @@ def test_names_of_a_recipe_cannot_act_either(run):
     name = HOSTILE["svg"].replace(",", "")
     (run / "metrics.csv").write_text(f"step,reward/{name},reward/{name}_std\n1,1,1\n2,0.5,1\n")
     check_page(render_page([open_run(run)]))
+
+
+def test_names_in_files_are_visible(run, tmp_path):
+    name = f"{HOSTILE['control']} {HOSTILE['directions']}".replace("\0", "")
+    for file in (run / "evaluation").iterdir():
+        rows = [json.loads(line) | {"set": name} for line in file.read_text().splitlines()]
+        file.write_text(lines(rows))
+    (run / "summary.json").write_text(json.dumps({"versions": {name: name}}))
+    metrics = (run / "metrics.csv").read_text()
+    (run / "metrics.csv").write_text(metrics.replace("reward/mean", f"reward/{name}"))
+    other = make_run(tmp_path / name)
+    (other / "metrics.csv").write_text((run / "metrics.csv").read_text())
+    text = render_page([open_run(run), open_run(other)], [make_diagnosis()] * 2)
+    check_page(text)
+    assert "right [U+202E] to" in text
+    assert not {*"\x1b\x07\x7f\u202e\u2066\u200f"} & {*text}
 
 
 def test_an_episode_is_shown_turn_by_turn(tmp_path):

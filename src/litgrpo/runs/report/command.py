@@ -11,6 +11,7 @@ from litgrpo.run_folder import CONFIG, REPORT
 from litgrpo.runs.config import RunConfig
 from litgrpo.runs.report.page import render_page
 from litgrpo.runs.run import Run
+from litgrpo.text.visible import visible
 
 MAX_RUNS = 8
 
@@ -32,16 +33,16 @@ def report(runs: list[str], output: str | None = None) -> None:
     for run, folder in zip(runs, folders, strict=True):
         require(folders.count(folder) == 1, f"run folder {run} is given twice")
     path = write_report(runs, output)
-    print(f"written to {path} ({path.stat().st_size / 1000:,.0f} kB)")
+    print(visible(f"written to {path} ({path.stat().st_size / 1000:,.0f} kB)"))
 
 
 def report_at_end(run: str) -> None:
     """Write the report of a run that has just ended; a failure is logged and not raised."""
     try:
-        print(f"  open {shlex.quote(str(write_report([run])))} in a browser")
+        print(visible(f"  open {shlex.quote(str(write_report([run])))} in a browser"))
     except Exception as error:  # training is finished and its files are written
         reason = f"{type(error).__name__}: {error}"
-        print(f"could not write the HTML report ({reason}); see `report {run} --debug`")
+        print(visible(f"could not write the HTML report ({reason}); see `report {run} --debug`"))
 
 
 def write_report(runs: list[str], output: str | None = None) -> Path:

@@ -95,7 +95,7 @@ def view_run(run: Run, diagnosis: Diagnosis | None) -> dict[str, Any]:
     hardest, easiest = prompts.rank_prompts(run)
     return {
         "name": visible(run.name, MAX_RUN_NAME_CHARS),
-        "verdict": results.write_verdict(run, pairs),
+        "verdict": visible(results.write_verdict(run, pairs)),
         "direction": pairs[0].direction if pairs else "unknown",
         "pairs": pairs,
         "held_out": results.held_out_metrics(run),
@@ -154,7 +154,7 @@ def chart_runs_together(runs: Sequence[Run]) -> list[Chart]:
             by_metric.setdefault(curve.name, []).append(labelled)
     end = max(run.iterations for run in runs)
     return [
-        Chart(name, definition(name), [curve.name for curve in curves], draw(curves, end))
+        Chart(visible(name), definition(name), [curve.name for curve in curves], draw(curves, end))
         for name, curves in by_metric.items()
         if len(curves) > 1 and not _is_zero(curves)
     ]

@@ -31,7 +31,7 @@ def describe_environment(run: Run) -> list[tuple[str, str]]:
     versions = run.summary.get("versions")
     if isinstance(versions, dict):
         facts |= versions
-    return [(name, visible(value, MAX_VALUE_CHARS)) for name, value in facts.items()]
+    return [(visible(name, 60), visible(value, MAX_VALUE_CHARS)) for name, value in facts.items()]
 
 
 def repeat_commands(run: Run) -> list[str]:
