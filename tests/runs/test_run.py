@@ -6,7 +6,7 @@ import math
 import pytest
 
 from litgrpo.runs.config import RunConfig
-from litgrpo.runs.run import Run, table_of
+from litgrpo.runs.run import Run, read_evaluation, read_json_lines, table_of
 from litgrpo.text.program import program_name
 from tests.runs.doctor.run_folders import write_run
 from tests.runs.report.run_folders import make_run
@@ -210,6 +210,52 @@ def test_lines_without_an_evaluation_are_left_out(content, tmp_path):
     run = make_run(tmp_path / "odd")
     (run / "evaluation" / "iteration-000060.jsonl").write_text(content)
     assert list(Run(run).evaluations) == [0]
+
+
+HUGE = 10**400
+OF_OTHER_KINDS = [
+    *({name: [1]} for name in ("prompt", "completion", "set", "failed", "rewards", "columns")),
+    *({name: {}} for name in ("prompt", "messages", "turn_rewards", "samples", "iteration")),
+    *({name: HUGE} for name in ("reward", "correct", "length", "index", "iteration")),
+    *({"calls": calls} for calls in ([1], {"f": 1}, {"f": [1]}, {"f": [1, HUGE]}, {"f": "ab"})),
+    *({"rewards": {"a": value}} for value in ("x", [1], HUGE)),
+    *({"messages": [value]} for value in (1, {}, {"role": "user"})),
+    {"correct": "x"},
+    {"turn_rewards": ["x"]},
+]
+
+
+@pytest.mark.parametrize("fields", OF_OTHER_KINDS)
+def test_a_line_with_a_value_of_another_kind_is_one_that_cannot_be_read(fields, tmp_path):
+    file, row = tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "reward": None}
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(row | fields)}\n")
+    assert read_json_lines(file) == ([row], 1)
+    for part in ({"samples": [row | fields]}, {"samples": [row], "greedy": row | fields}):
+        file.write_text(json.dumps({"index": 0, "prompt": "a"} | part))
+        assert read_evaluation(file) == ([], 1)
+
+
+def test_a_number_that_python_does_not_read_is_one_line_or_file_less(tmp_path):
+    digits = "1" * 5_000
+    run = write_run(tmp_path, samples=[{"completion": "a"}], a=[1])
+    with (run / "samples" / "iteration-000001.jsonl").open("a") as file:
+        file.write(f'{{"a": {digits}}}\n')
+    with (run / "metrics.csv").open("a") as file:
+        file.write(f"2,{digits}\n{digits},1\n")
+    (run / "summary.json").write_text(f'{{"seconds": {digits}}}')
+    (run / "config.yaml").write_text(f"a: {digits}\n")
+    found = Run.read(run)
+    assert [row["completion"] for row in found.samples] == ["a"]
+    assert found["a"].to_dict() == {1: 1}
+    assert found.summary == {}
+    with pytest.raises(ValueError, match=r"config\.yaml is not valid YAML"):
+        _ = found.config
+    state = tmp_path / "trainer_state.json"
+    state.write_text(f'{{"log_history": [{{"step": {digits}}}]}}')
+    with pytest.raises(ValueError, match=r"trainer_state\.json is not valid JSON"):
+        Run.read(state)
+    state.write_text(f'{{"log_history": [{{"step": 1, "reward": {HUGE}, "loss": 1}}]}}')
+    assert Run.read(state).metrics["reward/mean"].tolist() == [math.inf]
 
 
 def test_five_evaluations_are_kept_with_the_first_and_last(tmp_path):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -16,6 +17,13 @@ from litgrpo.rewards.reward import find_success_rewards
 from litgrpo.text.program import program_name
 from litgrpo.text.secrets import mask_settings
 from litgrpo.text.yaml_limits import check_limits
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number, and no integer that is too large for a float."""
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,13 @@ class RunConfig:
     def number(self, key: str, default: float) -> float:
         """Return the number of a key; the default if it is missing or not a number."""
         value = self.get(key, default)
-        return float(value) if isinstance(value, int | float) else default
+        return float(value) if is_number(value) else default
+
+    @property
+    def rewards(self) -> Mapping[str, Any]:
+        """{name: settings} of the reward functions."""
+        rewards = self.get("model.rewards")
+        return rewards if isinstance(rewards, Mapping) else {}
 
     @property
     def success_rewards(self) -> dict[str, str]:
@@ -58,12 +72,11 @@ class RunConfig:
         Empty if it is not known.
         """
         success_reward = self.get("model.evaluation.success_reward")
-        rewards = self.get("model.rewards", {})
-        if not isinstance(rewards, Mapping):
-            return {"": str(success_reward)} if success_reward else {}
-        weights = {name: self.get(f"model.rewards.{name}.weight", 1.0) for name in rewards}
-        tasks = {name: self.get(f"model.rewards.{name}.tasks", []) for name in rewards}
-        numbers = {n: float(w) for n, w in weights.items() if isinstance(w, int | float)}
+        success_reward = str(success_reward) if success_reward else None
+        weights = {n: self.get(f"model.rewards.{n}.weight", 1.0) for n in self.rewards}
+        tasks = {n: self.get(f"model.rewards.{n}.tasks", []) for n in self.rewards}
+        tasks = {n: list(map(str, t)) if isinstance(t, list) else [] for n, t in tasks.items()}
+        numbers = {n: float(w) for n, w in weights.items() if is_number(w)}
         deciding = find_success_rewards(numbers, tasks, success_reward)
         return deciding if deciding[""] else {}
 
@@ -107,11 +120,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is not YAML.
     """
+    text = read_text(path)
     try:
-        text = read_text(path)
         check_limits(text)
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as of a date
         message = " ".join(str(error).split())
         raise ValueError(
             f"{path} is not valid YAML: {message}; fix it or move it out of the run folder"

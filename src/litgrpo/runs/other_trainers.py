@@ -43,10 +43,11 @@ def read_trl(file: Path) -> list[Row]:
     Raises:
         ValueError: the file is not one.
     """
+    text = read_text(file)
     try:
-        state = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error.msg} in line {error.lineno}") from error
+        state = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise ValueError(f"{file} has no log_history; expected the trainer_state.json of TRL")

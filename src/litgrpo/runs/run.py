@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.evaluation_files import FOLDER
 from litgrpo.files import read_text
 from litgrpo.run_folder import COMMAND, CONFIG
-from litgrpo.runs.config import RunConfig, read_config
+from litgrpo.runs.config import RunConfig, is_number, read_config
 from litgrpo.runs.other_trainers import TRAINER_STATE, find_trainer_state, read_trl, read_verl
 from litgrpo.text.secrets import mask_known
 
@@ -300,7 +300,7 @@ def _number(cell: Any) -> float:
     """Return a finite number or infinity; NaN is a missing cell of a table."""
     try:
         number = float(cell)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.inf
     return number if math.isfinite(number) else math.inf
 
@@ -326,7 +326,7 @@ def read_json_lines(path: Path) -> tuple[list[Row], int]:
     """Read a file with a JSON object per line.
 
     Returns:
-        The objects, and how many lines could not be read.
+        The objects, and how many lines could not be read, or have values of another kind.
     """
     # Not splitlines(): U+2028 and other separators may be part of a text.
     lines = [line for line in read_text(path).split("\n") if line.strip()]
@@ -338,9 +338,59 @@ def read_json_lines(path: Path) -> tuple[list[Row], int]:
 def _parse_object(line: str) -> Row | None:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    return row if _has_known_kinds(row) else None
+
+
+def _has_known_kinds(row: Any) -> bool:
+    """Return whether a row and those in it have values of the kinds that are written."""
+    return isinstance(row, dict) and all(
+        is_kind(row[name]) for name, is_kind in KINDS.items() if name in row
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and {"role", "content"} <= value.keys()
+
+
+def _are_scores(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(_is_score, value.values())))
+
+
+def _are_calls(value: Any) -> bool:
+    """Return whether a value is {tool: [calls, failed calls]}."""
+    return value is None or (
+        isinstance(value, dict)
+        and all(isinstance(counts, list) for counts in value.values())
+        and all([*map(is_number, counts)] == [True, True] for counts in value.values())
+    )
+
+
+def _is_list_of(is_kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_kind, value))
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("set", "prompt", "completion", "failed"), _is_text),
+    **dict.fromkeys(("reward", "correct", "advantage", "length"), _is_score),
+    **dict.fromkeys(("index", "iteration"), is_number),
+    "rewards": _are_scores,
+    "calls": _are_calls,
+    "columns": lambda value: value is None or isinstance(value, dict),
+    "messages": _is_list_of(_is_message),
+    "turn_rewards": _is_list_of(_is_score),
+    "samples": _is_list_of(_has_known_kinds),
+    "greedy": lambda value: value is None or _has_known_kinds(value),
+}
 
 
 def read_evaluation(path: Path) -> tuple[list[Row], int]:
@@ -380,5 +430,5 @@ def finite_numbers(values: Iterable[Any]) -> list[float]:
         >>> finite_numbers([1, None, "a", 0.5, float("nan")])
         [1.0, 0.5]
     """
-    numbers = [float(x) for x in values if isinstance(x, int | float)]
+    numbers = [float(x) for x in values if is_number(x)]
     return [x for x in numbers if math.isfinite(x)]

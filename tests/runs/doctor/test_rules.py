@@ -138,6 +138,16 @@ def test_a_normal_pattern_is_not_found(rule, columns, config):
     assert check(rule, columns, config) is None
 
 
+@pytest.mark.parametrize("value", [[1, {"a": "b"}], 10**4299 * 9, {"a": ["b"]}, "x", 0])
+def test_a_setting_of_another_kind_ends_no_rule(value):
+    model = dict.fromkeys(("group_size", "max_completion_length", "rewards"), value)
+    model |= {"sampling": {"temperature": value}, "optimizer": {"lr": value}}
+    model |= {"objective": {"entropy_coef": value}, "precision": {"dtype": value}}
+    for config in ({"model": model}, {"model": model | {"rewards": {"right": {"weight": value}}}}):
+        for rule, columns, _ in FOUND:
+            check(rule, columns, config)
+
+
 def test_every_rule_is_covered():
     from_samples = {"reward_contradicts"}
     assert {rule for rule, *_ in FOUND} | from_samples == CHECKS.keys()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from litgrpo.runs.doctor.diagnosis import examine
 from litgrpo.runs.report.command import open_run
 from litgrpo.runs.report.page import render_page
 from litgrpo.runs.run import Run
@@ -115,6 +116,15 @@ def test_names_of_a_recipe_cannot_act_either(run):
     name = HOSTILE["svg"].replace(",", "")
     (run / "metrics.csv").write_text(f"step,reward/{name},reward/{name}_std\n1,1,1\n2,0.5,1\n")
     check_page(render_page([open_run(run)]))
+
+
+@pytest.mark.parametrize("value", ["[1, {a: b}]", "1" + "0" * 400, "{a: [b]}", "x", "0"])
+def test_values_of_another_kind_in_config_and_summary_end_no_report(value, run):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub(r": [^\n{]+", f": {value}", config))
+    (run / "summary.json").write_text('{"seconds": 1' + "0" * 400 + ', "versions": [1]}')
+    opened = open_run(run)
+    check_page(render_page([opened], [examine(opened)]))
 
 
 def test_names_in_files_are_visible(run, tmp_path):

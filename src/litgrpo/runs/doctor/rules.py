@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from litgrpo.runs.config import is_number
 from litgrpo.runs.doctor.finding import Finding, Severity
 from litgrpo.runs.run import Row, Run
 
@@ -240,7 +241,7 @@ def changes(run: Run, *names: str) -> tuple[str, ...]:
 def scale_lr(run: Run, factor: float) -> str:
     """Return the learning rate times a factor; "" if it is not known."""
     lr = run.config.get("model.optimizer.lr")
-    return f"{float(lr) * factor:g}" if isinstance(lr, int | float) else ""
+    return f"{float(lr) * factor:g}" if is_number(lr) else ""
 
 
 # --- prompts and groups ---
@@ -310,14 +311,14 @@ def _pick_truncated(run: Run) -> tuple[Row, ...]:
 
 def _double_length(run: Run) -> str:
     limit = run.config.get("model.max_completion_length")
-    return str(2 * int(limit)) if limit else ""
+    return str(2 * limit) if isinstance(limit, int) and is_number(limit) else ""
 
 
 def check_duplicates(run: Run) -> CheckResult | None:
     """Groups of identical completions. Source: TRL #3452, unsloth #2291."""
     unique = run["completion/unique_frac"]
     temperature = run.config.number("model.sampling.temperature", 1.0)
-    group_size = run.config.number("model.group_size", 8)
+    group_size = max(1.0, run.config.number("model.group_size", 8))
     # With one distinct completion per group, unique_frac is 1 / group_size.
     nearly_one = start_mean(unique, WINDOW) < 1 / group_size + 1 / 8
     if temperature >= LOW_TEMPERATURE or not nearly_one:
@@ -541,7 +542,7 @@ def check_reward_hacking(run: Run) -> CheckResult | None:
         for name in run.reward_components
         if name != run.correctness and rose(run[f"reward/{name}"])
     ]
-    blamed = [*rising, *run.config.get("model.rewards", {})][:1]
+    blamed = [*rising, *run.config.rewards][:1]
     before, after, _ = trend(reward)
     scored = [row for row in run.samples if row.get("reward") is not None]
     return CheckResult(

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from litgrpo.callbacks.metrics import definition
+from litgrpo.runs.config import is_number
 from litgrpo.runs.doctor.finding import Diagnosis, Finding
 from litgrpo.runs.doctor.render import describe_no_problems
 from litgrpo.runs.report import prompts, results, settings
@@ -172,7 +173,7 @@ def tabulate_components(run: Run) -> list[list[str]]:
         rows.append(
             [
                 visible(name, 80),
-                format_number(weight) if isinstance(weight, int | float) else "unknown",
+                format_number(weight) if is_number(weight) else "unknown",
                 cell(f"reward/{name}", 0),
                 cell(f"reward/{name}", -1),
                 cell(f"reward/{name}_std", -1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from litgrpo.runs.config import is_number
 from litgrpo.runs.run import Run
 from litgrpo.text.visible import visible
 
@@ -21,7 +22,7 @@ def describe_environment(run: Run) -> list[tuple[str, str]]:
     }
     facts = {name: value for name, value in facts.items() if value not in (None, "auto")}
     seconds = run.summary.get("seconds")
-    if isinstance(seconds, int | float):
+    if is_number(seconds):
         facts["training"] = f"{seconds:,.0f} s"
     if "perf/generated_tokens" in run:
         tokens = run["perf/generated_tokens"].iloc[-1]
