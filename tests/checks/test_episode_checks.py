@@ -82,9 +82,9 @@ def test_a_turn_that_continues_after_its_end_is_found(monkeypatch):
 
     right = TurnRows.__init__
 
-    def late(self, request, is_end, buffer):
-        right(self, request, is_end, buffer)
-        self.is_end = torch.zeros_like(is_end)
+    def late(self, request, buffer):
+        right(self, request, buffer)
+        self.is_end = torch.zeros_like(request.is_end)
 
     monkeypatch.setattr(TurnRows, "__init__", late)
     found = findings_of(objective=Objective())
