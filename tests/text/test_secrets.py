@@ -176,4 +176,5 @@ def test_keys_of_a_server_of_tools_are_masked_however_it_takes_them(entry):
 def test_arguments_without_keys_stay_as_they_are():
     words = ["--max-tokens", "5", "--tokenizer=gpt2", "--folder", "{folder}", "-e", "KEY=${MY_KEY}"]
     words += ["https://example.org/p?format=json", "ssh://git@example.org", "Bearer ${TOKEN}"]
+    words += ["serve --api-key ${MY_KEY}", "--env=API_KEY=${MY_KEY}"]
     assert mask_settings({"args": words}) == {"args": words}

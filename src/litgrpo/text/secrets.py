@@ -149,9 +149,10 @@ def _mask_in_text(value: str, free_form: bool) -> str:
     secrets = [argument[2]] if argument and argument[2] and is_secret_name(argument[1]) else []
     secrets += re.findall(KEY_LIKE, value)
     if free_form:
-        for name, secret, next_name, next_secret in IN_ARGUMENT.findall(value):
-            if is_secret_name(name or next_name, free_form) and "$" not in secret:
-                secrets.append(secret or next_secret)
+        for match in IN_ARGUMENT.finditer(value):
+            name, secret = filter(None, match.groups())
+            if is_secret_name(name, free_form) and "$" not in secret:  # no ${VARIABLE}
+                secrets.append(secret)
     secrets += IN_ADDRESS[0].findall(value) + [secret for _, secret in IN_ADDRESS[1].findall(value)]
     for secret in secrets:
         remember_secret(secret)
