@@ -8,7 +8,6 @@ in Python too: a mapping of its arguments, or the name of its class.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import numbers
@@ -28,7 +27,6 @@ SHOWN = 60  # characters of a value
 # Packages whose classes no recipe names, although they are subclasses of torch's.
 INTERNAL = ("accelerate", "transformers")
 UNSET = inspect.Parameter.empty
-CLOSE = 0.5  # least similarity, of difflib, of a suggestion
 # {first part of an option: what takes its other parts in Python}
 TAKES = {"model": "GRPO", "data": "PromptData", "trainer": "Trainer"}
 
@@ -370,14 +368,6 @@ def find_class(name: str, bases: Sequence[type]) -> type:
     # The first of a name is torch's; bitsandbytes also has an SGD.
     pairs = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
     kinds = dict(reversed(pairs))
-    near = nearest(name, list(kinds))
-    hint = near and f" (did you mean {near!r}?)"
     listed = f"use one of {', '.join(sorted(kinds))}, or an import path"
-    require(name in kinds, f"unknown class {name!r}{hint}: {listed}")
+    require(name in kinds, f"unknown class {name!r}{did_you_mean(name, kinds)}: {listed}")
     return kinds[name]
-
-
-def nearest(name: str, words: Sequence[str]) -> str:
-    """Return the shortest known name that begins with the name, or the most similar, or ""."""
-    longer = sorted((word for word in words if word.lower().startswith(name.lower())), key=len)
-    return next(iter(longer + difflib.get_close_matches(name, words, 1, CLOSE)), "")

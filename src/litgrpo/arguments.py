@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 MAX_ERROR_CHARS = 300
+CLOSE = 0.5  # least similarity, of difflib, of a suggestion
 
 
 def require(condition: bool, message: str) -> None:
@@ -76,10 +77,18 @@ def type_with_article(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` with the nearest known word, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(words), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the shortest known name that begins with the name, or the most similar, or ""."""
+    known = list(names)
+    longer = [word for word in known if name and word.lower().startswith(name.lower())]
+    similar = difflib.get_close_matches(name, known, 1, CLOSE)
+    return next(iter(sorted(longer, key=len) + similar), "")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` with the nearest known name, or nothing if none is near."""
+    near = nearest(name, names)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def first_line(error: BaseException) -> str:

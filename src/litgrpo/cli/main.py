@@ -64,7 +64,7 @@ runs/NAME, with the name of the first recipe, or --run_dir.
   {program} COMMAND --help           options of a command
   {program} fit --model.lora.help    options below an option
   {program} fit --model.help SFT     options of a class
-  --debug                            show tracebacks instead of one-line errors
+  {program} COMMAND --debug          show tracebacks instead of one-line errors
 """
 
 

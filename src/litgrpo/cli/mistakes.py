@@ -22,11 +22,10 @@ from litgrpo.argument_types import (
     default_class,
     find_class,
     members,
-    nearest,
     subclasses,
     values_of_mapping,
 )
-from litgrpo.arguments import import_by_path
+from litgrpo.arguments import import_by_path, nearest
 from litgrpo.callbacks.trainer_options import describe_rejected_callback
 from litgrpo.cli.options import (
     Option,
