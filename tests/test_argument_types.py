@@ -26,8 +26,9 @@ from litgrpo import (
     Sampling,
     StaticEngine,
     UpdateConfig,
+    argument_types,
 )
-from litgrpo.argument_types import UnknownArgument, WrongType, argument_hints, matches
+from litgrpo.argument_types import UnknownArgument, WrongType, argument_hints, find_class, matches
 from litgrpo.cli.options import options_of
 from litgrpo.learning.optim import DefaultAdamW
 from litgrpo.rewards.reward import name_rewards
@@ -256,3 +257,11 @@ def test_rewards_of_a_wrong_type_are_named(rewards, said):
 def test_the_types_of_all_options_are_known(kind):
     # An annotation that stays text was looked up in another module than its class's.
     assert [key for key, each in options_of(kind).items() if isinstance(each.hint, str)] == []
+
+
+def test_a_public_class_that_nothing_has_imported_yet_is_suggested(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text("class LateFraction(__import__('fractions').Fraction): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(argument_types, "PUBLIC", {"LateFraction": "late"})
+    with pytest.raises(ValueError, match="did you mean 'LateFraction'"):
+        find_class("LateFractoin", [Fraction])

@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib import import_module
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -345,10 +346,11 @@ def values_of_mapping(hint: Any) -> Any:
 
 def subclasses(base: type) -> list[type]:
     """Return the public concrete classes under a base that are imported, with the base."""
-    kinds = [base]
+    kinds, seen = [base], {base}
     for parent in kinds:  # grows while it is read
         below: list[type] = type.__subclasses__(parent)
-        kinds += [kind for kind in below if kind not in kinds]
+        kinds += [kind for kind in below if kind not in seen]
+        seen.update(below)
     return [
         kind
         for kind in kinds
@@ -365,9 +367,17 @@ def find_class(name: str, bases: Sequence[type]) -> type:
         return typing.cast("type", import_by_path(f"{PUBLIC[short_name]}.{short_name}"))
     if package:
         return typing.cast("type", import_by_path(name))
-    # The first of a name is torch's; bitsandbytes also has an SGD.
-    pairs = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
-    kinds = dict(reversed(pairs))
+    kinds = _names_below(bases)
+    if name not in kinds:  # public classes are imported when they are first used
+        for module in {*PUBLIC.values()}:
+            import_module(module)
+        kinds = _names_below(bases)
     listed = f"use one of {', '.join(sorted(kinds))}, or an import path"
     require(name in kinds, f"unknown class {name!r}{did_you_mean(name, kinds)}: {listed}")
     return kinds[name]
+
+
+def _names_below(bases: Sequence[type]) -> dict[str, type]:
+    """{short name: class} of what is imported; of torch's SGD and bitsandbytes', the first."""
+    pairs = [(kind.__name__, kind) for base in bases for kind in subclasses(base)]
+    return dict(reversed(pairs))
