@@ -1,6 +1,6 @@
-"""Callbacks that show, record and limit a run.
+"""Callbacks that show, record, adapt and limit a run.
 
-They read what the steps return (`rollout`, `rewards`, `advantages`, `reports`) and the module's
-public `policy`, `iteration`, `max_iterations` and `evaluation_report`, and change none of it. They
-write to the trainer's `default_root_dir`, the run folder.
+They read `outputs["iteration"]`, an `Iteration`, which `GRPO.training_step` returns, and the public
+attributes of the module (`litgrpo.protocol`). They write to the trainer's `default_root_dir`, the
+run folder. Only `litgrpo.callbacks.adaptive` changes the training: coefficients of the objective.
 """

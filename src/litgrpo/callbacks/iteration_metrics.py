@@ -1,4 +1,4 @@
-"""Metrics of an iteration that need no model, and a warning when there is no learning signal."""
+"""Metrics of an iteration beside those of `GRPO`, and a warning without a learning signal."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ class StepTime(Callback):
 class IterationMetrics(Callback):
     """Logs success, length, text and weight metrics of an iteration; see docs/reference/metrics.md.
 
+    They are of the completions as they were sampled: those with which dynamic sampling replaces
+    groups were selected for their rewards.
+
     The change of the weights is measured on 1,024 evenly spread entries of each tensor; for sharded
     weights it is the mean over the ranks.
     """
@@ -62,11 +65,11 @@ class IterationMetrics(Callback):
         if not isinstance(outputs, dict) or "iteration" not in outputs:
             return  # a training step of the user's own class
         iteration = outputs["iteration"]
-        rollout, rewards = iteration.rollout, iteration.rewards
+        rollout, rewards = iteration.experience.sampled[0]
         evaluator, comm = pl_module.evaluator, pl_module.learner.comm
         success = evaluator.find_correct(rewards).cpu()
         stats = success_stats(success) | length_stats(rollout, success)
-        stats |= text_stats(rollout, rewards) | token_stats(rollout, pl_module.policy)
+        stats |= text_stats(rollout) | token_stats(rollout, pl_module.policy)
         stats |= clip_stats(iteration.steps, pl_module.update.max_grad_norm)
         if self.entries is not None:
             stats |= self._measure_change(pl_module)
@@ -238,7 +241,7 @@ def task_stats(
     return stats
 
 
-def text_stats(rollout: Rollout, rewards: RewardTable) -> Stats:
+def text_stats(rollout: Rollout) -> Stats:
     """Fraction of distinct completions in a group, mean over groups."""
     size = rollout.group_size
     texts = rollout.completions

@@ -523,7 +523,7 @@ class GRPO(LanguageModule):
         experience, comm = iteration.experience, self.learner.comm
         own_tokens = self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
-        # Those that replaced groups were selected for their rewards.
+        # Completions as they were sampled: those that replaced groups were selected by reward.
         first_rollout, first_rewards = experience.sampled[0]
         stats = reward_stats(gather_rewards(first_rewards, comm.gather))
         stats |= rollout_stats(first_rollout)
