@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.fixed import DecodeBuffer, FixedShapeLoop
-from litgrpo.types import PromptBatch, Rollout, stack_rows
+from litgrpo.rollout.groups import join_rollouts
+from litgrpo.types import PromptBatch, Rollout
 
 
 @check_field_types
@@ -90,7 +90,7 @@ class StaticEngine(RolloutEngine):
         """
         parts = _split(requests)
         if len(parts) > 1:
-            return _concatenate([self.generate(part) for part in parts], requests)
+            return join_rollouts([self.generate(part) for part in parts])
         policy, prompts, uniforms = requests.policy, requests.prompts, requests.uniforms
         device = backend(policy.model.device)
         padded = self.pad_prompts(prompts)
@@ -118,37 +118,9 @@ def _split(requests: RolloutRequest) -> list[RolloutRequest]:
     prompts, group_size = requests.prompts, requests.group_size
     groups = max(1, (requests.max_rows or requests.num_rows) // group_size)
 
-    def part(rows: slice) -> RolloutRequest:
-        group_prompts = PromptBatch(
-            prompts.prompt_ids[rows],
-            prompts.prompt_mask[rows],
-            prompts.prompts[rows],
-            {name: values[rows] for name, values in prompts.columns.items()},
-            prompts.index[rows],
-        )
+    def part(rows: range) -> RolloutRequest:
         uniforms = requests.uniforms[rows.start * group_size : rows.stop * group_size]
-        return replace(requests, prompts=group_prompts, uniforms=uniforms, max_rows=None)
+        return replace(requests, prompts=prompts.take(rows), uniforms=uniforms, max_rows=None)
 
-    return [part(slice(start, start + groups)) for start in range(0, len(prompts), groups)]
-
-
-def _concatenate(parts: list[Rollout], requests: RolloutRequest) -> Rollout:
-    """Return one rollout of all groups, padded to the widest part."""
-
-    def cat(name: str, fill: int = 0) -> Tensor:
-        return stack_rows([getattr(part, name) for part in parts], fill)
-
-    first = parts[0]
-    prompts: dict[str, Any] = {
-        name: torch.cat([getattr(part.prompts, name) for part in parts])
-        for name in ("prompt_ids", "prompt_mask", "index")
-    }
-    return replace(
-        first,
-        prompts=replace(requests.prompts, **prompts),
-        completion_ids=cat("completion_ids", requests.policy.pad_id),
-        completion_mask=cat("completion_mask"),
-        sampler_logprobs=cat("sampler_logprobs"),
-        truncated=torch.cat([part.truncated for part in parts]),
-        candidate_ids=None if first.candidate_ids is None else cat("candidate_ids", -1),
-    )
+    numbers = range(len(prompts))
+    return [part(numbers[start : start + groups]) for start in numbers[::groups]]
