@@ -1,10 +1,13 @@
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Timer
 
 import pytest
 import torch
 
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.rollouter import PendingRollout
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.learning.parts import GROUP, LENGTH, rollouter_of
 from tests.support.models import prompt_batch, tiny_policy
@@ -155,3 +158,19 @@ def test_texts_keep_special_tokens_that_the_policy_generated_but_not_its_end():
     # A stop token is left out if it is special, and stays if it is text, as in vLLM.
     rows = [[*word, call], [*word, newline], [call, *word]]
     assert policy.completion_texts(rows, [call, newline]) == ["ab", "ab\n", "<|call|>ab"]
+
+
+def test_episodes_begin_when_those_that_are_played_in_the_background_have_ended():
+    # They share environments, which are reset; also if the weights are those of this iteration.
+    class Episodes:
+        def play(self, engine, request, key):
+            ended.append(background.done())
+            return engine.generate(request)
+
+    background, ended = Future(), []
+    rollouter = rollouter_of(tiny_policy("qwen2"), episodes=Episodes())
+    rollouter.generate(prompt_batch("a"), "train", 3)
+    rollouter.pending.queue.append(PendingRollout(4, background))
+    Timer(0.2, background.set_result, [None]).start()
+    rollouter.generate(prompt_batch("a"), "val", 3)
+    assert ended == [False, True]
