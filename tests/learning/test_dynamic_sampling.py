@@ -313,3 +313,48 @@ def test_metrics_of_completions_are_of_the_prompts_asked_first():
     assert logged[0] == logged[1]
     assert {"reward/mean", "reward/correct_frac", "completion/unique_frac"} <= logged[0].keys()
     assert filled.generated_tokens > plain.generated_tokens
+
+
+class SavedAt(Callback):
+    """Saves after each iteration, as a run does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *rest):
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_run_resamples_the_same_prompts(stop, tmp_path):
+    whole = learner(max_iterations=5)
+    train(whole, PromptData(TEXTS, batch_size=4))
+    saved = SavedAt(tmp_path / "stopped.ckpt")
+    train(learner(max_iterations=stop), PromptData(TEXTS, batch_size=4), callbacks=[saved])
+    second = learner(max_iterations=5)
+    train(second, PromptData(TEXTS, batch_size=4), ckpt=tmp_path / "stopped.ckpt")
+    assert second.generated_tokens == whole.generated_tokens
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_data_that_cannot_give_more_prompts_are_refused():
+    with pytest.raises(
+        ValueError, match=r"dynamic_sampling_attempts is 8, .* Use litgrpo.PromptData"
+    ):
+        train(learner(), loader(prompt_batch("a", "b")))
+
+
+def test_the_first_rollout_is_the_same_with_and_without_resampling():
+    batch, rollouter = prompt_batch("a", "hello"), rollouter_of(tiny_policy("qwen2"))
+    first, again, other = (
+        rollouter.generate(batch, "train", 2, attempt=attempt) for attempt in (0, 0, 1)
+    )
+    assert torch.equal(first.completion_ids, again.completion_ids)
+    assert first.completions != other.completions
+
+
+def test_training_stops_when_its_tokens_are_sampled():
+    grpo = module(max_iterations=None, max_generated_tokens=100)
+    train(grpo, PromptData(TEXTS, batch_size=4))
+    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.max_completion_length
