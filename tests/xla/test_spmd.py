@@ -41,7 +41,7 @@ def note_caches_and_batches(monkey) -> None:
 
         def call(*arguments: Any):
             output, state = compiled(*arguments)
-            KINDS["cache"] += [spec_of(each) for each in (*state.own, *state.prompts)]
+            KINDS["cache"] += [spec_of(each) for each in (*state.completions, *state.prompts)]
             return output, state
 
         return call

@@ -239,7 +239,7 @@ class CausalPolicy(Policy):
                 use_cache=True,
                 shared_prefix=state,
             )
-        state.fed += 1
+        state.num_fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
     def make_row_offloader(self, state: DecodeState) -> RowOffloader:

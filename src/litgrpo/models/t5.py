@@ -32,7 +32,7 @@ from litgrpo.models.decode.shared_prefix import (
     PromptGrid,
     RowOffloader,
     SharedPrefixCache,
-    gather_own,
+    gather_completions,
     split_rows,
 )
 from litgrpo.models.decode.static import StaticDecoder
@@ -47,37 +47,30 @@ SHARED_ENCODER = "litgrpo_shared_encoder"
 
 
 class CrossAttention:
-    """Cross-attention of every row to its own copy of the prompt, in static shapes.
-
-    Args:
-        prompt_mask: [M, P] True marks a real token.
-    """
+    """Cross-attention of every row to a copy of its prompt, in static shapes."""
 
     def __init__(self, prompt_mask: Tensor) -> None:
-        self.mask: Tensor | None = prompt_mask[:, None, None]
+        self.mask: Tensor | None = prompt_mask[:, None, None]  # [M, 1, 1, P]
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
     ) -> Tensor:
-        """Compute attention of rows [M, H, q, D] to prompt keys and values [M, H, P, D]."""
+        """Compute attention [M, H, q, D] of rows to prompt keys and values [M, H, P, D]."""
         return torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, self.mask, dropout_p=dropout, scale=scaling
         )
 
 
 class GroupedCrossAttention(CrossAttention):
-    """Cross-attention in which the rows of a prompt are rows of one matrix product.
-
-    Args:
-        prompt_mask: [B, P] True marks a real token.
-        prompt_of: [n] prompt of each row, in any order.
-    """
+    """Cross-attention in which the rows of a prompt, in any order, share one matrix product."""
 
     def __init__(self, prompt_mask: Tensor, prompt_of: Tensor) -> None:
         grid = PromptGrid(prompt_of, len(prompt_mask))
-        self.width, self.cell, self.row_of_cell = grid.width, grid.cell_of_row, grid.row_of_cell
-        self.in_place = torch.equal(self.cell, torch.arange(len(self.row_of_cell)).to(self.cell))
-        self.mask = None if bool(prompt_mask.all()) else prompt_mask[:, None, None]
+        self.width, self.cell_of_row = grid.width, grid.cell_of_row
+        self.row_of_cell = grid.row_of_cell
+        cells = torch.arange(len(self.row_of_cell)).to(self.cell_of_row)
+        self.in_place = torch.equal(self.cell_of_row, cells)
+        self.mask = None if bool(prompt_mask.all()) else prompt_mask[:, None, None]  # [B, 1, 1, P]
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
@@ -94,59 +87,54 @@ class GroupedCrossAttention(CrossAttention):
         )
         cells = output.view(-1, heads, self.width, length, size).transpose(1, 2)
         cells = cells.reshape(-1, heads, length, size)
-        return cells if self.in_place else cells.index_select(0, self.cell)
+        return cells if self.in_place else cells.index_select(0, self.cell_of_row)
 
 
 class CrossPrefixCache(SharedPrefixCache):
     """A shared-prefix cache whose prompts are read by cross-attention.
 
-    A row's own tokens begin with the decoder's start token.
-
-    Args:
-        started: caches of one forward pass over the start token, a row for each prompt.
-        prompt_mask: [B, P] True marks a real token.
-        group_size: G rows answer each prompt.
-        capacity: maximum number of tokens that a row is fed, C; the start token is extra.
+    A completion begins with the decoder's start token, which comes on top of `capacity`. `prefill`
+    are the caches of one forward pass over the start token, a row for each prompt.
     """
 
     can_join = True
 
     def __init__(
-        self, started: EncoderDecoderCache, prompt_mask: Tensor, group_size: int, capacity: int
+        self, prefill: EncoderDecoderCache, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> None:
-        super().__init__(started.cross_attention_cache, prompt_mask, group_size, capacity + 1)
-        own: Any = started.self_attention_cache
-        for number, layer in enumerate(own.layers):  # each [B, H, 1, D]
-            keys, values = layer.keys.squeeze(2), layer.values.squeeze(2)
+        super().__init__(prefill.cross_attention_cache, prompt_mask, group_size, capacity + 1)
+        decoder_cache: Any = prefill.self_attention_cache
+        for number, layer in enumerate(decoder_cache.layers):
+            keys, values = layer.keys.squeeze(2), layer.values.squeeze(2)  # [B, H, D]
             self.write(number, keys[self.prompt_of], values[self.prompt_of])
-        self.fed = 1
+        self.num_fed = 1
 
     def _arrange(self) -> None:
         super()._arrange()
         self.grouped = GroupedCrossAttention(self.prompt_mask, self.prompt_of)
 
-    def _view(self) -> None:
-        super()._view()
+    def _build_views(self) -> None:
+        super()._build_views()
         cross = zip(self.prompt_keys, self.prompt_values, strict=True)
-        self.both = Seq2SeqCache(self, list(cross))
+        self.seq2seq_cache = Seq2SeqCache(self, list(cross))
 
     def update(  # type: ignore[override]
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store one token's keys and values [n, H, 1, D]; return those from the first start on."""
         super().update(keys, values, layer)
-        columns = slice(self.first_start, self.fed + 1)
+        columns = slice(self.min_start, self.num_fed + 1)
         return self.keys[layer][:, :, columns], self.values[layer][:, :, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens before this one, from the first start on."""
-        return self.fed - self.first_start
+        return self.num_fed - self.min_start
 
     def columns_before_start(self) -> Tensor | None:
         """Return [n, 1, 1, t] True where a column precedes a row's start; None if none does."""
-        if self.first_start == self.last_start:
+        if self.min_start == self.max_start:
             return None
-        columns = torch.arange(self.first_start, self.fed + 1, device=self.start.device)
+        columns = torch.arange(self.min_start, self.num_fed + 1, device=self.start.device)
         return (columns < self.start[:, None])[:, None, None]
 
 
@@ -161,28 +149,27 @@ class Seq2SeqRowOffloader(RowOffloader):
     def extend(
         self, rows: Sequence[OffloadedRow], prompt_of: Tensor, ids: Sequence[list[int]]
     ) -> tuple[Tensor, list[OffloadedRow]]:
-        """See `RowOffloader.extend`."""
         cache = self.cache
-        new = NewTokens(rows, ids, cache.prompt_mask.device)
-        width = new.own_mask.shape[1]
+        new_tokens = NewTokens(rows, ids, cache.prompt_mask.device)
+        width = new_tokens.past_mask.shape[1]
         past = DynamicCache()
-        (own,) = gather_own(cache, rows, width)  # all layers have one shape
-        for layer in range(len(own) // 2):
-            past.update(own[2 * layer], own[2 * layer + 1], layer)
+        (kv,) = gather_completions(cache, rows, width)  # all layers have one shape
+        for layer in range(len(kv) // 2):
+            past.update(kv[2 * layer], kv[2 * layer + 1], layer)
         cross = [
             (keys[prompt_of], values[prompt_of])
             for keys, values in zip(cache.prompt_keys, cache.prompt_values, strict=True)
         ]
         output = self.policy.decoder(
-            input_ids=new.ids,
-            attention_mask=torch.cat([new.own_mask, new.mask], 1).long(),
+            input_ids=new_tokens.ids,
+            attention_mask=torch.cat([new_tokens.past_mask, new_tokens.mask], 1).long(),
             encoder_hidden_states=cross[0][0][:, 0],  # only its shape matters
             encoder_attention_mask=cache.prompt_mask[prompt_of].long(),
             past_key_values=Seq2SeqCache(past, cross),
             use_cache=True,
         )
-        logits = self.policy.head(new.last(output.last_hidden_state))
-        return logits, split_rows(cache, past, width, new.lengths, None)
+        logits = self.policy.head(new_tokens.last(output.last_hidden_state))
+        return logits, split_rows(cache, past, width, new_tokens.lengths, None)
 
 
 def attend_shared_encoder(
@@ -199,31 +186,17 @@ def attend_shared_encoder(
     before_start: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of the decoder to its own tokens, or to prompts that rows share.
+    """Compute attention of the decoder to completion tokens, or to prompts that rows share.
 
-    Args:
-        module: the attention module; `is_causal` is True for own tokens.
-        query: [n, H, q, D].
-        keys: [n, H, t, D] of the rows' own tokens, or [b, H, P, D] of the prompts.
-        values: as the keys.
-        attention_mask: passed to transformers; rows are padded on the right, so a causal mask is
-            enough here.
-        scaling: multiplies the scores.
-        position_bias: [1, H, q, t] is added to the scores of own tokens; 0 for prompts.
-        dropout: of the weights.
-        cross: attention to the prompts; None: transformers' attention (encoder, prefill).
-        before_start: [n, 1, 1, t] True marks columns before a row's own tokens; None: none is.
-        kwargs: arguments of other attention functions.
-
-    Returns:
-        [n, q, H, D], and no attention weights.
+    `cross` None selects transformers' attention (encoder, prefill). Otherwise `attention_mask` is
+    unused: rows are padded on the right, so a causal mask is enough.
     """
     if cross is None:
         kwargs |= {"scaling": scaling, "dropout": dropout, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **kwargs)
     if not module.is_causal:
         return cross.attend(query, keys, values, dropout, scaling).transpose(1, 2), None
-    scores = query @ keys.transpose(2, 3) * scaling + position_bias
+    scores = query @ keys.transpose(2, 3) * scaling + position_bias  # [n, H, q, t]
     length, total = scores.shape[2:]
     if length > 1:
         future = torch.ones(length, total, dtype=torch.bool, device=query.device)
@@ -242,26 +215,25 @@ class Seq2SeqStaticDecoder(StaticDecoder):
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """See `FixedDecoder.attention`."""
         with use_attention(self.policy.decoder, STATIC), torch.no_grad():
             yield
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, FixedState]:
-        """Encode the prompts and feed the start token; see `FixedDecoder.prefill`."""
+        """Encode the prompts and feed the start token."""
         mask = prompt_mask.long()
         encoded = self.policy.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
         prompts: list[Tensor] = []
         for block in self.policy.decoder.block:
             cross = block.layer[1].EncDecAttention
-            for part in (cross.k, cross.v):
-                prompts.append(part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2))
+            for projection in (cross.k, cross.v):
+                heads = projection(encoded).unflatten(2, (cross.n_heads, -1))
+                prompts.append(heads.transpose(1, 2))  # [B, H, P, D]
         start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.policy.start_id)
         return self.decode_step(start, make_state(prompt_mask, prompts, group_size, capacity))
 
     def decode_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
-        """See `FixedDecoder.decode_step`."""
         cache = FixedSeq2SeqCache(state)
         output = self.policy.decoder(
             input_ids=tokens[:, None],
@@ -271,10 +243,10 @@ class Seq2SeqStaticDecoder(StaticDecoder):
             use_cache=True,
             static=cache,
         )
-        return self.policy.head(output.last_hidden_state[:, -1]), cache.rows.after
+        return self.policy.head(output.last_hidden_state[:, -1]), cache.decoder_cache.advance()
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Encode a prompt for each row and decode all of its tokens; see `StaticDecoder.hidden`."""
+        """Encode a prompt for each row and decode all of its tokens."""
         mask = rows.prompt_mask[rows.prompt_of]
         # Transformers uses a mask of four dimensions unchanged. Padding attends as well, which is
         # harmless because no token attends to it.
@@ -294,9 +266,6 @@ class Seq2SeqPolicy(Policy):
     """An encoder-decoder model whose encoder runs once per prompt, for all of its completions.
 
     P counts tokens of the encoder, C those of the decoder without its start token.
-
-    Raises:
-        ValueError: a model type whose attention differs from T5's.
     """
 
     static_decoder_class = Seq2SeqStaticDecoder
@@ -330,7 +299,7 @@ class Seq2SeqPolicy(Policy):
     def decoding(
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> Iterator[None]:
-        """Pack the weights if that is faster; there is no fused step. See `Policy.decoding`."""
+        """Pack the weights if that is faster; there is no fused step."""
         pack = (
             linears.pack_weights(self.model)
             if self.linear_kernels.decode == "onednn"
@@ -341,12 +310,10 @@ class Seq2SeqPolicy(Policy):
 
     @property
     def encoder(self) -> Any:
-        """Transformers' encoder."""
         return self.bare_model.get_encoder()
 
     @property
     def decoder(self) -> Any:
-        """Transformers' decoder."""
         return self.bare_model.get_decoder()
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -360,9 +327,8 @@ class Seq2SeqPolicy(Policy):
         ).last_hidden_state
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """See `Policy.hidden`."""
-        used, prompt_of = torch.unique(rows.prompt_of, return_inverse=True)
-        prompt_ids, prompt_mask = rows.prompt_ids[used], rows.prompt_mask[used]
+        prompts, prompt_of = torch.unique(rows.prompt_of, return_inverse=True)
+        prompt_ids, prompt_mask = rows.prompt_ids[prompts], rows.prompt_mask[prompts]
         output = self.decoder(
             input_ids=self.decoder_input(rows.completion_ids),
             encoder_hidden_states=self.encode(prompt_ids, prompt_mask),
@@ -372,16 +338,16 @@ class Seq2SeqPolicy(Policy):
         return output.last_hidden_state[rows.completion_mask]
 
     def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """Encode the tokens before the targets, decode those; see `Policy.target_hidden_states`."""
-        prompts = mask & (target_mask.cumsum(1) == 0)
-        if bool((mask & ~target_mask & ~prompts).any()):
+        """Encode the tokens before the targets and decode the targets."""
+        prompt_mask = mask & (target_mask.cumsum(1) == 0)
+        if bool((mask & ~target_mask & ~prompt_mask).any()):
             raise ValueError(
                 "a row has several answers, and an encoder-decoder model writes one: give each "
                 "answer a separate row (data.train_on_turns: last learns the last one)"
             )
         prompt_of = torch.arange(len(ids), device=ids.device)
-        asked, answers = pack_left(ids, prompts), pack_left(ids, target_mask)
-        return self.hidden(TokenRows(*asked, prompt_of, *answers))
+        prompts, answers = pack_left(ids, prompt_mask), pack_left(ids, target_mask)
+        return self.hidden(TokenRows(*prompts, prompt_of, *answers))
 
     def decoder_input(self, completion_ids: Tensor) -> Tensor:
         """Shift completions [M, C] to the right: start token first, last token dropped."""
@@ -394,43 +360,40 @@ class Seq2SeqPolicy(Policy):
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """Encode the prompts and feed the start token; see `Policy.prefill`."""
+        """Encode the prompts and feed the start token."""
         encoded = self.encode(prompt_ids, prompt_mask)
-        started = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         output = self.decoder(
             input_ids=self._start(prompt_ids),
             encoder_hidden_states=encoded,
             encoder_attention_mask=prompt_mask.long(),
-            past_key_values=started,
+            past_key_values=cache,
             use_cache=True,
         )
-        state = CrossPrefixCache(started, prompt_mask, group_size, capacity)
+        state = CrossPrefixCache(cache, prompt_mask, group_size, capacity)
         return self.head(output.last_hidden_state[:, -1]), state
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """See `Policy.decode_step`."""
         assert isinstance(state, CrossPrefixCache)
         state.begin_step()
         output = self.decoder(
             input_ids=tokens[:, None],
             encoder_hidden_states=state.prompt_keys[0][:, 0],  # only `is not None` matters
-            past_key_values=state.both,
+            past_key_values=state.seq2seq_cache,
             use_cache=True,
             cross=state.grouped,
             before_start=state.columns_before_start(),
         )
-        state.fed += 1
+        state.num_fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
     def make_row_offloader(self, state: DecodeState) -> RowOffloader:
-        """See `Policy.make_row_offloader`."""
         assert isinstance(state, CrossPrefixCache)
         return Seq2SeqRowOffloader(self, state)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """See `Policy.dense_logits`."""
         output = self.model(
             input_ids=prompt_ids,
             attention_mask=prompt_mask.long(),

@@ -202,7 +202,7 @@ def test_nothing_is_kept_after_a_rollout_or_an_error(recorder, monkeypatch):
 
     def note(*args):
         state = allocate(*args)
-        caches.extend(map(weakref.ref, state.own))
+        caches.extend(map(weakref.ref, state.completions))
         return state
 
     monkeypatch.setattr(causal.FusedDecoder, "make_fixed_state", note)

@@ -36,46 +36,48 @@ class FixedState(NamedTuple):
         prompt_mask: [B, P] True marks a real token.
         prompts: keys of the first layer, its values, keys of the second and so on, of the prompts:
             each [B, H, P, D].
-        own: for each layer keys and values of the rows' own tokens, allocated for all C of them:
-            [B, H, G, C, 2 * D]. Keys and values are one tensor, because one write is faster than
-            two; and B comes first, because several chips divide the first dimension.
-        fed: [1] number of tokens fed to every row.
-        columns: number of own tokens that attention reads, the later ones being masked; at most C.
+        completions: for each layer keys and values of the completion tokens, allocated for all C
+            of them: [B, H, G, C, 2 * D]. Keys and values are one tensor, because one write is
+            faster than two; and B comes first, because several chips divide the first dimension.
+        num_fed: [1] number of tokens fed to every row.
+        columns: number of completion tokens that attention reads, the later ones being masked; at
+            most C.
     """
 
     prompt_mask: Tensor
     prompts: tuple[Tensor, ...]
-    own: tuple[Tensor, ...]
-    fed: Tensor
+    completions: tuple[Tensor, ...]
+    num_fed: Tensor
     columns: int
 
     @property
     def group_size(self) -> int:
         """Rows of each prompt, G."""
-        return self.own[0].shape[2]
+        return self.completions[0].shape[2]
 
     def show(self, columns: int) -> FixedState:
-        """Return the state whose attention reads this many own columns."""
-        return self._replace(columns=min(columns, self.own[0].shape[3]))
+        """Return the state whose attention reads this many columns of completions."""
+        return self._replace(columns=min(columns, self.completions[0].shape[3]))
 
-    def select(self, prompts: Tensor, places: Tensor) -> FixedState:
+    def select(self, prompts: Tensor, members: Tensor) -> FixedState:
         """Return a copy with fewer rows, in a smaller grid [b, g].
 
         Args:
             prompts: [b] prompts to keep.
-            places: [b, g] the place of each kept row among the rows of its prompt.
+            members: [b, g] the index of each row to keep within its group.
         """
-        own = []
-        for layer in self.own:
+        completions = []
+        for layer in self.completions:
             # Indices on both sides of a slice come first: [b, g, H, columns, 2 * D].
-            used = layer[:, :, :, : self.columns]
-            rows = used[prompts[:, None], :, places].transpose(1, 2)
-            own.append(rows.new_zeros(*rows.shape[:3], *layer.shape[3:]))
-            own[-1][:, :, :, : self.columns] = rows
+            columns = layer[:, :, :, : self.columns]
+            rows = columns[prompts[:, None], :, members].transpose(1, 2)
+            selected = rows.new_zeros(*rows.shape[:3], *layer.shape[3:])
+            selected[:, :, :, : self.columns] = rows
+            completions.append(selected)
         return self._replace(
             prompt_mask=self.prompt_mask[prompts],
             prompts=tuple(tensor[prompts] for tensor in self.prompts),
-            own=tuple(own),
+            completions=tuple(completions),
         )
 
 
@@ -84,24 +86,20 @@ def make_state(
 ) -> FixedState:
     """Allocate `capacity` tokens of `group_size` rows for each of the prompts, left-padded."""
     # Zeros, because masked entries must be finite: 0 * NaN is NaN.
-    own = [
+    completions = [
         keys.new_zeros(*keys.shape[:2], group_size, capacity, 2 * keys.shape[3])
         for keys in prompts[::2]
     ]
-    fed = torch.zeros(1, dtype=torch.long, device=prompt_mask.device)
-    return FixedState(prompt_mask, tuple(prompts), tuple(own), fed, capacity)
+    num_fed = torch.zeros(1, dtype=torch.long, device=prompt_mask.device)
+    return FixedState(prompt_mask, tuple(prompts), tuple(completions), num_fed, capacity)
 
 
 class FixedPrompts:
-    """KV cache of the forward pass over the prompts.
-
-    Args:
-        mask: [B, P] True marks a real token; padded on the left.
-    """
+    """KV cache of the forward pass over the prompts."""
 
     def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-        self.tensors: list[Tensor] = []
+        self.mask = mask  # [B, P], padded on the left
+        self.tensors: list[Tensor] = []  # keys of the first layer, its values and so on
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -123,13 +121,13 @@ class FixedPrompts:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute causal attention of the prompts' queries [B, heads, P, D]."""
+        """Compute causal attention [B, heads, P, D] of the prompts."""
         batch, heads, length, size = query.shape
         groups = keys.shape[1]
-        column = torch.arange(length, device=query.device)
-        back = column[:, None] - column
+        slot = torch.arange(length, device=query.device)
+        distance = slot[:, None] - slot  # [P, P] from each key to each query
         # Padding attends to itself: a softmax over nothing is NaN, which later tokens would read.
-        visible = (within(back, sliding_window) & self.mask[:, None, :]) | (back == 0)
+        visible = (within(distance, sliding_window) & self.mask[:, None, :]) | (distance == 0)
         if softcap is None:
             return scaled_dot_product_attention(
                 *(query, keys, values, visible[:, None]), scale=scaling, enable_gqa=heads > groups
@@ -145,39 +143,36 @@ class FixedPrompts:
 class FixedCache:
     """KV cache of one decoding step, in which every row is fed one token.
 
-    In a compiled graph the state's tensors are unchanged and new ones are returned; otherwise they
-    are written in place, and the old state is invalid.
-
-    Args:
-        state: before the step.
+    In a compiled graph the tensors of `state` are unchanged and `advance` returns new ones;
+    otherwise they are written in place, and `state` is invalid afterwards.
     """
 
     def __init__(self, state: FixedState) -> None:
-        self.before = state
+        self.state = state
         # The compiler of torch 2.9 cannot trace properties and `_replace` of a NamedTuple.
-        self.group_size = state.own[0].shape[2]
-        self.own = list(state.own)
+        self.group_size = state.completions[0].shape[2]
+        self.completions = list(state.completions)
         self.masks: dict[int | None, Tensor] = {}
         # Compilers refuse to write a result into a part of another tensor.
         compiling = torch.compiler.is_compiling()
-        self.functional = compiling or backend(state.fed.device).static_shapes
+        self.functional = compiling or backend(state.num_fed.device).static_shapes
 
-    @property
-    def after(self) -> FixedState:
-        """The state after the step."""
-        state, fed = self.before, self.before.fed
-        fed = fed + 1 if torch.compiler.is_compiling() else fed.add_(1)
-        return FixedState(state.prompt_mask, state.prompts, tuple(self.own), fed, state.columns)
+    def advance(self) -> FixedState:
+        """Count the fed token and return the state after the step."""
+        state, num_fed = self.state, self.state.num_fed
+        num_fed = num_fed + 1 if torch.compiler.is_compiling() else num_fed.add_(1)
+        completions = tuple(self.completions)
+        return FixedState(state.prompt_mask, state.prompts, completions, num_fed, state.columns)
 
     @property
     def positions(self) -> Tensor:
         """[N, 1] positions of the fed tokens, counted from the beginning of the prompt."""
-        of_prompts = self.before.prompt_mask.sum(1)[:, None] + self.before.fed
-        return of_prompts.expand(-1, self.group_size).reshape(-1, 1)
+        by_prompt = self.state.prompt_mask.sum(1)[:, None] + self.state.num_fed
+        return by_prompt.expand(-1, self.group_size).reshape(-1, 1)
 
     def get_seq_length(self, layer: int = 0) -> Any:
         """Return the number of tokens fed so far, [1]."""
-        return self.before.fed
+        return self.state.num_fed
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -187,65 +182,60 @@ class FixedCache:
         `attend` reads the stored ones; T5 reads the shape [N, H, C, D] of what is returned.
         """
         self.write(layer, torch.stack((keys, values), 1).squeeze(3))
-        return keys.expand(-1, -1, self.own[layer].shape[3], -1), values
+        return keys.expand(-1, -1, self.completions[layer].shape[3], -1), values
 
-    def write(self, layer: int, new: Tensor) -> None:
+    def write(self, layer: int, kv: Tensor) -> None:
         """Store one token's keys and values [N, 2, H, D]."""
-        new = new.unflatten(0, (-1, self.group_size)).permute(0, 3, 1, 2, 4)  # [B, H, G, 2, D]
-        own = self.own[layer].unflatten(4, (2, -1))
-        own = index_copy(own, 3, self.before.fed, new.unsqueeze(3))
+        kv = kv.unflatten(0, (-1, self.group_size)).permute(0, 3, 1, 2, 4)  # [B, H, G, 2, D]
+        completions = self.completions[layer].unflatten(4, (2, -1))
+        completions = index_copy(completions, 3, self.state.num_fed, kv.unsqueeze(3))
         if torch.compiler.is_compiling():  # otherwise written in place
-            self.own[layer] = own.flatten(4)
+            self.completions[layer] = completions.flatten(4)
 
-    def own_tokens(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the columns that attention reads, each [B * H * G, C, D]."""
-        own = self.own[layer][:, :, :, : self.before.columns].flatten(0, 2)
-        keys, values = own.chunk(2, 2)
+    def read_completions(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the visible columns, each [B * H * G, columns, D]."""
+        completions = self.completions[layer][:, :, :, : self.state.columns].flatten(0, 2)
+        keys, values = completions.chunk(2, 2)
         return keys, values
 
     def attend(
         self, layer: int, query: Tensor, *, softcap: float | None, window: int | None
     ) -> Tensor:
-        """Compute attention of one query per row to its prompt and its own tokens.
+        """Compute attention [N, Q * D] of one query per row to its prompt and completion.
 
-        Keys and values are read once, not once for each query head that shares them.
-
-        Args:
-            layer: number of the layer.
-            query: [n, Q, D] scaled; divided by the soft-cap if there is one.
-            softcap: scores become softcap * tanh(query @ key).
-            window: positions that a token attends to, itself included; None: all.
-
-        Returns:
-            [n, Q * D].
+        Keys and values are read once, not once for each query head that shares them. Queries
+        [N, Q, D] are scaled, and divided by the soft-cap if there is one. `window` includes the
+        token itself.
         """
-        prompt_keys, prompt_values = self.before.prompts[2 * layer : 2 * layer + 2]
+        prompt_keys, prompt_values = self.state.prompts[2 * layer : 2 * layer + 2]
         batch, groups, slots, size = prompt_keys.shape
-        width, columns = self.group_size, self.before.columns
-        keys, values = self.own_tokens(layer)
+        width, columns = self.group_size, self.state.columns
+        keys, values = self.read_completions(layer)
         query = query.view(batch, width, groups, -1, size).transpose(1, 2)
         query = query.to(  # [B, H, G, r, D], copied even if the type is the same
             prompt_keys.dtype, copy=True, memory_format=torch.contiguous_format
         )
         repeats = query.shape[3]
-        by_prompt, by_row = query.view(batch * groups, -1, size), query.view(-1, repeats, size)
+        # The same queries as rows of products with prompts [B * H, G * r, D], and with completions.
+        prompt_query = query.view(batch * groups, -1, size)
+        row_query = query.view(-1, repeats, size)
         prompt_keys = prompt_keys.flatten(0, 1).mT
         if self.functional:
-            own = by_row.bmm(keys.mT).view(batch * groups, -1, columns)
-            scores = torch.cat([by_prompt.bmm(prompt_keys), own], -1)
+            row_scores = row_query.bmm(keys.mT).view(batch * groups, -1, columns)
+            scores = torch.cat([prompt_query.bmm(prompt_keys), row_scores], -1)
         else:
             # Both products write into one tensor, which saves a copy of the scores.
             scores = query.new_empty(batch * groups, width * repeats, slots + columns)
-            of_rows = scores.view(-1, repeats, slots + columns)
-            torch.bmm(by_prompt, prompt_keys, out=scores[..., :slots])
-            torch.bmm(by_row, keys.mT, out=of_rows[..., slots:])
+            row_scores = scores.view(-1, repeats, slots + columns)
+            torch.bmm(prompt_query, prompt_keys, out=scores[..., :slots])
+            torch.bmm(row_query, keys.mT, out=row_scores[..., slots:])
         if softcap is not None:
             scores.tanh_().mul_(softcap)
         scores.view(batch, -1, slots + columns).add_(self._mask(window, scores.dtype))
         weights = scores.softmax(-1).to(values.dtype)  # computed in float32
         output = torch.bmm(weights[..., :slots], prompt_values.flatten(0, 1))
-        of_rows = weights.view(-1, repeats, slots + columns)
-        output.view(-1, repeats, size).baddbmm_(of_rows[..., slots:], values)
+        row_weights = weights.view(-1, repeats, slots + columns)
+        output.view(-1, repeats, size).baddbmm_(row_weights[..., slots:], values)
         output = output.view(batch, groups, width, -1).transpose(1, 2)
         return output.reshape(batch * width, -1)
 
@@ -261,7 +251,7 @@ class FixedCache:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute attention of one query per row [N, heads, 1, D] to its prompt and own tokens."""
+        """Compute attention [N, heads, 1, D] of one query per row to its prompt and completion."""
         rows, heads, _, size = query.shape
         scaled = query.squeeze(2) * query_scale(scaling, softcap)
         output = self.attend(module.layer_idx, scaled, softcap=softcap, window=sliding_window)
@@ -270,15 +260,11 @@ class FixedCache:
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return [B, 1, P + columns], added to the scores; one per window and step."""
         if window not in self.masks:
-            prompt_mask, fed, columns = (
-                self.before.prompt_mask,
-                self.before.fed,
-                self.before.columns,
-            )
-            slots = prompt_mask.shape[1]
-            back = slots + fed - torch.arange(slots + columns, device=fed.device)
-            hidden = pad(~prompt_mask, (0, columns)) | ~within(back, window)
-            mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            prompt_mask, num_fed = self.state.prompt_mask, self.state.num_fed
+            slots, columns = prompt_mask.shape[1], self.state.columns
+            distance = slots + num_fed - torch.arange(slots + columns, device=num_fed.device)
+            masked = pad(~prompt_mask, (0, columns)) | ~within(distance, window)
+            mask = torch.zeros_like(masked, dtype=dtype).masked_fill_(masked, -torch.inf)
             self.masks[window] = mask[:, None]
         return self.masks[window]
 
@@ -297,36 +283,30 @@ class CrossLayers(NamedTuple):
 
 
 class Seq2SeqCache(EncoderDecoderCache):
-    """KV cache of an encoder-decoder model whose cross-attention is complete.
+    """KV cache of an encoder-decoder model whose cross-attention is complete."""
 
-    Args:
-        own: cache of the decoder's own tokens.
-        cross: keys and values of the prompts, for each layer.
-    """
-
-    def __init__(self, own: Any, cross: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, decoder_cache: Any, cross: Sequence[tuple[Tensor, Tensor]]) -> None:
         # The attributes of `EncoderDecoderCache` that transformers' decoder reads.
         layers = CrossLayers([CrossLayer(keys, values) for keys, values in cross])
-        self.self_attention_cache: Any = own
+        self.self_attention_cache: Any = decoder_cache
         self.cross_attention_cache: Any = layers
         self.is_updated = dict.fromkeys(range(len(layers.layers)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens fed so far."""
         return self.self_attention_cache.get_seq_length(layer_idx)
 
 
 class FixedSeq2SeqCache(Seq2SeqCache):
     """KV cache of one decoding step of an encoder-decoder model.
 
-    The state's `prompts` are keys and values of cross-attention, which takes no position; a row's
-    own tokens begin with the decoder's start token.
+    The state's `prompts` are keys and values of cross-attention, which takes no position; a
+    completion begins with the decoder's start token.
     """
 
     def __init__(self, state: FixedState) -> None:
-        self.rows = FixedCache(state)
+        self.decoder_cache = FixedCache(state)
         pairs = zip(state.prompts[::2], state.prompts[1::2], strict=True)
-        super().__init__(self.rows, list(pairs))
+        super().__init__(self.decoder_cache, list(pairs))
 
     def attend_module(
         self,
@@ -339,22 +319,22 @@ class FixedSeq2SeqCache(Seq2SeqCache):
         position_bias: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute attention of one query per row [N, H, 1, D] to its own tokens or to its prompt.
+        """Compute attention [N, H, 1, D] of one query per row to its completion or to its prompt.
 
-        `position_bias` [1, H, 1, C] is added to the scores of own tokens; it is 0 for prompts.
+        `position_bias` [1, H, 1, C] is added to the scores of completions; it is 0 for prompts.
         """
-        state = self.rows.before
-        query = (query * scaling).unflatten(0, (-1, self.rows.group_size))
+        cache = self.decoder_cache
+        query = (query * scaling).unflatten(0, (-1, cache.group_size))
         query = query.squeeze(3).transpose(1, 2)  # [B, H, G, D]
         if module.is_causal:
-            keys, values = self.rows.own_tokens(module.layer_idx)
+            keys, values = cache.read_completions(module.layer_idx)
             scores = query.flatten(0, 2)[:, None].bmm(keys.mT)
             scores = scores.view(*query.shape[:3], -1) + position_bias  # [B, H, G, C]
-            hidden = torch.arange(scores.shape[3], device=scores.device) > state.fed
+            masked = torch.arange(scores.shape[3], device=scores.device) > cache.state.num_fed
         else:
             scores = query @ keys.mT  # [B, H, G, P]
-            hidden = ~state.prompt_mask[:, None, None]
-        weights = widen(scores).masked_fill(hidden, -torch.inf).softmax(-1).to(values.dtype)
+            masked = ~cache.state.prompt_mask[:, None, None]
+        weights = widen(scores).masked_fill(masked, -torch.inf).softmax(-1).to(values.dtype)
         if module.is_causal:
             output = weights.flatten(0, 2)[:, None].bmm(values).view(query.shape)
         else:
@@ -372,30 +352,23 @@ def attend_static(
     static: FixedPrompts | FixedCache | FixedSeq2SeqCache,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function that transformers' modules call.
+    """Compute attention [n, q, heads, D] for transformers' modules, without attention weights.
 
-    `static` is the cache, which computes the attention of [n, heads, q, D] and knows the mask.
-    Returns [n, q, heads, D] and no attention weights.
+    The cache `static` computes it and knows the mask.
     """
     output = static.attend_module(module, query, keys, values, **kwargs)
     return output.transpose(1, 2), None
 
 
-def index_copy(tensor: Tensor, dim: int, index: Tensor, part: Tensor) -> Tensor:
-    """Copy a part into a tensor at the indices [k] of `dim`.
+def index_copy(tensor: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Copy a source into a tensor at the indices [k] of `dim`.
 
     In place, except in compiled graphs, which return a new tensor and leave the old one unchanged.
     """
-    part = part.to(tensor.dtype)
+    source = source.to(tensor.dtype)
     if torch.compiler.is_compiling():
-        return tensor.index_copy(dim, index, part)
-    return tensor.index_copy_(dim, index, part)
-
-
-def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type of matrix products of a tensor, which autocast may change."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+        return tensor.index_copy(dim, index, source)
+    return tensor.index_copy_(dim, index, source)
 
 
 class FixedDecoder(ABC):

@@ -41,49 +41,55 @@ def is_supported(model: PreTrainedModel) -> bool:
     Every module that the decoder replaces must have the class that it was written for: adapters,
     parametrizations and other wrappers have other classes, and compute with other weights.
     """
-    layout, home = find_fused_layout(model), modeling_module_name(model)
+    layout, modeling = find_fused_layout(model), modeling_module_name(model)
     if layout is None:
         return False
-    if any(has_forward_hooks(part) or "forward" in vars(part) for part in model.modules()):
+    if any(has_forward_hooks(module) or "forward" in vars(module) for module in model.modules()):
         return False
     if any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters()):
         return False
     body: Any = model.base_model
     return (
-        all(type(part).__module__ == home for part in (body, body.norm, body.rotary_emb))
+        all(_is_defined_in(modeling, module) for module in (body, body.norm, body.rotary_emb))
         and body.rotary_emb.rope_type in POSITIONAL_ROPES
         and 2 * len(body.rotary_emb.inv_freq) == body.layers[0].self_attn.head_dim
         and body.embed_tokens is model.get_input_embeddings()
-        and _is_plain_embedding(body.embed_tokens, layout, home)
+        and _is_plain_embedding(body.embed_tokens, layout, modeling)
         and type(model.get_output_embeddings()) in LINEAR
-        and all(_is_supported_layer(layer, layout, home) for layer in body.layers)
+        and all(_is_supported_layer(layer, layout, modeling) for layer in body.layers)
     )
 
 
-def _is_plain_embedding(part: nn.Module, layout: FusedLayout, home: str) -> bool:
+def _is_defined_in(modeling: str, module: nn.Module) -> bool:
+    return type(module).__module__ == modeling
+
+
+def _is_plain_embedding(module: nn.Module, layout: FusedLayout, modeling: str) -> bool:
     """Check that this is a table of vectors, which Gemma scales."""
-    is_plain = type(part).__module__ == home if layout.gemma else type(part) is nn.Embedding
-    return is_plain and getattr(part, "max_norm", None) is None
+    is_plain = _is_defined_in(modeling, module) if layout.gemma else type(module) is nn.Embedding
+    return is_plain and getattr(module, "max_norm", None) is None
 
 
-def _is_supported_layer(layer: Any, layout: FusedLayout, home: str) -> bool:
-    outer, inner, mlp = (dict(p.named_children()) for p in (layer, layer.self_attn, layer.mlp))
+def _is_supported_layer(layer: Any, layout: FusedLayout, modeling: str) -> bool:
+    children, attention, mlp = (
+        dict(module.named_children()) for module in (layer, layer.self_attn, layer.mlp)
+    )
     expected = layout.layer_norms | {"self_attn", "mlp"}, layout.head_norms | PROJECTIONS, MLP
-    if (outer.keys(), inner.keys(), mlp.keys()) != expected:
+    if (children.keys(), attention.keys(), mlp.keys()) != expected:
         return False
-    rest = {**outer, **inner, **mlp}
-    del rest["act_fn"]  # any function of one tensor
-    projections = [rest.pop(name) for name in list(rest) if name.endswith("_proj")]
-    own = all(type(part).__module__ == home for part in (layer, *rest.values()))
-    return own and all(type(each) in LINEAR or _is_plain_lora(each) for each in projections)
+    modules = {**children, **attention, **mlp}
+    del modules["act_fn"]  # any function of one tensor
+    projections = [modules.pop(name) for name in list(modules) if name.endswith("_proj")]
+    return all(_is_defined_in(modeling, module) for module in (layer, *modules.values())) and all(
+        type(projection) in LINEAR or _is_plain_lora(projection) for projection in projections
+    )
 
 
-def _is_plain_lora(part: nn.Module) -> bool:
+def _is_plain_lora(layer: Any) -> bool:
     """Check that this is a LoRA layer whose matrices can be added to float32 weights."""
-    kind = type(part)
-    if kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ != "Linear":
+    layer_class = type(layer)
+    if layer_class.__module__ != "peft.tuners.lora.layer" or layer_class.__name__ != "Linear":
         return False
-    layer: Any = part
     special = (
         layer.lora_variant,
         layer.merged_adapters,
@@ -95,20 +101,20 @@ def _is_plain_lora(part: nn.Module) -> bool:
     return type(layer.base_layer) in LINEAR and layer.base_layer.weight.dtype == torch.float32
 
 
-def _merge_weight(part: Any) -> Tensor:
+def _merge_weight(layer: Any) -> Tensor:
     """Return the weight [out, in] of a linear layer with its adapters added."""
-    if isinstance(part, nn.Linear):
-        return part.weight.detach()
-    weight = part.base_layer.weight.detach()
-    for name in part.active_adapters:
-        if name in part.lora_A:
-            weight = weight + part.get_delta_weight(name)
+    if isinstance(layer, nn.Linear):
+        return layer.weight.detach()
+    weight = layer.base_layer.weight.detach()
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            weight = weight + layer.get_delta_weight(name)
     return weight
 
 
-def _concatenate_biases(parts: list[Any]) -> Tensor | None:
+def _concatenate_biases(layers: list[Any]) -> Tensor | None:
     """Concatenate the biases of linear layers; None if none has one."""
-    bases = [part if isinstance(part, nn.Linear) else part.base_layer for part in parts]
+    bases = [layer if isinstance(layer, nn.Linear) else layer.base_layer for layer in layers]
     if all(base.bias is None for base in bases):
         return None
     return torch.cat(
@@ -120,14 +126,7 @@ def _concatenate_biases(parts: list[Any]) -> Tensor | None:
 
 
 class FusedLinear:
-    """A linear layer whose weight is copied for one rollout.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-        dtype: to compute in.
-        pack: copy the weight into oneDNN's layout.
-    """
+    """A linear layer whose weight [out, in] is copied for one rollout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, pack: bool) -> None:
         self.packed = PackedLinear(weight, bias, dtype=dtype) if pack else None
@@ -136,58 +135,44 @@ class FusedLinear:
         if pack:
             self.weight = self.weight[:0]  # the packed copy is enough
 
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """Multiply [n, in] to [n, out] in the dtype of x, and add `add` [n, out] if given."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply [n, in] to [n, out] in the dtype of x, and add a residual [n, out]."""
         if self.packed is not None:
             y = self.packed(x)
         elif x.dtype != self.weight.dtype:
             y = torch.mm(x.to(self.weight.dtype), self.weight)
             y = (y if self.bias is None else y + self.bias).to(x.dtype)
         else:
-            first = self.bias if add is None else add
-            y = torch.mm(x, self.weight) if first is None else torch.addmm(first, x, self.weight)
-            return y if add is None or self.bias is None else y + self.bias
-        return y if add is None else y.add_(add)
+            summand = self.bias if residual is None else residual
+            if summand is None:
+                return torch.mm(x, self.weight)
+            y = torch.addmm(summand, x, self.weight)
+            return y if residual is None or self.bias is None else y + self.bias
+        return y if residual is None else y.add_(residual)
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """Weights of one decoder layer.
+    """Weights of one decoder layer, with E hidden, Q query heads, H key heads of size D."""
 
-    Args:
-        qkv: query, key and value projections with the weight of the norm before them; in each query
-            and key head, the two numbers that rotate together are adjacent.
-        out: output projection of the attention.
-        gate_up: both input projections of the MLP with the weight of the norm before them.
-        down: output projection of the MLP.
-        act: activation function of the MLP.
-        head_norm: [Q + H, D] weights of the norms of query and key heads (Qwen 3), or None.
-        after: [E] weights of the norms of attention's and MLP's output (Gemma 2), or None.
-        window: positions that a token attends to; None: all.
-
-    Example:
-        Qwen 2 with E = 896, 14 query heads and 2 key heads of size 64: `qkv` is 896 -> 1,152,
-        `head_norm`, `after` and `window` are None.
-    """
-
+    # Query, key and value projections with the weight of the norm before them; in each query and
+    # key head, the two numbers that rotate together are adjacent.
     qkv: FusedLinear
-    out: FusedLinear
-    gate_up: FusedLinear
-    down: FusedLinear
-    act: Callable[[Tensor], Tensor]
-    head_norm: Tensor | None
-    after: tuple[Tensor, Tensor] | None
-    window: int | None
+    out: FusedLinear  # output projection of the attention
+    gate_up: FusedLinear  # both input projections of the MLP with the weight of the norm before
+    down: FusedLinear  # output projection of the MLP
+    act: Callable[[Tensor], Tensor]  # activation function of the MLP
+    head_norm: Tensor | None  # [Q + H, D] weights of the norms of query and key heads (Qwen 3)
+    # [E] weights of the norms of attention's and MLP's output (Gemma 2).
+    output_norms: tuple[Tensor, Tensor] | None
+    window: int | None  # positions that a token attends to; None: all
 
 
 class FusedDecoder:
     """A supported model with its weights copied for one rollout, in which they must not change.
 
-    Args:
-        model: `is_supported` accepts it.
-        scale_logits: applied to the output of the head (logit scale, soft-cap); None: nothing.
-        dtype: of the matrix products; None: that of the weights.
-        pack: copy weights into oneDNN's layout.
+    `dtype` is that of the matrix products, by default the weights'; `pack` copies weights into
+    oneDNN's layout; `scale_logits` applies logit scale and soft-cap.
     """
 
     def __init__(
@@ -229,42 +214,42 @@ class FusedDecoder:
         return norm.weight.detach().to(self.dtype) + self.offset
 
     def _fuse_linear(
-        self, parts: list[Any], norm: Any = None, rows: Tensor | None = None
+        self, layers: list[Any], norm: Any = None, order: Tensor | None = None
     ) -> FusedLinear:
         """Concatenate linear layers, multiply in the norm before them, permute their outputs."""
-        weights, bias = [_merge_weight(part) for part in parts], _concatenate_biases(parts)
+        weights, bias = [_merge_weight(layer) for layer in layers], _concatenate_biases(layers)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if norm is not None:
             weight = (weight * self._norm_weight(norm)).to(weight.dtype)
-        if rows is not None:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
         return FusedLinear(weight, bias, *self.linear_args)
 
     def _fuse_layer(self, layer: Any, gemma: bool) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
-        rotated = (self.heads + self.groups) * self.size
-        order = torch.arange(rotated + self.groups * self.size, device=self.pairs.device)
-        order[:rotated] = order[:rotated].view(-1, self.size)[:, self.pairs].flatten()
-        head_norm = after = None
+        num_rotated = (self.heads + self.groups) * self.size
+        order = torch.arange(num_rotated + self.groups * self.size, device=self.pairs.device)
+        order[:num_rotated] = order[:num_rotated].view(-1, self.size)[:, self.pairs].flatten()
+        head_norm = output_norms = None
         if hasattr(attention, "q_norm"):
             norms = (attention.q_norm, self.heads), (attention.k_norm, self.groups)
             weights = [self._norm_weight(norm)[self.pairs].expand(n, -1) for norm, n in norms]
             head_norm = torch.cat(weights)
-        before_mlp = layer.post_attention_layernorm
+        mlp_norm = layer.post_attention_layernorm
         if gemma:
-            before_mlp = layer.pre_feedforward_layernorm
+            mlp_norm = layer.pre_feedforward_layernorm
             norms = layer.post_attention_layernorm, layer.post_feedforward_layernorm
-            after = (self._norm_weight(norms[0]), self._norm_weight(norms[1]))
+            output_norms = (self._norm_weight(norms[0]), self._norm_weight(norms[1]))
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         return FusedLayer(
             qkv=self._fuse_linear(qkv, layer.input_layernorm, order),
             out=self._fuse_linear([attention.o_proj]),
-            gate_up=self._fuse_linear([mlp.gate_proj, mlp.up_proj], before_mlp),
+            gate_up=self._fuse_linear([mlp.gate_proj, mlp.up_proj], mlp_norm),
             down=self._fuse_linear([mlp.down_proj]),
             act=mlp.act_fn,
             head_norm=head_norm,
-            after=after,
-            window=getattr(attention, "sliding_window", None),  # Llama has none,
+            output_norms=output_norms,
+            window=getattr(attention, "sliding_window", None),  # Llama has none
         )
 
     def convert_cache(self, prefill: DynamicCache, positions: int) -> DynamicCache:
@@ -292,8 +277,8 @@ class FusedDecoder:
     def _prepare_rotations(self, positions: int) -> None:
         """Compute the rotations [positions, D / 2] of the first positions."""
         if positions > len(self.rotations):
-            numbers = torch.arange(positions, device=self.pairs.device)[None]
-            cos, sin = self.rotary(self.eps, numbers)
+            position_ids = torch.arange(positions, device=self.pairs.device)[None]
+            cos, sin = self.rotary(self.eps, position_ids)
             half = self.size // 2
             self.rotations = torch.complex(cos[0, :, :half], sin[0, :, :half])
 
@@ -304,18 +289,9 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def decode_step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
-        """Feed one token to every live row.
-
-        Args:
-            tokens: [n] the tokens just sampled.
-            cache: of these rows; it advances by one position.
-
-        Returns:
-            [n, V] logits of the next token.
-        """
-        rotations = self.rotations.index_select(0, cache.begin_step().squeeze(1))[
-            :, None
-        ]  # [n, 1, D/2]
+        """Feed one token [n] to every live row and return the logits [n, V] of the next."""
+        positions = cache.begin_step().squeeze(1)
+        rotations = self.rotations.index_select(0, positions)[:, None]  # [n, 1, D / 2]
         x = self.embedding.index_select(0, tokens).to(self.dtype)  # [n, E]
         if self.embed_scale != 1:
             x.mul_(self.embed_scale)
@@ -324,53 +300,46 @@ class FusedDecoder:
             x = self._add_residual(x, attended, layer.out, layer, 0)
             gate, up = layer.gate_up(x * self._inverse_rms(x)).chunk(2, 1)
             x = self._add_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
-        cache.fed += 1
+        cache.num_fed += 1
         logits = self.head((x * self._inverse_rms(x)).mul_(self.last_norm))
         return logits if self.scale_logits is None else self.scale_logits(logits)
 
     def _attention(
         self, number: int, layer: FusedLayer, x: Tensor, rotations: Tensor, cache: SharedPrefixCache
     ) -> Tensor:
-        """Compute attention of normed [n, E] to [n, Q * D], before the output projection."""
-        n, rotated = len(x), self.heads + self.groups
+        """Compute attention [n, Q * D] of normed [n, E], before the output projection."""
+        n, num_rotated = len(x), self.heads + self.groups
         heads = layer.qkv(x).view(n, -1, self.size // 2, 2)
-        rotating, values = heads.split((rotated, self.groups), 1)
+        pairs, values = heads.split((num_rotated, self.groups), 1)  # of query and key heads
         if layer.head_norm is not None:
-            rotating = rotating.flatten(2)
-            rotating = (rotating * self._inverse_rms(rotating)).mul_(layer.head_norm)
-            rotating = rotating.view(n, rotated, -1, 2)
-        pairs = torch.view_as_real(torch.view_as_complex(rotating) * rotations)
-        query, keys = pairs.view(n, rotated, self.size).split((self.heads, self.groups), 1)
+            pairs = pairs.flatten(2)
+            pairs = (pairs * self._inverse_rms(pairs)).mul_(layer.head_norm)
+            pairs = pairs.view(n, num_rotated, -1, 2)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotations)
+        query, keys = rotated.view(n, num_rotated, self.size).split((self.heads, self.groups), 1)
         cache.write(number, keys, values.view(n, self.groups, self.size))
         query = (query * self.scaling).view(n * self.groups, -1, self.size)
         output = cache.attend(number, query, softcap=self.softcap, window=layer.window)
         return output.view(n, self.heads * self.size)
 
     def _add_residual(
-        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, place: int
+        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, norm: int
     ) -> Tensor:
         """Add linear(y) to the residual stream x, after a norm if the layer has one (Gemma 2)."""
-        if layer.after is None:
-            return linear(y, add=x)
+        if layer.output_norms is None:
+            return linear(y, residual=x)
         y = linear(y)
-        return torch.addcmul(x, y * self._inverse_rms(y), layer.after[place])
+        return torch.addcmul(x, y * self._inverse_rms(y), layer.output_norms[norm])
 
     # --- the same step for devices that record it: fewer and smaller operations ---
 
     @torch.inference_mode()
     def decode_grid_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
-        """Feed one token to every row of a grid; no shape and no address depends on a value.
+        """Feed one token [N] to every row of a grid; no shape and no address depends on a value.
 
         The residual stream has the dtype of the matrix products. Norms and softmax compute in
-        float32.
-
-        Args:
-            tokens: [n] the tokens just sampled.
-            state: of these rows, written in place.
-
-        Returns:
-            [n, V] logits of the next token, float32 or as the head's product returns them, and the
-            state advanced by one position.
+        float32. Returns logits [N, V], float32 or as the head's product returns them, and the
+        advanced state, which is written in place.
         """
         cache = FixedCache(state)
         rotations = self._grid_rotations(cache.positions.squeeze(1))
@@ -383,8 +352,8 @@ class FusedDecoder:
                 torch.mul(self._norm(normed), layer.head_norm, out=normed)
             pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
             heads = torch.view_as_real(pairs * rotations).flatten(2)
-            query, new = heads.split((self.heads, 2 * self.groups), 1)
-            cache.write(number, new.unflatten(1, (2, -1)))
+            query, kv = heads.split((self.heads, 2 * self.groups), 1)
+            cache.write(number, kv.unflatten(1, (2, -1)))
             y = cache.attend(number, query, softcap=self.softcap, window=layer.window)
             x = self._add_grid_residual(x, y, layer.out, layer, 0)
             gate, up = layer.gate_up(self._norm(x)).chunk(2, 1)
@@ -392,7 +361,7 @@ class FusedDecoder:
         logits = self.head(self._norm(x, self.last_norm))
         if self.scale_logits is not None:
             logits = self.scale_logits(widen(logits))
-        return logits, cache.after
+        return logits, cache.advance()
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Normalize the last dimension, computing in float32."""
@@ -402,14 +371,17 @@ class FusedDecoder:
     def _grid_rotations(self, positions: Tensor) -> Tensor:
         """Return rotations [n, Q + 2 * H, D / 2]: of queries also their scale, of values none."""
         rotations = self.rotations.index_select(0, positions)[:, None]
-        values = torch.ones_like(rotations)
-        heads = (rotations * self.scaling, self.heads), (rotations, self.groups)
-        return torch.cat([each.expand(-1, n, -1) for each, n in (*heads, (values, self.groups))], 1)
+        heads = (
+            (rotations * self.scaling, self.heads),
+            (rotations, self.groups),
+            (torch.ones_like(rotations), self.groups),
+        )
+        return torch.cat([factor.expand(-1, count, -1) for factor, count in heads], 1)
 
     def _add_grid_residual(
-        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, place: int
+        self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, norm: int
     ) -> Tensor:
         """Add linear(y) to the residual stream x, after a norm if the layer has one (Gemma 2)."""
-        if layer.after is None:
-            return linear(y, add=x)
-        return self._norm(linear(y), layer.after[place]).add_(x)
+        if layer.output_norms is None:
+            return linear(y, residual=x)
+        return self._norm(linear(y), layer.output_norms[norm]).add_(x)

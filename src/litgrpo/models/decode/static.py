@@ -30,8 +30,8 @@ from litgrpo.models.decode.fixed import (
     FixedPrompts,
     FixedState,
     make_state,
-    product_dtype,
 )
+from litgrpo.models.kernels.packed_attention import matmul_dtype
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import (
     ComparedModel,
@@ -48,9 +48,6 @@ class RecomputedHead:
     XLA merges equal computations (common subexpression elimination): it would keep the logits of
     the forward pass, and with them the memory that recomputation saves. The recomputation therefore
     reads its input through an optimization barrier.
-
-    Args:
-        head: hidden states -> logits.
     """
 
     def __init__(self, head: Head) -> None:
@@ -76,18 +73,14 @@ class RecomputedHead:
 
 
 class StaticDecoder(FixedDecoder):
-    """A policy in static shapes: no shape depends on a value, and no value is read on the host.
-
-    Args:
-        policy: provides the model and the head.
-    """
+    """A policy in static shapes: no shape depends on a value, and no value is read on the host."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
 
     @abstractmethod
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Compute hidden states [M, C, E] that predict every completion token, padding included."""
+        """Compute hidden states [M, C, E] that predict every completion token, also padding."""
 
     def logprobs(
         self,
@@ -103,7 +96,7 @@ class StaticDecoder(FixedDecoder):
         hidden = self.hidden(rows)
         if compared is not None:
             compared = replace(compared, hidden=compared.hidden.flatten(0, 1))
-        found = token_logprobs(
+        columns = token_logprobs(
             hidden.flatten(0, 1),
             rows.completion_ids.flatten(),
             recomputed.head,
@@ -114,11 +107,9 @@ class StaticDecoder(FixedDecoder):
             score_norms=score_norms,
             **settings,
         )
-        grids = [torch.where(mask, each.view_as(mask), 0.0) for each in found]
+        grids = [torch.where(mask, column.view_as(mask), 0.0) for column in columns]  # [M, C]
         return TokenLogprobs.from_columns(
-            grids,
-            compared=compared is not None,
-            score_norms=score_norms,
+            grids, compared=compared is not None, score_norms=score_norms
         )
 
 
@@ -127,7 +118,6 @@ class CausalStaticDecoder(StaticDecoder):
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """See `FixedDecoder.attention`."""
         model = self.policy.bare_model
         config = model.config.to_dict()
         if not has_known_layers(model):
@@ -137,10 +127,10 @@ class CausalStaticDecoder(StaticDecoder):
                 f"shapes; known are {', '.join(DECODER_ONLY)}, with full or sliding attention. "
                 "Use litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
             )
-        kinds = list_rope_types(config.get("rope_parameters")) & LENGTH_DEPENDENT_ROPES
-        if kinds:
+        rope_types = list_rope_types(config.get("rope_parameters")) & LENGTH_DEPENDENT_ROPES
+        if rope_types:
             raise ValueError(
-                f"rope_parameters of type {sorted(kinds)} depend on the length of "
+                f"rope_parameters of type {sorted(rope_types)} depend on the length of "
                 "the longest row, so that this model cannot decode in static shapes. Use "
                 "litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
             )
@@ -151,7 +141,6 @@ class CausalStaticDecoder(StaticDecoder):
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, FixedState]:
-        """See `FixedDecoder.prefill`."""
         prompts = FixedPrompts(prompt_mask)
         output = self.policy.bare_model.base_model(
             input_ids=prompt_ids,
@@ -164,12 +153,11 @@ class CausalStaticDecoder(StaticDecoder):
         logits = self.policy.head(output.last_hidden_state[:, -1])
         logits = logits[:, None].expand(-1, group_size, -1).flatten(0, 1)
         # Rotary positions may be float32 under autocast; both products need equal types.
-        dtype = product_dtype(prompts.tensors[0])
+        dtype = matmul_dtype(prompts.tensors[0])
         tensors = [tensor.to(dtype) for tensor in prompts.tensors]
         return logits, make_state(prompt_mask, tensors, group_size, capacity)
 
     def decode_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
-        """See `FixedDecoder.decode_step`."""
         cache = FixedCache(state)
         output = self.policy.bare_model.base_model(
             input_ids=tokens[:, None],
@@ -179,10 +167,9 @@ class CausalStaticDecoder(StaticDecoder):
             use_cache=True,
             static=cache,
         )
-        return self.policy.head(output.last_hidden_state[:, -1]), cache.after
+        return self.policy.head(output.last_hidden_state[:, -1]), cache.advance()
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """See `StaticDecoder.hidden`."""
         mask = torch.cat([rows.prompt_mask[rows.prompt_of], rows.completion_mask], 1)
         model = self.policy.bare_model
         with use_attention(model, STATIC):

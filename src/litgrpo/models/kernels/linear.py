@@ -72,13 +72,10 @@ class LinearKernels:
 
 
 class PackedLinear:
-    """A linear layer with its weight copied into oneDNN's layout; later changes are not seen.
+    """A linear layer with its weight [out, in] copied into oneDNN's layout, as it is now.
 
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-        dtype: float32 or bfloat16 to compute in; None takes the weight's.
-        widen: return results in the dtype of the input; else in `dtype`, as autocast does.
+    It computes in `dtype`, by default the weight's. Results have the dtype of the input if `widen`,
+    else `dtype`, as under autocast.
     """
 
     def __init__(
@@ -90,8 +87,7 @@ class PackedLinear:
         widen: bool = True,
     ) -> None:
         self.dtype = weight.dtype if dtype is None else dtype
-        own = weight.detach().to(self.dtype).contiguous()
-        self.weight = pack_onednn_weight(own)
+        self.weight = pack_onednn_weight(weight.detach().to(self.dtype).contiguous())
         self.bias = None if bias is None else bias.detach().to(self.dtype)
         self.widen = widen
 
@@ -104,12 +100,7 @@ class PackedLinear:
 
 
 def round_up_to_tile(number: int) -> int:
-    """Return the next multiple of 128.
-
-    Example:
-        >>> round_up_to_tile(128), round_up_to_tile(129)
-        (128, 256)
-    """
+    """Return the next multiple of 128: 128 for 128, 256 for 129."""
     return -(-number // TILE) * TILE
 
 
@@ -124,28 +115,28 @@ class _OneDnn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = x.reshape(-1, x.shape[-1])
-        missing = round_up_to_tile(len(rows)) - len(rows)
-        filled = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        return onednn_linear(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
+        padding = round_up_to_tile(len(rows)) - len(rows)
+        tiles = nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
+        return onednn_linear(tiles, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        whole = len(rows) // TILE * TILE
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_rows, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        num_tiled = len(rows) // TILE * TILE  # rows in whole tiles
         grad_x = grad_weight = None
-        if wants_x:
-            grad_x = onednn_linear(flat[:whole], weight.t())
-            if whole < len(rows):
-                grad_x = torch.cat([grad_x, flat[whole:] @ weight])
+        if needs_x:
+            grad_x = onednn_linear(grad_rows[:num_tiled], weight.t())
+            if num_tiled < len(rows):
+                grad_x = torch.cat([grad_x, grad_rows[num_tiled:] @ weight])
             grad_x = grad_x.view_as(x)
-        if wants_weight:
-            grad_weight = _weight_grad(flat[:whole], rows[:whole])
-            if whole < len(rows):
-                grad_weight = grad_weight.addmm_(flat[whole:].t(), rows[whole:])
-        return grad_x, grad_weight, flat.sum(0) if wants_bias else None
+        if needs_weight:
+            grad_weight = _weight_grad(grad_rows[:num_tiled], rows[:num_tiled])
+            if num_tiled < len(rows):
+                grad_weight = grad_weight.addmm_(grad_rows[num_tiled:].t(), rows[num_tiled:])
+        return grad_x, grad_weight, grad_rows.sum(0) if needs_bias else None
 
 
 def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
@@ -164,11 +155,10 @@ class _KernelChoiceMixin(nn.Module):
     packed: PackedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply [..., in] to [..., out]."""
         if self.packed is not None and not torch.is_grad_enabled():
             return self.packed(x)
-        enough = x.numel() >= TILE * x.shape[-1]
-        if self.kernel == "onednn" and enough and _is_plain_float32(x, self.weight):
+        fills_tile = x.numel() >= TILE * x.shape[-1]
+        if self.kernel == "onednn" and fills_tile and _is_plain_float32(x, self.weight):
             return _OneDnn.apply(x, weight_matrix(self), self.bias)
         return super().forward(x)
 
@@ -187,8 +177,8 @@ PLAIN = {fast: plain for plain, fast in FAST.items()}
 
 def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
     """Check that torch would compute in float32; it uses oneDNN for bfloat16 already."""
-    same = x.dtype == weight.dtype == torch.float32
-    return same and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    is_float32 = x.dtype == weight.dtype == torch.float32
+    return is_float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
 def list_linear_layers(model: nn.Module) -> list[Any]:
@@ -203,11 +193,11 @@ def weight_matrix(layer: Any) -> Tensor:
 
 def count_linear_outputs(model: Any) -> int:
     """Count the outputs of all linear layers per token, without the head (a memory estimate)."""
-    head, known = model.get_output_embeddings(), list_linear_layers(model)
-    own = sum(len(weight_matrix(layer)) for layer in known if layer is not head)
+    head, layers = model.get_output_embeddings(), list_linear_layers(model)
+    num_outputs = sum(len(weight_matrix(layer)) for layer in layers if layer is not head)
     # 4-bit weights are linear layers of another class.
-    others = {each for each in model.modules() if isinstance(each, nn.Linear)} - {*known}
-    return max(1, own + sum(each.out_features for each in others))
+    quantized = {layer for layer in model.modules() if isinstance(layer, nn.Linear)} - {*layers}
+    return max(1, num_outputs + sum(layer.out_features for layer in quantized))
 
 
 def set_kernels(model: nn.Module, kernels: LinearKernels) -> None:
@@ -227,29 +217,28 @@ def set_kernels(model: nn.Module, kernels: LinearKernels) -> None:
         )
     plain = kernels == LinearKernels()
     for layer in list_linear_layers(model):
-        kind = type(layer)
-        layer.__class__ = PLAIN.get(kind, kind) if plain else FAST.get(kind, kind)
+        layer_class = type(layer)
+        classes = PLAIN if plain else FAST
+        layer.__class__ = classes.get(layer_class, layer_class)
         layer.kernel = kernels.learn
 
 
 @contextmanager
-def pack_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+def pack_weights(model: nn.Module) -> Iterator[None]:
     """Compute the linear layers from packed weights, in passes without gradient.
 
     Weights must not change within. Under autocast they are packed in its dtype. Does nothing if
     oneDNN is unavailable or cannot pack this dtype on this processor.
-
-    Args:
-        model: with its kernels set; plain layers are left unchanged.
-        dtype: to compute in; None: that of the weights. Results have the dtype of the inputs.
     """
     autocast = torch.is_autocast_enabled("cpu")
-    if autocast:
-        dtype = torch.get_autocast_dtype("cpu")
-    fast = [
-        each for each in list_linear_layers(model) if type(each) in PLAIN and can_pack(each.weight)
+    dtype = torch.get_autocast_dtype("cpu") if autocast else None
+    layers = [
+        layer
+        for layer in list_linear_layers(model)
+        if type(layer) in PLAIN
+        and can_pack(layer.weight)
+        and can_pack_dtype(dtype or layer.weight.dtype)
     ]
-    layers = [each for each in fast if can_pack_dtype(dtype or each.weight.dtype)]
     try:
         for layer in layers:
             layer.packed = PackedLinear(
@@ -294,12 +283,7 @@ def can_pack_dtype(dtype: torch.dtype) -> bool:
 
 
 def choose_kernels(model: nn.Module, choice: KernelChoice) -> LinearKernels:
-    """Choose the kernels of a model.
-
-    Args:
-        model: the model.
-        choice: `auto` applies `choose_by_rule` to the shape that holds most of the weights.
-    """
+    """Choose kernels; `auto` applies `choose_by_rule` to the shape that holds most weights."""
     shapes: Counter[tuple[int, ...]] = Counter()
     for layer in list_linear_layers(model):
         if can_pack(layer.weight):
@@ -316,10 +300,7 @@ def choose_kernels(model: nn.Module, choice: KernelChoice) -> LinearKernels:
 def choose_by_rule(elements: int, capability: str, flags: frozenset[str]) -> LinearKernels:
     """Choose the kernels that were measured to be clearly faster (constants above).
 
-    Args:
-        elements: of the most frequent weight shape.
-        capability: `torch.backends.cpu.get_cpu_capability()`.
-        flags: CPU flags of `/proc/cpuinfo`.
+    `elements` are those of one weight, `capability` is torch's, `flags` are of `/proc/cpuinfo`.
     """
     wide = capability.startswith(PACKING_CAPABILITY)
     trains = wide and flags >= DOUBLE_WIDTH and elements >= MIN_TRAINED_ELEMENTS

@@ -2,10 +2,10 @@
 
 Transformers' model code runs unchanged: an attention function registered as `PACKED` receives the
 `Packing`. On a CPU it uses torch's flash kernel and copies no prompt. A suffix token attends to two
-sets of keys: its prompt's and its own row's. Each set is one call of the kernel, which also returns
-the log-sum-exp (lse) of the set's scores:
+sets of keys: those of its prefix and its suffix. Each set is one call of the kernel, which also
+returns the log-sum-exp (lse) of the set's scores:
 
-    output = w * own + (1 - w) * prompt,   w = sigmoid(lse_own - lse_prompt)
+    output = w * suffix + (1 - w) * prefix,   w = sigmoid(lse_suffix - lse_prefix)
 
 All suffixes of a prompt are the queries of one call. In the backward pass the kernel computes each
 set's part of the gradient from the output and the log-sum-exp of the union, because probabilities
@@ -58,23 +58,9 @@ def attend_packed(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of every token to its prompt and its row's earlier tokens.
+    """Compute attention [1, T, heads, D] of every token to its prompt and its row's earlier tokens.
 
-    Args:
-        module: the attention module.
-        query: [1, heads, T, D].
-        keys: [1, H, T, D].
-        values: [1, H, T, D].
-        attention_mask: unused; `packing` knows which token attends to which.
-        packing: layout of rows and prompts.
-        scaling: multiplies the scores.
-        dropout: must be 0.
-        sliding_window: positions that a token attends to, itself included; None: all.
-        softcap: scores become softcap * tanh(score / softcap).
-        kwargs: arguments of other attention functions, ignored.
-
-    Returns:
-        [1, T, heads, D] and no attention weights.
+    `packing` knows which token attends to which; `attention_mask` is unused.
     """
     assert not dropout, "rows with dropout in attention do not share a prompt"
     q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads or H, D]
@@ -83,7 +69,7 @@ def attend_packed(
     if softcap is None and sliding_window is None:
         if has_flash_kernel_for(query):
             return attend_packed_flash(q, k, v, packing, scaling)[None], None
-        dtype = _compute_dtype(query)
+        dtype = matmul_dtype(query)
         if packing.key_sets is not None and has_segment_kernel_for(query, dtype):
             q, k, v = (x.to(dtype) for x in (q, k, v))
             return attend_segments(q, k, v, packing.key_sets, scaling)[None], None
@@ -105,20 +91,20 @@ def _attend_grid(
     )
     if window not in packing.visible:
         packing.visible[window] = _make_masks(packing, window)
-    visible, *of_buckets = packing.visible[window]
+    visible, *bucket_masks = packing.visible[window]
     attended = _attend_masked(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
     # Under autocast `attended` has a lower dtype than the query, and CUDA's index_copy needs one.
     output = attended.new_zeros(query.shape).index_copy(
         0, packing.prefixes.tokens, packing.prefixes.from_grid(attended.transpose(1, 2))
     )
-    for bucket, visible in zip(packing.suffixes, of_buckets, strict=True):
-        own, own_keys, own_values = (
+    for bucket, visible in zip(packing.suffixes, bucket_masks, strict=True):
+        suffixes, suffix_keys, suffix_values = (  # [n, heads or H, t, D]
             bucket.to_grid(x).transpose(1, 2) for x in (query, keys, values)
         )
         attended = _attend_masked(
-            own,
-            torch.cat([prompt_keys.index_select(0, bucket.prompts), own_keys], 2),
-            torch.cat([prompt_values.index_select(0, bucket.prompts), own_values], 2),
+            suffixes,
+            torch.cat([prompt_keys.index_select(0, bucket.prompts), suffix_keys], 2),
+            torch.cat([prompt_values.index_select(0, bucket.prompts), suffix_values], 2),
             visible,
             scaling,
             softcap,
@@ -133,12 +119,12 @@ def _make_masks(packing: Packing, window: int | None) -> list[Tensor]:
     column = torch.arange(packing.prefixes.shape[1], device=device)
     masks = [within(column[:, None] - column, window)[None, None]]
     for bucket in packing.suffixes:
-        prompt = packing.prefixes.lengths.index_select(0, bucket.prompts)[:, None, None]
+        lengths = packing.prefixes.lengths.index_select(0, bucket.prompts)[:, None, None]
         step = torch.arange(bucket.shape[1], device=device)[:, None]
         # Prompts are padded on the right in this grid, so columns beyond the prompt are hidden.
-        of_prompt = (column < prompt) & within(prompt + step - column, window)
-        of_row = within(step - step.T, window).expand(len(prompt), -1, -1)
-        masks.append(torch.cat([of_prompt, of_row], 2)[:, None])
+        prompt_mask = (column < lengths) & within(lengths + step - column, window)  # [n, t, P]
+        suffix_mask = within(step - step.T, window).expand(len(lengths), -1, -1)  # [n, t, t]
+        masks.append(torch.cat([prompt_mask, suffix_mask], 2)[:, None])
     return masks
 
 
@@ -158,7 +144,7 @@ def _attend_masked(
             query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=heads != groups
         )
     # Query heads that share a key head become rows of one product (grouped-query attention).
-    stacked = query.reshape(n, groups, -1, size) * scaling
+    stacked = query.reshape(n, groups, -1, size) * scaling  # [n, H, r * t, D]
     scores = apply_softcap(stacked @ keys.transpose(2, 3) / softcap, softcap)
     scores = scores.unflatten(2, (heads // groups, length))
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
@@ -178,18 +164,7 @@ def has_flash_kernel_for(query: Tensor) -> bool:
 def attend_packed_flash(
     query: Tensor, keys: Tensor, values: Tensor, packing: Packing, scaling: float
 ) -> Tensor:
-    """Compute attention of every token to its prompt and its row's earlier tokens.
-
-    Args:
-        query: [T, heads, D].
-        keys: [T, H, D].
-        values: [T, H, D].
-        packing: layout of rows and prompts.
-        scaling: multiplies the scores.
-
-    Returns:
-        [T, heads, D].
-    """
+    """Compute `attend_packed` [T, heads, D] by the flash kernel of CPUs."""
     output: Tensor = _PackedAttention.apply(query, keys, values, packing, scaling)
     return output
 
@@ -203,97 +178,90 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         # The kernel's backward pass is several times slower in bfloat16.
         q, k, v = (widen(x) for x in (query, keys, values))
-        output, log_sum = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
         output[packing.num_tokens :] = 0
-        for start, middle, end in packing.groups:
-            prefix, suffixes = slice(start, middle), slice(middle, end)
+        for prefix_start, suffix_start, suffix_end in packing.groups:
+            prefix = slice(prefix_start, suffix_start)
+            suffixes = slice(suffix_start, suffix_end)
             prefix_keys = k[None, prefix], v[None, prefix]
-            output[prefix], log_sum[prefix] = _attend(
+            output[prefix], lse[prefix] = _attend(
                 q[None, prefix], *prefix_keys, causal=True, scaling=scaling
             )
-            if end > middle:
-                output[suffixes], log_sum[suffixes] = _attend(
+            if suffix_end > suffix_start:
+                output[suffixes], lse[suffixes] = _attend(
                     q[None, suffixes], *prefix_keys, causal=False, scaling=scaling
                 )
         for bucket in packing.suffixes:
-            own, own_sum = _attend(
-                bucket.to_grid(q),
-                bucket.to_grid(k),
-                bucket.to_grid(v),
-                causal=True,
-                scaling=scaling,
-            )
-            own, own_sum = bucket.from_grid(own), bucket.from_grid(own_sum)
-            prompt, prompt_sum = output[bucket.tokens], log_sum[bucket.tokens]
+            grids = (bucket.to_grid(x) for x in (q, k, v))
+            grid, grid_lse = _attend(*grids, causal=True, scaling=scaling)
+            suffix, suffix_lse = bucket.from_grid(grid), bucket.from_grid(grid_lse)
+            prefix, prefix_lse = output[bucket.tokens], lse[bucket.tokens]
             # e^a / (e^a + e^b) = sigmoid(a - b)
-            own_weight = torch.sigmoid(own_sum - prompt_sum).unsqueeze(-1)
-            output[bucket.tokens] = torch.lerp(prompt, own, own_weight)
-            log_sum[bucket.tokens] = torch.logaddexp(own_sum, prompt_sum)
+            weight = torch.sigmoid(suffix_lse - prefix_lse).unsqueeze(-1)
+            output[bucket.tokens] = torch.lerp(prefix, suffix, weight)
+            lse[bucket.tokens] = torch.logaddexp(suffix_lse, prefix_lse)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, keys, values, output, log_sum)
+        ctx.save_for_backward(query, keys, values, output, lse)
         ctx.packing, ctx.scaling = packing, scaling
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, output, log_sum = ctx.saved_tensors
+        query, keys, values, output, lse = ctx.saved_tensors
         packing, scaling = ctx.packing, ctx.scaling
         g, q, k, v, out = (widen(x) for x in (grad, query, keys, values, output))
         grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
-        for each in (grad_q, grad_k, grad_v):
-            each[packing.num_tokens :] = 0
+        for gradient in (grad_q, grad_k, grad_v):
+            gradient[packing.num_tokens :] = 0
 
-        for start, middle, end in packing.groups:
-            prefix, suffixes = slice(start, middle), slice(middle, end)
+        for prefix_start, suffix_start, suffix_end in packing.groups:
+            prefix = slice(prefix_start, suffix_start)
+            suffixes = slice(suffix_start, suffix_end)
             prefix_keys = k[None, prefix], v[None, prefix]
-            of_prefix = [x[None, prefix] for x in (g, q, out, log_sum)]
+            prefix_queries = [x[None, prefix] for x in (g, q, out, lse)]
             grad_q[prefix], grad_k[prefix], grad_v[prefix] = _attend_backward(
-                of_prefix, *prefix_keys, causal=True, scaling=scaling
+                prefix_queries, *prefix_keys, causal=True, scaling=scaling
             )
-            if end > middle:
-                of_suffixes = [x[None, suffixes] for x in (g, q, out, log_sum)]
-                grad_q[suffixes], more_k, more_v = _attend_backward(
-                    of_suffixes, *prefix_keys, causal=False, scaling=scaling
+            if suffix_end > suffix_start:
+                suffix_queries = [x[None, suffixes] for x in (g, q, out, lse)]
+                grad_q[suffixes], prefix_k, prefix_v = _attend_backward(
+                    suffix_queries, *prefix_keys, causal=False, scaling=scaling
                 )
-                grad_k[prefix] += more_k[0]
-                grad_v[prefix] += more_v[0]
+                grad_k[prefix] += prefix_k[0]
+                grad_v[prefix] += prefix_v[0]
         for bucket in packing.suffixes:
-            # On padding everything is 0, the log-sum too, and so is the gradient.
-            of_bucket = [bucket.to_grid(x) for x in (g, q, out, log_sum)]
-            parts = _attend_backward(
-                of_bucket, bucket.to_grid(k), bucket.to_grid(v), causal=True, scaling=scaling
+            # On padding everything is 0, the log-sum-exp too, and so is the gradient.
+            queries = [bucket.to_grid(x) for x in (g, q, out, lse)]
+            grids = _attend_backward(
+                queries, bucket.to_grid(k), bucket.to_grid(v), causal=True, scaling=scaling
             )
-            own_q, own_k, own_v = map(bucket.from_grid, parts)
-            grad_q.index_add_(0, bucket.tokens, own_q)
-            grad_k.index_copy_(0, bucket.tokens, own_k)
-            grad_v.index_copy_(0, bucket.tokens, own_v)
+            bucket_q, bucket_k, bucket_v = map(bucket.from_grid, grids)
+            grad_q.index_add_(0, bucket.tokens, bucket_q)
+            grad_k.index_copy_(0, bucket.tokens, bucket_k)
+            grad_v.index_copy_(0, bucket.tokens, bucket_v)
         return grad_q.to(query.dtype), grad_k.to(keys.dtype), grad_v.to(values.dtype), None, None
 
 
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Return output [n, t, heads, D] and log-sum [n, t, heads] over keys [n, s, H, D]."""
+    """Return output [n, t, heads, D] and log-sum-exp [n, t, heads] over keys [n, s, H, D]."""
     q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
-    output, log_sum = flash_attention(q, k, v, causal=causal, scaling=scaling)
-    return output.transpose(1, 2), log_sum.transpose(1, 2)
+    output, lse = flash_attention(q, k, v, causal=causal, scaling=scaling)
+    return output.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _attend_backward(
     queries: list[Tensor], keys: Tensor, values: Tensor, *, causal: bool, scaling: float
 ) -> list[Tensor]:
-    """Return one set's part of the gradients of query, keys and values, in their shapes.
+    """Return the part of the gradients of query, keys and values that comes from one set of keys.
 
-    Args:
-        queries: gradient of the output, query, output [n, t, heads, D] and log-sum [n, t, heads].
-        keys: [n, s, H, D].
-        values: [n, s, H, D].
-        causal: a query sees the keys up to its own position only.
-        scaling: multiplies the scores.
+    `queries` are the gradient of the output, query, output [n, t, heads, D] and log-sum-exp
+    [n, t, heads], the latter two of the union of the sets.
     """
-    grad, query, output, log_sum = queries
-    tensors = (x.transpose(1, 2) for x in (grad, query, keys, values, output, log_sum))
+    grad, query, output, lse = queries
+    tensors = (x.transpose(1, 2) for x in (grad, query, keys, values, output, lse))
     grads = flash_attention_backward(*tensors, causal=causal, scaling=scaling)
     return [x.transpose(1, 2) for x in grads]
 
@@ -301,17 +269,17 @@ def _attend_backward(
 # --- flash kernel of segments, on GPUs ---
 
 
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype that attention computes in here: autocast's, if it is enabled."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+def matmul_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a tensor's matrix products: autocast's, if it is enabled."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def has_segment_kernel_for(query: Tensor, dtype: torch.dtype) -> bool:
     """Check that the kernel of segments can compute tensors like these in a dtype."""
     size = query.shape[-1]
-    fits = dtype in HALF and size % HEAD_SIZE_STEP == 0 and size <= MAX_HEAD_SIZE
-    return fits and _segment_kernel_works(query.device, dtype)
+    is_supported = dtype in HALF and size % HEAD_SIZE_STEP == 0 and size <= MAX_HEAD_SIZE
+    return is_supported and _segment_kernel_works(query.device, dtype)
 
 
 def attend_segments(
@@ -329,33 +297,34 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, keys: Tensor, values: Tensor, sets: KeySets, scaling: float
     ) -> Tensor:
-        own_rows = _pair(sets.rows, sets.rows)
-        output, log_sum = segment_attention(
-            query, keys, values, *own_rows, causal=True, scaling=scaling
-        )
-        suffix, prefix = sets.suffix_tokens, sets.prefix_tokens
-        if len(suffix):
-            prompt, prompt_sum = segment_attention(
-                query.index_select(0, suffix),
-                keys.index_select(0, prefix),
-                values.index_select(0, prefix),
+        rows = _pair(sets.rows, sets.rows)
+        output, lse = segment_attention(query, keys, values, *rows, causal=True, scaling=scaling)
+        suffix_tokens, prefix_tokens = sets.suffix_tokens, sets.prefix_tokens
+        if len(suffix_tokens):
+            prefix, prefix_lse = segment_attention(
+                query.index_select(0, suffix_tokens),
+                keys.index_select(0, prefix_tokens),
+                values.index_select(0, prefix_tokens),
                 *_pair(sets.suffixes, sets.prefixes),
                 causal=False,
                 scaling=scaling,
             )
-            own, own_sum = output.index_select(0, suffix), log_sum.index_select(1, suffix)
-            own_weight = torch.sigmoid(own_sum - prompt_sum).t().unsqueeze(-1)
-            both = torch.lerp(prompt.float(), own.float(), own_weight)
-            output.index_copy_(0, suffix, both.to(output.dtype))
-            log_sum.index_copy_(1, suffix, torch.logaddexp(own_sum, prompt_sum))
-        ctx.save_for_backward(query, keys, values, output, log_sum)
+            suffix, suffix_lse = (
+                output.index_select(0, suffix_tokens),
+                lse.index_select(1, suffix_tokens),
+            )
+            weight = torch.sigmoid(suffix_lse - prefix_lse).t().unsqueeze(-1)
+            merged = torch.lerp(prefix.float(), suffix.float(), weight)
+            output.index_copy_(0, suffix_tokens, merged.to(output.dtype))
+            lse.index_copy_(1, suffix_tokens, torch.logaddexp(suffix_lse, prefix_lse))
+        ctx.save_for_backward(query, keys, values, output, lse)
         ctx.sets, ctx.scaling = sets, scaling
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, output, log_sum = ctx.saved_tensors
+        query, keys, values, output, lse = ctx.saved_tensors
         sets, scaling = ctx.sets, ctx.scaling
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = segment_attention_backward(
@@ -364,27 +333,27 @@ class _SegmentAttention(torch.autograd.Function):
             keys,
             values,
             output,
-            log_sum,
+            lse,
             *_pair(sets.rows, sets.rows),
             causal=True,
             scaling=scaling,
         )
-        suffix, prefix = sets.suffix_tokens, sets.prefix_tokens
-        if len(suffix):
-            more_q, more_k, more_v = segment_attention_backward(
-                grad.index_select(0, suffix),
-                query.index_select(0, suffix),
-                keys.index_select(0, prefix),
-                values.index_select(0, prefix),
-                output.index_select(0, suffix),
-                log_sum.index_select(1, suffix),
+        suffix_tokens, prefix_tokens = sets.suffix_tokens, sets.prefix_tokens
+        if len(suffix_tokens):
+            suffixes_q, prefixes_k, prefixes_v = segment_attention_backward(
+                grad.index_select(0, suffix_tokens),
+                query.index_select(0, suffix_tokens),
+                keys.index_select(0, prefix_tokens),
+                values.index_select(0, prefix_tokens),
+                output.index_select(0, suffix_tokens),
+                lse.index_select(1, suffix_tokens),
                 *_pair(sets.suffixes, sets.prefixes),
                 causal=False,
                 scaling=scaling,
             )
-            grad_q.index_add_(0, suffix, more_q)
-            grad_k.index_add_(0, prefix, more_k)
-            grad_v.index_add_(0, prefix, more_v)
+            grad_q.index_add_(0, suffix_tokens, suffixes_q)
+            grad_k.index_add_(0, prefix_tokens, prefixes_k)
+            grad_v.index_add_(0, prefix_tokens, prefixes_v)
         return grad_q, grad_k, grad_v, None, None
 
 
@@ -399,23 +368,22 @@ def _segment_kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
     no_autocast = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), no_autocast, hooks:
         ids = torch.ones(2, 3, dtype=torch.long, device=device)
-        own = torch.zeros(2, dtype=torch.long, device=device)
-        packing = Packing.of_groups(TokenRows(ids[:1], ids[:1] > 0, own, ids, ids > 0))
-        count, used = len(packing.ids), packing.num_tokens
-        numbers = torch.arange(count * 32.0, device=device).view(count, 4, 8)
+        prompt_of = torch.zeros(2, dtype=torch.long, device=device)
+        packing = Packing.of_groups(TokenRows(ids[:1], ids[:1] > 0, prompt_of, ids, ids > 0))
+        length, num_tokens = len(packing.ids), packing.num_tokens
+        numbers = torch.arange(length * 32.0, device=device).view(length, 4, 8)
         q = numbers.mul(0.7).sin().to(dtype).requires_grad_()  # 4 heads
         k = numbers[:, :2].mul(0.3).cos().to(dtype).requires_grad_()  # 2 key heads
         assert packing.key_sets is not None
         try:
-            found = [attend_segments(q, k, k, packing.key_sets, 1.0)[:used]]
-            found += torch.autograd.grad(found[0].float().square().sum(), [q, k])
+            computed = [attend_segments(q, k, k, packing.key_sets, 1.0)[:num_tokens]]
+            computed += torch.autograd.grad(computed[0].float().square().sum(), [q, k])
         except UNAVAILABLE:
             return False
-        expected = [_attend_grid(q, k, k, packing, 1.0, None, None)[:used]]
+        expected = [_attend_grid(q, k, k, packing, 1.0, None, None)[:num_tokens]]
         expected += torch.autograd.grad(expected[0].float().square().sum(), [q, k])
     return all(
-        torch.allclose(one, other, atol=0.05, rtol=0.05)
-        for one, other in zip(found, expected, strict=True)
+        torch.allclose(*pair, atol=0.05, rtol=0.05) for pair in zip(computed, expected, strict=True)
     )
 
 
@@ -427,8 +395,8 @@ def _kernel_works() -> bool:
     """Check that torch has the kernel, and that it supports grouped-query attention."""
     # The first call may come from anywhere: under autocast, without gradients, or in a checkpointed
     # layer, which would count the tensors saved here and miss them in its recomputation.
-    own = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), own:
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), hooks:
         return _kernel_agrees()
 
 
@@ -444,9 +412,9 @@ def _kernel_agrees() -> bool:
         expected = torch.einsum("nhts,nshd->nthd", scores.softmax(-1), heads)
         expected_grads = torch.autograd.grad(expected.square().sum(), [query, keys])
     try:
-        output, log_sum = _attend(q, k, k, causal=True, scaling=1.0)
+        output, lse = _attend(q, k, k, causal=True, scaling=1.0)
         grad_q, grad_k, grad_v = _attend_backward(
-            [2 * output, q, output, log_sum], k, k, causal=True, scaling=1.0
+            [2 * output, q, output, lse], k, k, causal=True, scaling=1.0
         )
     except UNAVAILABLE:
         return False

@@ -40,25 +40,15 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def flash_attention(
     query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and the log-sum-exp of its scores on a CPU.
+    """Compute attention [n, heads, t, D] and the log-sum-exp [n, heads, t] of its scores on a CPU.
 
     The public `scaled_dot_product_attention` does not return the log-sum-exp, which merging the
     attention to a prompt with the attention to a completion needs.
-
-    Args:
-        query: [n, heads, t, D].
-        keys: [n, H, s, D].
-        values: [n, H, s, D].
-        causal: a query sees the keys up to its own position only.
-        scaling: multiplies the scores.
-
-    Returns:
-        [n, heads, t, D] and [n, heads, t].
     """
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, scale=scaling
     )
-    return output, log_sum
+    return output, lse
 
 
 def flash_attention_backward(
@@ -67,7 +57,7 @@ def flash_attention_backward(
     keys: Tensor,
     values: Tensor,
     output: Tensor,
-    log_sum: Tensor,
+    lse: Tensor,
     *,
     causal: bool,
     scaling: float,
@@ -75,7 +65,7 @@ def flash_attention_backward(
     """Return the gradients of query, keys and values; see `flash_attention`."""
     grads: tuple[Tensor, Tensor, Tensor] = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, keys, values, output, log_sum, 0.0, causal, scale=scaling
+            grad, query, keys, values, output, lse, 0.0, causal, scale=scaling
         )
     )
     return grads
@@ -91,27 +81,16 @@ def segment_attention(
     causal: bool,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of segments and the log-sum-exp of its scores on a GPU, in half precision.
+    """Compute attention [T, heads, D] of segments and the log-sum-exp [heads, T] of its scores.
 
-    The public `torch.nn.attention.varlen.varlen_attn` exists in fewer versions; its gradient is
-    for one set of keys, not for a union of two sets.
-
-    Args:
-        query: [T, heads, D].
-        keys: [S, H, D].
-        values: [S, H, D].
-        bounds: int32 bounds [n + 1] of the segments of queries and of keys.
-        longest: tokens of the longest segment of both.
-        causal: a query sees the keys up to its own position only.
-        scaling: multiplies the scores.
-
-    Returns:
-        [T, heads, D] and float32 [heads, T].
+    On a GPU, in half precision. The public `torch.nn.attention.varlen.varlen_attn` exists in fewer
+    versions; its gradient is for one set of keys, not for a union of two sets. `bounds` are int32
+    [n + 1], of the segments of queries and of keys.
     """
-    output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, *bounds, *longest, 0.0, causal, False, scale=scaling
     )
-    return output, log_sum
+    return output, lse
 
 
 def segment_attention_backward(
@@ -120,7 +99,7 @@ def segment_attention_backward(
     keys: Tensor,
     values: Tensor,
     output: Tensor,
-    log_sum: Tensor,
+    lse: Tensor,
     bounds: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     *,
@@ -130,7 +109,7 @@ def segment_attention_backward(
     """Return the gradients of query, keys and values; see `segment_attention`."""
     # The state of random numbers is for dropout, which is 0.
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)
-    tensors = (grad, query, keys, values, output, log_sum, *bounds)
+    tensors = (grad, query, keys, values, output, lse, *bounds)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         *tensors, *longest, 0.0, causal, unused, unused, scale=scaling
     )
