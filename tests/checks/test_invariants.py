@@ -788,7 +788,7 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
         for variation, (limits, changed) in variations.items():
             with monkeypatch.context() as patch:
                 if variation == "chunk 7":
-                    patch.setattr(policy, "head_chunk", 7)
+                    patch.setattr(policy, "few_logits", 2 * 7 * policy.vocab_size)
                 if variation == "padding":
                     patch.setattr(policy, "logprobs", with_more_padding(policy.logprobs))
                 rows = training_batch if changed is None else changed(training_batch)

@@ -37,7 +37,9 @@ def test_chunks_of_the_head_change_neither_values_nor_gradients(architecture):
     policy = tiny_policy(architecture)
     arguments = tokens(policy)
     results = []
-    for policy.head_chunk in (3, 1024):
+    for chunk in (3, 1024):
+        policy.few_logits = 2 * chunk * policy.vocab_size
+        assert policy.chunk_size(2 * 1024 + 1) == chunk
         policy.zero_grad()
         out = policy.logprobs(arguments, entropy_grad=True)
         (out.logprobs.sum() + out.entropy.sum()).backward()
@@ -166,7 +168,7 @@ def test_a_frozen_reference_stays_as_it_is_while_the_policy_moves():
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2**10, 1), (2**12, 2)])
 def test_small_products_of_decoding_use_one_thread(rows, expected, monkeypatch):
     policy, before = tiny_policy("qwen2"), torch.get_num_threads()
-    monkeypatch.setattr(policy, "_largest", 2**9)
+    monkeypatch.setattr(policy, "_largest_weight", 2**9)
     torch.set_num_threads(2)
     try:
         with policy.decoding(rows):

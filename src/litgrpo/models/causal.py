@@ -27,12 +27,7 @@ from litgrpo.models.decode.shared_prefix import (
 from litgrpo.models.decode.static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
-from litgrpo.models.packing import (
-    MIN_SAVING,
-    Packing,
-    can_share,
-    sharing_pays,
-)
+from litgrpo.models.packing import MIN_SAVING, Packing, can_share, sharing_pays
 from litgrpo.models.policy import DecodeState, Policy, autocast_to
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import apply_softcap, positions, predicting, widen
@@ -62,7 +57,6 @@ class CausalPolicy(Policy):
 
     @property
     def computes_prompts_once(self) -> bool:
-        """See `Policy.computes_prompts_once`."""
         return self.share_prompts and not self.static_shapes and self._can_share
 
     @cached_property
@@ -74,9 +68,9 @@ class CausalPolicy(Policy):
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> Iterator[None]:
         """Fuse or pack the weights if that is faster; small products run on one thread."""
-        small = rows * self._largest < MIN_THREADED_PRODUCT
-        few = threads(1 if small else torch.get_num_threads())
-        with few, autocast_to(self.model.device, dtype), torch.no_grad():
+        is_small = rows * self._largest_weight < MIN_THREADED_PRODUCT
+        thread_limit = threads(1 if is_small else torch.get_num_threads())
+        with thread_limit, autocast_to(self.model.device, dtype), torch.no_grad():
             # Adapters, hooks and wrappers may have been added since the comparison.
             if fused and self.can_fuse and is_supported(self.bare_model):
                 self._decoder = self._build_fused_decoder()
@@ -88,7 +82,7 @@ class CausalPolicy(Policy):
                 self._decoder = None
 
     @cached_property
-    def _largest(self) -> int:
+    def _largest_weight(self) -> int:
         """Number of elements of the largest linear weight."""
         return max(
             (layer.weight.numel() for layer in linears.list_linear_layers(self.model)), default=0
@@ -147,7 +141,6 @@ class CausalPolicy(Policy):
         )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """See `Policy.head`."""
         return self._scale_logits(self.bare_model.get_output_embeddings()(hidden))
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
@@ -160,7 +153,7 @@ class CausalPolicy(Policy):
         return logits if cap is None else apply_softcap(logits / cap, cap)
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Compute each prompt once if that saves tokens, else padded rows; see `Policy.hidden`."""
+        """Compute each prompt once if that saves tokens, else padded rows."""
         if self.computes_prompts_once and sharing_pays(rows):
             return self._compute_packed(Packing.of_groups(rows))
         masks = rows.on_host
@@ -171,8 +164,8 @@ class CausalPolicy(Policy):
         hidden = self._compute_rows(ids, mask, is_padded)
         # The token before each completion token, as in `predicting`, without a wait for a GPU.
         targets = functional.pad(masks.completion_mask, (prompt_mask.shape[1], 0))[:, 1:]
-        before = functional.pad(targets, (0, 1)).flatten().nonzero().squeeze(1)
-        return hidden.flatten(0, 1).index_select(0, *to_device([before], hidden.device))
+        predictors = functional.pad(targets, (0, 1)).flatten().nonzero().squeeze(1)  # [K]
+        return hidden.flatten(0, 1).index_select(0, *to_device([predictors], hidden.device))
 
     def _compute_rows(self, ids: Tensor, mask: Tensor, is_padded: bool) -> Tensor:
         """Compute the last hidden states [M, T, E] of rows [M, T] padded on either side."""
@@ -187,7 +180,6 @@ class CausalPolicy(Policy):
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """See `Policy.prefill`."""
         logits, cache = self.prefill_prompts(prompt_ids, prompt_mask)
         if self._decoder is not None:
             cache = self._decoder.convert_cache(cache, prompt_mask.shape[1] + capacity)
@@ -218,11 +210,9 @@ class CausalPolicy(Policy):
 
     @property
     def can_record(self) -> bool:
-        """See `Policy.can_record`."""
         return self._decoder is not None
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """See `Policy.decode_step`."""
         assert isinstance(state, SharedPrefixCache)
         if self._decoder is not None:
             device = self.model.device.type
@@ -243,15 +233,13 @@ class CausalPolicy(Policy):
         return self.head(output.last_hidden_state[:, -1])
 
     def make_row_offloader(self, state: DecodeState) -> RowOffloader:
-        """See `Policy.make_row_offloader`."""
         assert isinstance(state, SharedPrefixCache)
-        order = None if self._decoder is None else self._decoder.pairs
-        return CausalRowOffloader(self.bare_model.base_model, self.head, state, order)
+        key_order = None if self._decoder is None else self._decoder.pairs
+        return CausalRowOffloader(self.bare_model.base_model, self.head, state, key_order)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """See `Policy.dense_logits`."""
         ids = torch.cat([prompt_ids, completion_ids], 1)
         mask = torch.cat([prompt_mask, torch.ones_like(completion_ids, dtype=torch.bool)], 1)
         output = self.model(
@@ -272,7 +260,7 @@ class CausalPolicy(Policy):
         return output.last_hidden_state[0].index_select(0, packing.predicting)
 
     def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """Compute packed rows if that saves tokens; see `Policy.target_hidden_states`."""
+        """Compute packed rows if that saves tokens."""
         if self.computes_prompts_once and mask.numel() >= MIN_SAVING * int(mask.sum()):
             return self._compute_packed(Packing.of_rows(ids, mask, target_mask))
         return predicting(self._compute_rows(ids, mask, not bool(mask.all())), target_mask)
@@ -285,18 +273,15 @@ class FusedFixedDecoder(FixedDecoder):
         self.policy, self.fused = policy, fused
 
     def attention(self) -> AbstractContextManager[None]:
-        """Return no context: the fused step has its own attention."""
-        return nullcontext()
+        return nullcontext()  # the fused step has its own attention
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, FixedState]:
-        """See `FixedDecoder.prefill`."""
         logits, cache = self.policy.prefill_prompts(prompt_ids, prompt_mask)
         state = self.fused.make_fixed_state(cache, prompt_mask, group_size, capacity)
         return logits.repeat_interleave(group_size, 0), state
 
     def decode_step(self, tokens: Tensor, state: FixedState) -> tuple[Tensor, FixedState]:
-        """See `FixedDecoder.decode_step`."""
         with torch.autocast(tokens.device.type, enabled=False):  # it casts to its own precision
             return self.fused.decode_grid_step(tokens, state)

@@ -33,28 +33,15 @@ PROMPTS, COMPLETIONS = (5, 3), (3, 2, 3, 1)
 
 @dataclass
 class EqualLengthRows:
-    """Rows of the same length that decode together, with the model's own cache if it has one.
-
-    Args:
-        policy: provides the model.
-        ids: [n, t] tokens so far.
-        inputs: keyword arguments of the next forward pass (cache, mask).
-
-    Example:
-        `rows = EqualLengthRows(policy, torch.tensor([[5, 6], [7, 8]]))`, then
-        `logits = rows.prefill(capacity=8)` and `logits = rows.feed(logits.argmax(-1))`.
-    """
+    """Rows of the same length that decode together, with the model's own cache if it has one."""
 
     policy: GenericPolicy
-    ids: Tensor
+    ids: Tensor  # [n, t] tokens so far
+    # Keyword arguments of the next forward pass (cache, mask).
     inputs: dict[str, Any] = field(default_factory=dict)
 
     def prefill(self, capacity: int) -> Tensor:
-        """Compute the prompts; return the logits [n, V] of the first completion token.
-
-        Args:
-            capacity: maximum number of tokens that will be fed.
-        """
+        """Compute the prompts; return the logits [n, V] of the first completion token."""
         self.inputs = {"attention_mask": torch.ones_like(self.ids), "use_cache": True}
         prepare_generation(
             self.policy.bare_model,
@@ -81,52 +68,42 @@ class EqualLengthRows:
 
 
 class GenericDecodeState(DecodeState):
-    """Rows of several lengths, decoded in parts of equal length.
+    """Rows of several lengths, decoded in batches of equal length.
 
-    Dropped rows continue to be fed (with token 0) as long as their part has live rows, because the
+    Dropped rows continue to be fed (with token 0) as long as their batch has live rows, because the
     caches of arbitrary models cannot be indexed by row.
-
-    Args:
-        parts: rows of one length each.
-        part_of: [n] the part of each live row.
-        slot_of: [n] its row in the part.
     """
 
-    def __init__(self, parts: list[EqualLengthRows], part_of: Tensor, slot_of: Tensor) -> None:
-        self.parts, self.part_of, self.slot_of = parts, part_of, slot_of
+    def __init__(self, batches: list[EqualLengthRows], batch_of: Tensor, slot_of: Tensor) -> None:
+        self.batches = batches
+        self.batch_of, self.slot_of = batch_of, slot_of  # [n] batch of each live row, and row there
 
     def select(self, rows: Tensor) -> None:
-        """Keep the given rows; a part without live rows is not computed any more."""
-        self.part_of, self.slot_of = self.part_of[rows], self.slot_of[rows]
+        """Keep some rows; a batch without live rows is not computed any more."""
+        self.batch_of, self.slot_of = self.batch_of[rows], self.slot_of[rows]
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Feed one token [n] to every live row; return the logits [n, V] of the next."""
         logits: list[Tensor] = []
-        places: list[Tensor] = []
-        for number in self.part_of.unique().tolist():
-            rows = (self.part_of == number).nonzero().squeeze(1)
+        order: list[Tensor] = []
+        for number in self.batch_of.unique().tolist():
+            rows = (self.batch_of == number).nonzero().squeeze(1)
             slots = self.slot_of[rows]
-            every = tokens.new_zeros(len(self.parts[number].ids))
-            every[slots] = tokens[rows]
-            logits.append(self.parts[number].feed(every)[slots])
-            places.append(rows)
-        return torch.cat(logits)[torch.cat(places).argsort()]
+            batch_tokens = tokens.new_zeros(len(self.batches[number].ids))
+            batch_tokens[slots] = tokens[rows]
+            logits.append(self.batches[number].feed(batch_tokens)[slots])
+            order.append(rows)
+        return torch.cat(logits)[torch.cat(order).argsort()]
 
 
 class GenericPolicy(Policy):
-    """A decoder-only model of any type; its "hidden states" are the logits themselves.
+    """A decoder-only model of any type; its "hidden states" are the logits themselves."""
 
-    Attributes:
-        cached: decode with the model's cache; else compute the whole row for every token.
-        batched: compute rows of several lengths together, padded on the right.
-    """
-
-    cached = True
-    batched = True
+    cached = True  # decode with the model's cache; else compute the whole row for every token
+    batched = True  # compute rows of several lengths together, padded on the right
 
     @property
     def vocab_size(self) -> int:
-        """See `Policy.vocab_size`."""
         return int(self.bare_model.config.get_text_config().vocab_size)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -142,18 +119,14 @@ class GenericPolicy(Policy):
         return set(inspect.signature(self.bare_model.forward).parameters)
 
     def plain_logits(self, ids: Tensor, keep: int | None = None) -> Tensor:
-        """Compute logits [M, T, V] of rows [M, T] without left padding.
-
-        Args:
-            ids: token ids.
-            keep: number of last positions that are needed; None: all.
-        """
-        kept = {} if keep is None else self.logits_to_keep(keep)
-        no_cache = {"use_cache": False} if "use_cache" in self._forward_arguments else {}
-        return self.bare_model(input_ids=ids, **no_cache, **kept).logits
+        """Compute logits [M, T, V] of rows [M, T] without left padding, or their last `keep`."""
+        options: dict[str, Any] = {} if keep is None else self.logits_to_keep(keep)
+        if "use_cache" in self._forward_arguments:
+            options["use_cache"] = False
+        return self.bare_model(input_ids=ids, **options).logits
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Compute the logits [K, V] of the completion tokens; see `Policy.hidden`."""
+        """Compute the logits [K, V] of the completion tokens."""
         prompt_mask = rows.prompt_mask[rows.prompt_of]
         ids = torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1)
         mask = torch.cat([prompt_mask, rows.completion_mask], 1)
@@ -167,41 +140,42 @@ class GenericPolicy(Policy):
         if self.batched:
             return predicting(self.plain_logits(ids), targets)
         logits = [
-            predicting(self.plain_logits(ids[row, real][None]), targets[row, real][None])
-            for row, real in enumerate(mask)
+            predicting(self.plain_logits(ids[row, is_real][None]), targets[row, is_real][None])
+            for row, is_real in enumerate(mask)
         ]
         return torch.cat(logits)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """Compute the prompts, once for each completion; see `Policy.prefill`."""
+        """Compute the prompts, once for each completion."""
         lengths = prompt_mask.sum(1)
-        part_of, slot_of = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        parts, logits = [], []
+        batch_of, slot_of = torch.zeros_like(lengths), torch.zeros_like(lengths)  # [B]
+        batches, logits = [], []
         for number, length in enumerate(lengths.unique().tolist()):
-            mine = (lengths == length).nonzero().squeeze(1)
-            part_of[mine] = number
-            slot_of[mine] = torch.arange(len(mine), device=mine.device)
-            ids = prompt_ids[mine][prompt_mask[mine]].view(len(mine), length)
-            parts.append(EqualLengthRows(self, ids.repeat_interleave(group_size, 0)))
-            logits.append(parts[-1].prefill(capacity)[::group_size])
-        order = torch.stack([part_of, slot_of], 1)
-        places = sorted(range(len(order)), key=lambda row: order[row].tolist())
-        first = torch.cat(logits)[torch.tensor(places, device=lengths.device).argsort()]
+            prompts = (lengths == length).nonzero().squeeze(1)
+            batch_of[prompts] = number
+            slot_of[prompts] = torch.arange(len(prompts), device=prompts.device)
+            ids = prompt_ids[prompts][prompt_mask[prompts]].view(len(prompts), length)
+            batches.append(EqualLengthRows(self, ids.repeat_interleave(group_size, 0)))
+            logits.append(batches[-1].prefill(capacity)[::group_size])
+        keys = torch.stack([batch_of, slot_of], 1)
+        order = sorted(range(len(keys)), key=lambda prompt: keys[prompt].tolist())
+        prompt_logits = torch.cat(logits)[torch.tensor(order, device=lengths.device).argsort()]
         copies = torch.arange(group_size, device=lengths.device)
         slots = (slot_of[:, None] * group_size + copies).flatten()
-        return first, GenericDecodeState(parts, part_of.repeat_interleave(group_size), slots)
+        return prompt_logits, GenericDecodeState(
+            batches, batch_of.repeat_interleave(group_size), slots
+        )
 
     def decode_step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """See `Policy.decode_step`."""
         assert isinstance(state, GenericDecodeState)
         return state.feed(tokens)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """Compute one unpadded row at a time; see `Policy.dense_logits`."""
+        """Compute one unpadded row at a time."""
         logits = [
             self.plain_logits(torch.cat([prompt[mask], completion])[None])[:, int(mask.sum()) - 1 :]
             for prompt, mask, completion in zip(
@@ -215,12 +189,7 @@ class GenericPolicy(Policy):
 
 
 class Candidate(NamedTuple):
-    """Settings of a `GenericPolicy`.
-
-    Example:
-        >>> CANDIDATES[0]
-        Candidate(cached=True, batched=True)
-    """
+    """Settings of a `GenericPolicy`."""
 
     cached: bool
     batched: bool
@@ -237,31 +206,19 @@ CANDIDATES = (
 
 @dataclass(frozen=True)
 class ModelProbeResult:
-    """Outcome of a probe.
+    """Outcome of a probe."""
 
-    Args:
-        error: largest difference (nats) between the policy's log-probabilities and those of plain
-            forward passes; infinite if computing them failed.
-        reason: why it failed.
-
-    Example:
-        `ModelProbeResult(error=2.4e-07)`, or
-        `ModelProbeResult(torch.inf, "RwkvModel.forward() got an unexpected keyword argument")`.
-    """
-
+    # Largest difference (nats) between the policy's log-probabilities and those of plain forward
+    # passes; infinite if computing them failed.
     error: float
-    reason: str = ""
+    reason: str = ""  # why it failed
 
 
 def build_causal_policy(*arguments: Any) -> Policy:
-    """Build the fastest exact policy for a decoder-only model.
+    """Build the fastest exact policy for a decoder-only model, from the arguments of `Policy`.
 
-    Args:
-        arguments: of `Policy`: model, tokenizer, end tokens, dropout.
-
-    Raises:
-        ValueError: no candidate is exact: a token attends to later ones, or results depend on the
-            length of the text.
+    A ValueError if no candidate is exact: a token attends to later ones, or results depend on the
+    length of the text.
     """
     policy = CausalPolicy(*arguments)
     config = policy.bare_model.config
@@ -317,31 +274,31 @@ def _largest_error(policy: Policy) -> float:
     device = policy.model.device
     vocab_size = int(policy.bare_model.config.get_text_config().vocab_size)
     rows = _make_probe_rows(vocab_size, device)
-    truth = []
+    row_logits = []
     for row, prompt_of in enumerate(rows.prompt_of.tolist()):
         prompt = rows.prompt_ids[prompt_of][rows.prompt_mask[prompt_of]]
         completion = rows.completion_ids[row][rows.completion_mask[row]]
         ids = torch.cat([prompt, completion])[None]
-        truth.append(policy.bare_model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
-    expected = widen(nn.utils.rnn.pad_sequence(truth, batch_first=True)).log_softmax(-1)
+        row_logits.append(policy.bare_model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
+    expected = widen(nn.utils.rnn.pad_sequence(row_logits, batch_first=True)).log_softmax(-1)
     mask = rows.completion_mask
-    scored = widen(policy.head(policy.hidden(rows))).log_softmax(-1)
-    errors = [(scored - expected[mask]).abs().max()]
+    logprobs = widen(policy.head(policy.hidden(rows))).log_softmax(-1)  # [K, V]
+    errors = [(logprobs - expected[mask]).abs().max()]
     with policy.decoding(len(mask), fused=False):
         group_size = len(mask) // len(rows.prompt_ids)
         capacity = mask.shape[1]
         logits, state = policy.prefill(rows.prompt_ids, rows.prompt_mask, group_size, capacity)
         logits, live = logits.repeat_interleave(group_size, 0), torch.arange(len(mask)).to(device)
         for column in range(capacity):
-            decoded = widen(logits).log_softmax(-1)
-            errors.append((decoded - expected[live, column]).abs().max())
+            logprobs = widen(logits).log_softmax(-1)
+            errors.append((logprobs - expected[live, column]).abs().max())
             if column + 1 == capacity:
                 break
             tokens = rows.completion_ids[live, column]
-            kept = mask[live, column + 1].nonzero().squeeze(1)
-            state.select(kept)
-            live = live[kept]
-            logits = policy.decode_step(tokens[kept], state)
+            remaining = mask[live, column + 1].nonzero().squeeze(1)
+            state.select(remaining)
+            live = live[remaining]
+            logits = policy.decode_step(tokens[remaining], state)
     return float(torch.stack(errors).nan_to_num(torch.inf).max())
 
 
@@ -349,14 +306,12 @@ def _make_probe_rows(vocab_size: int, device: torch.device) -> TokenRows:
     """Return two prompts of unequal length with two completions each, of spread-out tokens."""
     total = sum(PROMPTS) + sum(COMPLETIONS)
     tokens = (torch.arange(total) * 7919 + 11).remainder(vocab_size).tolist()
-    texts = [
-        torch.tensor([tokens.pop() for _ in range(length)]) for length in PROMPTS + COMPLETIONS
-    ]
+    rows = [torch.tensor([tokens.pop() for _ in range(length)]) for length in PROMPTS + COMPLETIONS]
     pad = nn.utils.rnn.pad_sequence
-    prompts = pad(texts[: len(PROMPTS)], batch_first=True, padding_side="left")
+    prompts = pad(rows[: len(PROMPTS)], batch_first=True, padding_side="left")
     prompt_mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
-    completions = pad(texts[len(PROMPTS) :], batch_first=True)
+    completions = pad(rows[len(PROMPTS) :], batch_first=True)
     mask = torch.arange(completions.shape[1]) < torch.tensor(COMPLETIONS)[:, None]
     prompt_of = torch.arange(len(COMPLETIONS)) * len(PROMPTS) // len(COMPLETIONS)
-    parts = (prompts, prompt_mask, prompt_of, completions, mask)
-    return TokenRows(*(each.to(device) for each in parts))
+    tensors = (prompts, prompt_mask, prompt_of, completions, mask)
+    return TokenRows(*(tensor.to(device) for tensor in tensors))

@@ -27,77 +27,42 @@ MIN_SAVING = 1.1
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of similar length as a padded grid, which attention needs.
+    """Rows of similar length as a padded grid, which attention needs."""
 
-    Args:
-        tokens: [t] indices of the rows' tokens in the packed sequence, row by row.
-        places: [t] their indices in the flattened grid [rows, width].
-        shape: rows and width.
-        prompts: [rows] the prompt that each row continues.
-        lengths: [rows] tokens of each row.
-
-    Example:
-        Completions of 2 and 1 tokens that are packed tokens 3, 4 and 5, both of prompt 0:
-
-        >>> bucket = Bucket(
-        ...     tokens=torch.tensor([3, 4, 5]),
-        ...     places=torch.tensor([0, 1, 2]),
-        ...     shape=(2, 2),
-        ...     prompts=torch.tensor([0, 0]),
-        ...     lengths=torch.tensor([2, 1]),
-        ... )
-        >>> bucket.to_grid(torch.tensor([9, 9, 9, 1, 2, 3]))
-        tensor([[1, 2],
-                [3, 0]])
-    """
-
-    tokens: Tensor
-    places: Tensor
-    shape: tuple[int, int]
-    prompts: Tensor
-    lengths: Tensor
+    tokens: Tensor  # [t] indices of the rows' tokens in the packed sequence, row by row
+    cells: Tensor  # [t] their indices in the flattened grid
+    shape: tuple[int, int]  # rows and width of the grid
+    prompts: Tensor  # [rows] the prompt that each row continues
+    lengths: Tensor  # [rows] tokens of each row
 
     def to_grid(self, packed: Tensor) -> Tensor:
         """Arrange packed [T, ...] as [rows, width, ...] with zeros on padding."""
         rows, width = self.shape
-        cells = packed.new_zeros(rows * width, *packed.shape[1:])
-        cells = cells.index_copy(0, self.places, packed.index_select(0, self.tokens))
-        return cells.unflatten(0, (rows, width))
+        grid = packed.new_zeros(rows * width, *packed.shape[1:])
+        grid = grid.index_copy(0, self.cells, packed.index_select(0, self.tokens))
+        return grid.unflatten(0, (rows, width))
 
     def from_grid(self, grid: Tensor) -> Tensor:
         """Return the entries [t, ...] of a grid [rows, width, ...] in the order of `tokens`."""
-        return grid.flatten(0, 1).index_select(0, self.places)
+        return grid.flatten(0, 1).index_select(0, self.cells)
 
 
 class Segments(NamedTuple):
-    """Consecutive segments of a sequence of tokens.
+    """Consecutive segments of a sequence of tokens."""
 
-    Args:
-        bounds: [n + 1] int32 index of each segment's first token, and the end of the last one.
-        longest: tokens of the longest segment.
-    """
-
-    bounds: Tensor
-    longest: int
+    bounds: Tensor  # [n + 1] int32 index of each segment's first token, and the end of the last one
+    longest: int  # tokens of the longest segment
 
 
 @dataclass(frozen=True)
 class KeySets:
-    """Queries and their keys as segments, for kernels of segments without padding.
+    """Queries and their keys as segments, for kernels of segments without padding."""
 
-    Args:
-        rows: segments of the packed sequence: every prefix and every suffix, and the padding.
-        suffix_tokens: [S] indices of the tokens of all suffixes.
-        prefix_tokens: [R] indices of the tokens of the prefixes that have suffixes.
-        suffixes: segments of `suffix_tokens`, all suffixes of a prefix together.
-        prefixes: segments of `prefix_tokens`, as many.
-    """
-
-    rows: Segments
-    suffix_tokens: Tensor
-    prefix_tokens: Tensor
-    suffixes: Segments
-    prefixes: Segments
+    rows: Segments  # of the packed sequence: every prefix and every suffix, and the padding
+    suffix_tokens: Tensor  # [S] indices of the tokens of all suffixes
+    prefix_tokens: Tensor  # [R] indices of the tokens of the prefixes that have suffixes
+    suffixes: Segments  # of `suffix_tokens`, all suffixes of a prefix together
+    prefixes: Segments  # of `prefix_tokens`, as many
 
 
 @dataclass(frozen=True)
@@ -106,18 +71,6 @@ class Packing:
 
     A prefix is a prompt, its suffixes are the completions. A completion's last token predicts
     nothing, so it is not fed. T is padded to a multiple of 128; no token attends to the padding.
-
-    Args:
-        ids: [T] token ids.
-        positions: [T] positions of the tokens in their rows.
-        predicting: [K] the packed token whose hidden state predicts each completion token, in the
-            order of the completion mask.
-        groups: (start of the prefix, start of its suffixes, end of its suffixes) of each prompt.
-        prefixes: all prefixes as one bucket.
-        suffixes: the suffixes, in buckets of similar length.
-        longest: number of tokens of the longest row, prompt and completion.
-        key_sets: which tokens attend to which, for kernels of GPUs; None on a CPU.
-        visible: masks of attention by window, which all layers share; filled by the first of them.
 
     Example:
         Prompt `[1, 2]` with completions `[3, 4]` and `[5, 6, 7]`:
@@ -136,89 +89,90 @@ class Packing:
         (tensor([1, 2, 3, 5, 6]), tensor([0, 1, 2, 2, 3]), tensor([1, 2, 1, 3, 4]))
     """
 
-    ids: Tensor
-    positions: Tensor
+    ids: Tensor  # [T]
+    positions: Tensor  # [T] positions of the tokens in their rows
+    # [K] the packed token whose hidden state predicts each completion token, in the order of the
+    # completion mask.
     predicting: Tensor
-    groups: list[tuple[int, int, int]]
-    prefixes: Bucket
-    suffixes: list[Bucket]
-    longest: int
-    key_sets: KeySets | None = None
+    groups: list[tuple[int, int, int]]  # starts of the prefix and its suffixes, end of its suffixes
+    prefixes: Bucket  # all prefixes
+    suffixes: list[Bucket]  # of similar length
+    longest: int  # tokens of the longest row, prompt and completion
+    key_sets: KeySets | None = None  # for kernels of GPUs; None on a CPU
+    # Masks of attention by window, which all layers share; filled by the first of them.
     visible: dict[int | None, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of_groups(rows: TokenRows) -> Packing:
-        """Pack every prompt once, followed by its completions.
-
-        Args:
-            rows: M completions, their masks without holes, and their prompts.
-        """
+        """Pack every prompt once, followed by its completions, whose masks have no holes."""
         masks = rows.on_host
         prompt_mask, prompt_of = masks.prompt_mask, masks.prompt_of
-        prefix = prompt_mask.sum(1)
-        fed = (masks.completion_mask.sum(1) - 1).clamp(min=0)
-        suffixes = torch.zeros_like(prefix).index_add(0, prompt_of, fed)
-        end = (prefix + suffixes).cumsum(0)
-        start = end - prefix - suffixes
+        prefix_lengths = prompt_mask.sum(1)  # [B]
+        suffix_lengths = (masks.completion_mask.sum(1) - 1).clamp(min=0)  # [M]
+        suffix_totals = torch.zeros_like(prefix_lengths).index_add(0, prompt_of, suffix_lengths)
+        group_end = (prefix_lengths + suffix_totals).cumsum(0)  # [B]
+        prefix_start = group_end - prefix_lengths - suffix_totals
 
         # Sorted by prompt, so that the rows of a prompt are adjacent.
         order = prompt_of.argsort(stable=True)
-        before = fed[order].cumsum(0) - fed[order]
-        first = torch.empty_like(fed)
-        first[order] = before + prefix.cumsum(0)[prompt_of[order]]
+        suffix_tokens_before = suffix_lengths[order].cumsum(0) - suffix_lengths[order]
+        prefix_tokens_before = prefix_lengths.cumsum(0)[prompt_of[order]]
+        suffix_start = torch.empty_like(suffix_lengths)  # [M]
+        suffix_start[order] = suffix_tokens_before + prefix_tokens_before
 
         column = torch.arange(masks.completion_mask.shape[1])
-        is_fed = column < fed[:, None]
-        own = prompt_mask.long().cumsum(1) - 1  # [B, P] position in the prompt
-        prefix_tokens = (start[:, None] + own)[prompt_mask]
-        suffix_tokens = (first[:, None] + column)[is_fed]
+        is_fed = column < suffix_lengths[:, None]  # [M, C]
+        prompt_positions = prompt_mask.long().cumsum(1) - 1  # [B, P]
+        prefix_tokens = (prefix_start[:, None] + prompt_positions)[prompt_mask]
+        suffix_tokens = (suffix_start[:, None] + column)[is_fed]
         length = round_up_to_tile(len(prefix_tokens) + len(suffix_tokens))
         # The ids are gathered from all prompts, then all completions, then a 0 for the padding.
         num_prompt_ids = prompt_mask.numel()
-        cells = torch.full((length,), num_prompt_ids + is_fed.numel())
-        cells[prefix_tokens] = prompt_mask.flatten().nonzero().squeeze(1)
-        cells[suffix_tokens] = is_fed.flatten().nonzero().squeeze(1) + num_prompt_ids
+        sources = torch.full((length,), num_prompt_ids + is_fed.numel())  # [T]
+        sources[prefix_tokens] = prompt_mask.flatten().nonzero().squeeze(1)
+        sources[suffix_tokens] = is_fed.flatten().nonzero().squeeze(1) + num_prompt_ids
         positions = torch.zeros(length, dtype=torch.long)
-        positions[prefix_tokens] = own[prompt_mask]
-        positions[suffix_tokens] = (prefix[prompt_of, None] + column)[is_fed]
+        positions[prefix_tokens] = prompt_positions[prompt_mask]
+        positions[suffix_tokens] = (prefix_lengths[prompt_of, None] + column)[is_fed]
 
-        last_of_prefix = (start + prefix - 1)[prompt_of, None]
-        source = torch.cat([last_of_prefix, first[:, None] + column[:-1]], 1)
-        everyone = torch.arange(len(prefix))
-        return _send(
+        last_prefix_token = (prefix_start + prefix_lengths - 1)[prompt_of, None]
+        predicting = torch.cat([last_prefix_token, suffix_start[:, None] + column[:-1]], 1)
+        prompts = torch.arange(len(prefix_lengths))
+        return _move_to_device(
             [rows.prompt_ids, rows.completion_ids],
-            cells,
+            sources,
             positions,
-            source[masks.completion_mask],
-            torch.stack([start, start + prefix, end], 1),
-            _make_bucket(everyone, start, prefix, everyone),
-            [_make_bucket(each, first, fed, prompt_of) for each in group_similar_lengths(fed)],
-            first[fed > 0],
+            predicting[masks.completion_mask],
+            torch.stack([prefix_start, prefix_start + prefix_lengths, group_end], 1),
+            _make_bucket(prompts, prefix_start, prefix_lengths, prompts),
+            [
+                _make_bucket(bucket_rows, suffix_start, suffix_lengths, prompt_of)
+                for bucket_rows in group_similar_lengths(suffix_lengths)
+            ],
+            suffix_start[suffix_lengths > 0],
         )
 
     @staticmethod
     def of_rows(ids: Tensor, mask: Tensor, targets: Tensor) -> Packing:
         """Pack whole rows, each as a prefix without suffixes (supervised fine-tuning).
 
-        Args:
-            ids: [M, T] token ids, padded on either side.
-            mask: [M, T] True marks a real token.
-            targets: [M, T] True marks the tokens to predict; never the first of a row.
+        Ids [M, T] are padded on either side; `targets` [M, T] marks the tokens to predict, which
+        are never the first of a row.
         """
         mask, targets = mask.cpu(), targets.cpu()
         lengths = mask.sum(1)
         start = lengths.cumsum(0) - lengths
-        own = mask.long().cumsum(1) - 1
-        everyone = torch.arange(len(ids))
+        positions = mask.long().cumsum(1) - 1  # [M, T]
+        rows = torch.arange(len(ids))
         num_tokens = int(mask.sum())
-        unread = (0, round_up_to_tile(num_tokens) - num_tokens)
-        return _send(
+        padding = (0, round_up_to_tile(num_tokens) - num_tokens)
+        return _move_to_device(
             [ids],
-            functional.pad(mask.flatten().nonzero().squeeze(1), unread, value=mask.numel()),
-            functional.pad(own[mask], unread),
-            (start[:, None] + own - 1)[targets],
+            functional.pad(mask.flatten().nonzero().squeeze(1), padding, value=mask.numel()),
+            functional.pad(positions[mask], padding),
+            (start[:, None] + positions - 1)[targets],
             torch.stack([start, start + lengths, start + lengths], 1),
-            _make_bucket(everyone, start, lengths, everyone),
+            _make_bucket(rows, start, lengths, rows),
             [],
             start[:0],
         )
@@ -232,14 +186,13 @@ class Packing:
 def can_share(model: PreTrainedModel) -> bool:
     """Check that the rows of a group may share their prompt: known layers, no dropout."""
     config = model.config.to_dict()
-    drops = any(
+    unused_heads = ("summary_", "classifier_")  # which a language model does not have
+    has_dropout = any(
         "drop" in name and isinstance(rate, float) and rate
         for name, rate in config.items()
-        if not name.startswith(
-            ("summary_", "classifier_")
-        )  # dropout of heads that a language model does not have
+        if not name.startswith(unused_heads)
     )
-    return has_known_layers(model) and not drops
+    return has_known_layers(model) and not has_dropout
 
 
 def sharing_pays(rows: TokenRows) -> bool:
@@ -253,122 +206,116 @@ def sharing_pays(rows: TokenRows) -> bool:
     return len(rows) * (rows.prompt_ids.shape[1] + mask.shape[1]) >= MIN_SAVING * packed
 
 
-def _make_bucket(rows: Tensor, first: Tensor, lengths: Tensor, prompt_of: Tensor) -> Bucket:
-    length = lengths[rows]
-    width = int(length.max())
+def _make_bucket(rows: Tensor, start: Tensor, lengths: Tensor, prompt_of: Tensor) -> Bucket:
+    row_lengths = lengths[rows]
+    width = int(row_lengths.max())
     column = torch.arange(width, device=rows.device)
-    real = column < length[:, None]
-    places = real.flatten().nonzero().squeeze(1)
-    tokens = (first[rows, None] + column)[real]
-    return Bucket(tokens, places, (len(rows), width), prompt_of[rows], length)
+    mask = column < row_lengths[:, None]
+    cells = mask.flatten().nonzero().squeeze(1)
+    tokens = (start[rows, None] + column)[mask]
+    return Bucket(tokens, cells, (len(rows), width), prompt_of[rows], row_lengths)
 
 
-def _send(
-    sources: list[Tensor],
-    cells: Tensor,
+def _move_to_device(
+    ids: list[Tensor],
+    sources: Tensor,
     positions: Tensor,
     predicting: Tensor,
     groups: Tensor,
     prefixes: Bucket,
     suffixes: list[Bucket],
-    suffix_starts: Tensor,
+    suffix_start: Tensor,
 ) -> Packing:
     """Build a packing on the device of the token ids from indices on the host.
 
-    Args:
-        sources: token ids on the device, of any shape.
-        cells: [T] where each packed id is in the flattened sources; their end: a 0.
-        positions: see `Packing`, as the following.
-        predicting: [K].
-        groups: [B, 3].
-        prefixes: bucket of all prefixes.
-        suffixes: buckets.
-        suffix_starts: first token of each suffix.
+    `sources` [T] are the indices of the packed ids in all `ids`, flattened; their end is a 0.
     """
-    device = sources[0].device
+    device = ids[0].device
     buckets = [prefixes, *suffixes]
-    indices = [cells, positions, predicting]
+    indices = [sources, positions, predicting]
     for bucket in buckets:
-        indices += [bucket.tokens, bucket.places, bucket.prompts, bucket.lengths]
-    sets = None if device.type == "cpu" else _make_key_sets(groups, suffix_starts, len(cells))
+        indices += [bucket.tokens, bucket.cells, bucket.prompts, bucket.lengths]
+    sets = None if device.type == "cpu" else _make_key_sets(groups, suffix_start, len(sources))
     if sets is not None:
-        segments = [sets.rows.bounds, sets.suffixes.bounds, sets.prefixes.bounds]
-        indices += [sets.suffix_tokens, sets.prefix_tokens, *segments]
+        bounds = [sets.rows.bounds, sets.suffixes.bounds, sets.prefixes.bounds]
+        indices += [sets.suffix_tokens, sets.prefix_tokens, *bounds]
     longest = int(positions.max()) + 1
-    sent = to_device(indices, device)
-    cells, positions, predicting = sent[:3]
+    moved = to_device(indices, device)
+    sources, positions, predicting = moved[:3]
     if sets is not None:
-        suffix_tokens, prefix_tokens, *bounds = sent[-5:]
+        suffix_tokens, prefix_tokens, *bounds = moved[-5:]
         # Kernels take int32; all indices travel as int64 in one transfer.
-        own, suffix, prefix = torch.cat(bounds).int().split([len(each) for each in bounds])
+        lengths = [len(segment_bounds) for segment_bounds in bounds]
+        row_bounds, suffix_bounds, prefix_bounds = torch.cat(bounds).int().split(lengths)
         sets = KeySets(
-            sets.rows._replace(bounds=own),
+            sets.rows._replace(bounds=row_bounds),
             suffix_tokens,
             prefix_tokens,
-            sets.suffixes._replace(bounds=suffix),
-            sets.prefixes._replace(bounds=prefix),
+            sets.suffixes._replace(bounds=suffix_bounds),
+            sets.prefixes._replace(bounds=prefix_bounds),
         )
-    on_device = []
+    moved_buckets = []
     for number, bucket in enumerate(buckets):
-        tokens, places, prompts, row_lengths = sent[3 + 4 * number : 7 + 4 * number]
-        on_device.append(Bucket(tokens, places, bucket.shape, prompts, row_lengths))
-    zero = sources[0].new_zeros(1)
-    ids = torch.cat([*(each.flatten() for each in sources), zero]).index_select(0, cells)
+        tokens, cells, prompts, row_lengths = moved[3 + 4 * number : 7 + 4 * number]
+        moved_buckets.append(Bucket(tokens, cells, bucket.shape, prompts, row_lengths))
+    zero = ids[0].new_zeros(1)
+    packed_ids = torch.cat([*(source.flatten() for source in ids), zero]).index_select(0, sources)
     return Packing(
-        ids, positions, predicting, groups.tolist(), on_device[0], on_device[1:], longest, sets
+        packed_ids,
+        positions,
+        predicting,
+        groups.tolist(),
+        moved_buckets[0],
+        moved_buckets[1:],
+        longest,
+        sets,
     )
 
 
-def _make_key_sets(groups: Tensor, suffix_starts: Tensor, length: int) -> KeySets:
-    """Build the segments of a packed sequence of `length` tokens on the host; see `_send`."""
-    start, middle, end = groups[groups[:, 2] > groups[:, 1]].unbind(1)
-    ends = torch.stack([groups[-1, 2], torch.tensor(length)])
-    rows = torch.cat([groups[:, 0], suffix_starts, ends]).unique()
+def _make_key_sets(groups: Tensor, suffix_start: Tensor, length: int) -> KeySets:
+    """Build the segments of a packed sequence of `length` tokens on the host."""
+    prefix_starts, suffix_starts, ends = groups[groups[:, 2] > groups[:, 1]].unbind(1)
+    padding_bounds = torch.stack([groups[-1, 2], torch.tensor(length)])
+    row_bounds = torch.cat([groups[:, 0], suffix_start, padding_bounds]).unique()
 
     def segments(lengths: Tensor) -> Segments:
         bounds = functional.pad(lengths.cumsum(0), (1, 0))
         return Segments(bounds, int(lengths.max()) if len(lengths) else 0)
 
-    def tokens(begin: Tensor, stop: Tensor) -> Tensor:
-        ranges = [torch.arange(*each) for each in zip(begin.tolist(), stop.tolist(), strict=True)]
-        return torch.cat([start[:0], *ranges])
+    def tokens(starts: Tensor, stops: Tensor) -> Tensor:
+        limits = zip(starts.tolist(), stops.tolist(), strict=True)
+        return torch.cat([starts[:0], *(torch.arange(*limit) for limit in limits)])
 
     return KeySets(
-        Segments(rows, int(rows.diff().max())),
-        tokens(middle, end),
-        tokens(start, middle),
-        segments(end - middle),
-        segments(middle - start),
+        Segments(row_bounds, int(row_bounds.diff().max())),
+        tokens(suffix_starts, ends),
+        tokens(prefix_starts, suffix_starts),
+        segments(ends - suffix_starts),
+        segments(suffix_starts - prefix_starts),
     )
 
 
 def group_similar_lengths(lengths: Tensor, always: int = 16, min_frac: float = 0.6) -> list[Tensor]:
-    """Group rows by length, so that a padded grid of each group wastes little.
+    """Group rows with tokens by length, so that a padded grid of each group wastes little.
 
-    Args:
-        lengths: [M] tokens of each row; rows without tokens are left out.
-        always: rows of at most this length may join any group.
-        min_frac: other rows must have at least this fraction of the longest row's tokens.
-
-    Example:
-        >>> group_similar_lengths(torch.tensor([100, 0, 50, 90]))
-        [tensor([0, 3]), tensor([2])]
+    Rows of at most `always` tokens may join any group; other rows must have at least this fraction
+    of the longest row's tokens.
     """
     order = lengths.argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
     sizes = lengths[order].tolist()
-    parts, begin = [], 0
-    while begin < len(sizes):
-        longest, end = sizes[begin], begin
+    groups, start = [], 0
+    while start < len(sizes):
+        longest, end = sizes[start], start
         while end < len(sizes) and (sizes[end] >= min_frac * longest or longest <= always):
             end += 1
-        parts.append(order[begin:end])
-        begin = end
-    return parts
+        groups.append(order[start:end])
+        start = end
+    return groups
 
 
 def bucket_by_parent(
     lengths: Tensor,
-    of_parents: Tensor,
+    parent_lengths: Tensor,
     parents: Tensor,
     *,
     max_rows: int | None = None,
@@ -381,7 +328,7 @@ def bucket_by_parent(
 
     Args:
         lengths: [M] tokens of each row.
-        of_parents: [B] tokens of each parent; they count once in every bucket with a child.
+        parent_lengths: [B] tokens of each parent; they count once in every bucket with a child.
         parents: [M] the parent of each row.
         max_rows: maximum rows of a bucket; None sets no limit.
         max_tokens: maximum tokens of a bucket; a longer single row gets a separate one.
@@ -399,29 +346,29 @@ def bucket_by_parent(
     most_rows = len(lengths) if max_rows is None else max_rows
     most_tokens = float("inf") if max_tokens is None else max_tokens
 
-    def pieces(rows: list[int], costs: list[int], shared: int) -> Iterator[tuple[list[int], int]]:
-        """Split a parent's rows into parts that fit into a bucket each, with their tokens."""
-        part: list[int] = []
+    def split(rows: list[int], costs: list[int], shared: int) -> Iterator[tuple[list[int], int]]:
+        """Split a parent's rows into chunks that fit into a bucket each, with their tokens."""
+        chunk: list[int] = []
         tokens = shared
         for row, cost in zip(rows, costs, strict=True):
-            if part and (len(part) == most_rows or tokens + cost > most_tokens):
-                yield part, tokens
-                part, tokens = [], shared
-            part.append(row)
+            if chunk and (len(chunk) == most_rows or tokens + cost > most_tokens):
+                yield chunk, tokens
+                chunk, tokens = [], shared
+            chunk.append(row)
             tokens += cost
-        yield part, tokens
+        yield chunk, tokens
 
     buckets: list[list[int]] = []
-    room = 0.0
+    remaining = 0.0  # tokens that fit into the last bucket
     for parent in sorted(set(parents.tolist())):
-        family = (parents == parent).nonzero().squeeze(1)
-        shared = int(of_parents[parent])
-        for part, tokens in pieces(family.tolist(), lengths[family].tolist(), shared):
-            if not buckets or tokens > room or len(buckets[-1]) + len(part) > most_rows:
+        children = (parents == parent).nonzero().squeeze(1)
+        shared = int(parent_lengths[parent])
+        for chunk, tokens in split(children.tolist(), lengths[children].tolist(), shared):
+            if not buckets or tokens > remaining or len(buckets[-1]) + len(chunk) > most_rows:
                 buckets.append([])
-                room = most_tokens
-            buckets[-1] += part
-            room -= tokens
+                remaining = most_tokens
+            buckets[-1] += chunk
+            remaining -= tokens
     return [torch.tensor(rows, device=lengths.device) for rows in buckets]
 
 

@@ -50,7 +50,6 @@ class Policy(nn.Module, ABC):
         True
     """
 
-    head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     few_logits = FEW_LOGITS  # logits that may exist at once
     share_prompts = True  # `precision.share_prompts`; in effect: `computes_prompts_once`
     autocast_dtype: torch.dtype | None = None  # `precision.autocast_dtype`
@@ -263,26 +262,27 @@ class Policy(nn.Module, ABC):
             rows: M completions and their prompts.
         """
         if rows.segments is not None:
-            split, places = rows.split_segments()
-            return move_to_positions(self.hidden_states(split), places, rows.completion_ids.shape)
+            split, positions = rows.split_segments()
+            shape = rows.completion_ids.shape
+            return move_to_positions(self.hidden_states(split), positions, shape)
         if self.static_shapes:
             return self.static_decoder.hidden(rows)
-        hidden, places = self._compute_generated_states(rows)
+        hidden, positions = self._compute_generated_states(rows)
         shape = rows.completion_ids.shape
         padded = hidden.new_zeros(shape.numel(), hidden.shape[-1])
-        return padded.index_copy(0, places, hidden).view(*shape, -1)
+        return padded.index_copy(0, positions, hidden).view(*shape, -1)
 
     def _compute_generated_states(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
-        """Return [K, E] hidden states of the K generated tokens, and [K] their places in M * C."""
+        """Return [K, E] hidden states of the generated tokens, and [K] their positions in M * C."""
         masks, hidden = rows.on_host, self.hidden(rows)
         indices = [masks.predicted.flatten().nonzero().squeeze(1)]
         if len(indices[0]) < len(hidden):  # observations need no logits
             indices.append(masks.predicted[masks.completion_mask].nonzero().squeeze(1))
         # Indices from the host: a mask as index would wait for the device.
-        places, *among_hidden = to_device(indices, hidden.device)
-        for index in among_hidden:
-            hidden = hidden.index_select(0, index)
-        return hidden, places
+        positions, *observation_filter = to_device(indices, hidden.device)
+        for generated in observation_filter:
+            hidden = hidden.index_select(0, generated)
+        return hidden, positions
 
     def logprobs(
         self,
@@ -310,33 +310,33 @@ class Policy(nn.Module, ABC):
         settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
         settings["score_norms"] = score_norms
         if rows.segments is not None:
-            split, places = rows.split_segments()
+            split, positions = rows.split_segments()
             if compared is not None:
-                hidden = compared.hidden.flatten(0, 1)[places.clamp(min=0)]
+                hidden = compared.hidden.flatten(0, 1)[positions.clamp(min=0)]
                 compared = replace(compared, hidden=hidden)
-            found = self.logprobs(split, compared=compared, **settings)
-            return found.to_positions(places, rows.completion_ids.shape)
+            logprobs = self.logprobs(split, compared=compared, **settings)
+            return logprobs.to_positions(positions, rows.completion_ids.shape)
         if self.static_shapes:
             return self.static_decoder.logprobs(rows, compared=compared, **settings)
         candidates = rows.candidate_ids
-        hidden, places = self._compute_generated_states(rows)
+        hidden, positions = self._compute_generated_states(rows)
         if compared is not None:
-            at_places = compared.hidden.flatten(0, 1).index_select(0, places)
-            compared = replace(compared, hidden=at_places)
+            compared_hidden = compared.hidden.flatten(0, 1).index_select(0, positions)
+            compared = replace(compared, hidden=compared_hidden)
+        if candidates is not None:
+            candidates = candidates.flatten(0, 1).index_select(0, positions)
         columns = token_logprobs(
             hidden,
-            rows.completion_ids.flatten().index_select(0, places),
+            rows.completion_ids.flatten().index_select(0, positions),
             self.head,
-            candidate_ids=None
-            if candidates is None
-            else candidates.flatten(0, 1).index_select(0, places),
+            candidate_ids=candidates,
             chunk_size=self.chunk_size(len(hidden), 1 if compared is None else 2),
             compared=compared,
             **settings,
         )
         shape = rows.completion_ids.shape
         padded = columns[0].new_zeros(shape.numel())
-        grids = [padded.index_copy(0, places, each).view(shape) for each in columns]
+        grids = [padded.index_copy(0, positions, column).view(shape) for column in columns]
         return TokenLogprobs.from_columns(
             grids, compared=compared is not None, score_norms=score_norms
         )
@@ -344,4 +344,4 @@ class Policy(nn.Module, ABC):
     def chunk_size(self, num_tokens: int, num_models: int = 1) -> int:
         """Return the number of tokens whose logits exist at once, those of `num_models` models."""
         num_logits = num_models * self.vocab_size
-        return self.head_chunk or head_chunk(num_tokens, num_logits, self.few_logits)
+        return head_chunk(num_tokens, num_logits, self.few_logits)

@@ -97,8 +97,11 @@ class FrozenReference(Reference):
         return gathered_root(self.policy)
 
     def check_can_mix(self, policy: Policy) -> None:
-        mine, its = ({n: p.shape for n, p in m.named_parameters()} for m in (self.policy, policy))
-        if mine != its:
+        shapes, policy_shapes = (
+            {name: weight.shape for name, weight in model.named_parameters()}
+            for model in (self.policy, policy)
+        )
+        if shapes != policy_shapes:
             raise ValueError(
                 "ReferenceSync mixes the policy's weights into the reference, but the names or "
                 "shapes of their weights differ. Leave out `reference` and `lora`, so that it is a "
@@ -108,8 +111,9 @@ class FrozenReference(Reference):
     @torch.no_grad()
     def mix_in(self, policy: Policy, alpha: float) -> None:
         """Set reference = (1 - alpha) * reference + alpha * policy (TR-DPO, arXiv:2404.09656)."""
-        for mine, its in zip(self.policy.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(its.to(mine.dtype), alpha)
+        pairs = zip(self.policy.parameters(), policy.parameters(), strict=True)
+        for reference_weight, policy_weight in pairs:
+            reference_weight.lerp_(policy_weight.to(reference_weight.dtype), alpha)
 
 
 @torch.no_grad()
