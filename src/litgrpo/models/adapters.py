@@ -111,13 +111,13 @@ def separate_replicated_layers(adapted: Any) -> None:
     ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
     tied = {id(layer.weight) for layer in ends if layer is not None}
     seen: set[int] = set()
-    for part in adapted.modules():
-        for name, weight in part._parameters.items():
+    for module in adapted.modules():
+        for name, weight in module._parameters.items():
             if weight is None or id(weight) in tied:
                 continue
             if id(weight) in seen:
-                copied = weight.detach().clone()
-                part._parameters[name] = torch.nn.Parameter(copied, weight.requires_grad)
+                clone = weight.detach().clone()
+                module._parameters[name] = torch.nn.Parameter(clone, weight.requires_grad)
             seen.add(id(weight))
 
 
@@ -127,26 +127,27 @@ def check_not_tied(adapted: Any) -> None:
     Merging the adapter would change both modules, so that the exported model would not be the
     trained one, and neither would that of a vLLM server.
     """
-    modules_of: dict[int, list[str]] = {}
-    for name, part in adapted.named_modules(remove_duplicate=False):
-        weight = part._parameters.get("weight")
+    names_by_weight: dict[int, list[str]] = {}
+    for name, module in adapted.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
         if weight is not None:
-            modules_of.setdefault(id(weight), []).append(name)
-    for name, part in adapted.named_modules():
-        if not hasattr(part, "lora_A") or not hasattr(part, "base_layer"):
+            names_by_weight.setdefault(id(weight), []).append(name)
+    for name, module in adapted.named_modules():
+        if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
             continue
-        sharing = [
-            other
-            for other in modules_of.get(id(part.base_layer._parameters.get("weight")), [])
-            if not other.startswith(f"{name}.")
+        weight = module.base_layer._parameters.get("weight")
+        tied_names = [
+            tied_name
+            for tied_name in names_by_weight.get(id(weight), [])
+            if not tied_name.startswith(f"{name}.")
         ]
-        if sharing:
-            short = name.rpartition(".")[2]
+        if tied_names:
+            adapted_name = name.rpartition(".")[2]
             raise ValueError(
-                f"lora adapts {short}, whose weight is tied to that of "
-                f"{sharing[0].removesuffix('.base_layer').rpartition('.')[2]}: merging would "
-                f"change both. Leave {short} out of model.lora.target_modules, or train it in full "
-                f"with model.lora.modules_to_save: [{short}]."
+                f"lora adapts {adapted_name}, whose weight is tied to that of "
+                f"{tied_names[0].removesuffix('.base_layer').rpartition('.')[2]}: merging would "
+                f"change both. Leave {adapted_name} out of model.lora.target_modules, or train it "
+                f"in full with model.lora.modules_to_save: [{adapted_name}]."
             )
 
 
@@ -155,7 +156,8 @@ def list_linear_names(model: PreTrainedModel) -> list[str]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    return [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, nn.Linear | Conv1D)]
 
 
 def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
@@ -167,11 +169,12 @@ def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
             f"model.lora.adapter_path: {folder!r} is not an adapter folder (no {CONFIG_FILE} in "
             "it). Give a folder written by peft's save_pretrained, such as RUN/final_adapter."
         )
-    kind = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
-    if kind != "LORA":
+    file_settings = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    peft_type = file_settings.get("peft_type")
+    if peft_type != "LORA":
         raise ValueError(
-            f"model.lora.adapter_path: {folder!r} contains an adapter of type {kind}; expected "
-            "LORA."
+            f"model.lora.adapter_path: {folder!r} contains an adapter of type {peft_type}; "
+            "expected LORA."
         )
     saved = LoraConfig.from_pretrained(folder)
     config, settings, default = saved.to_dict(), lora.peft_settings, LoRA().peft_settings
@@ -187,18 +190,15 @@ def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
     rank_zero_info(
         f"Continuing from the adapter in {folder}: rank {config['r']}, alpha {config['lora_alpha']}"
     )
-    of_file = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
-    names = {field.name for field in fields(saved)} - of_file
+    not_settings = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
+    names = {field.name for field in fields(saved)} - not_settings
     return {name: config[name] for name in names if name in config} | {"lora_dropout": lora.dropout}
 
 
 def read_adapter(adapted: Any, folder: str, name: str) -> None:
-    """Read an adapter's weights; the folder must contain all of them and no others.
+    """Read the weights of adapter `name`; the folder must contain all of them and no others.
 
-    Args:
-        adapted: a `PeftModel`.
-        folder: of the adapter.
-        name: of the adapter in the model; a new one is frozen.
+    An adapter that the model does not have yet is added and frozen.
     """
     advice = "Set pretrained to the model that the adapter was trained on."
     try:
@@ -237,20 +237,20 @@ def perturb_adapters(model: Any) -> Iterator[None]:
     """
     trained = [weight.data for weight in model.parameters() if weight.requires_grad]
     weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
-    copies = [weight.clone() for weight in weights]
+    originals = [weight.clone() for weight in weights]
     for weight in weights:
+        matrix = weight.view(weight.shape[0], -1)
         # Products of two numbers in [-0.2, 0.2), in place: an embedding may be large.
-        first, second = (
+        column, row = (
             torch.arange(size, device=weight.device).mul(0.618034).frac().sub(0.5).mul(0.4)
-            for size in weight.view(weight.shape[0], -1).shape
+            for size in matrix.shape
         )
-        flat = weight.view(weight.shape[0], -1)
-        flat.addr_(first.to(weight.dtype), second.to(weight.dtype))
+        matrix.addr_(column.to(weight.dtype), row.to(weight.dtype))
     try:
         yield
     finally:
-        for weight, before in zip(weights, copies, strict=True):
-            weight.copy_(before)
+        for weight, original in zip(weights, originals, strict=True):
+            weight.copy_(original)
 
 
 def merge_adapter(adapted: Any) -> Any:
@@ -270,9 +270,9 @@ def save_adapter(adapted: Any, folder: str | Path) -> None:
     }
     if rank():
         return
-    on_host = dict(zip(state, to_host(list(state.values())), strict=True))
+    state = dict(zip(state, to_host(list(state.values())), strict=True))
     adapted.save_pretrained(
-        folder, selected_adapters=[TRAINED], save_embedding_layers=False, state_dict=on_host
+        folder, selected_adapters=[TRAINED], save_embedding_layers=False, state_dict=state
     )
 
 
@@ -298,7 +298,9 @@ Quantization = Literal["nf4", "fp4"]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def quantization_arguments(kind: Quantization, autocast_dtype: torch.dtype) -> dict[str, Any]:
+def quantization_arguments(
+    quantization: Quantization, autocast_dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that load 4-bit weights, by double quantization.
 
     `autocast_dtype` is that of matrix products.
@@ -314,7 +316,7 @@ def quantization_arguments(kind: Quantization, autocast_dtype: torch.dtype) -> d
 
     config = BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
+        bnb_4bit_quant_type=quantization,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=autocast_dtype,
     )
@@ -332,7 +334,7 @@ def keep_4bit_layout(model: PreTrainedModel) -> None:
 
 
 def _find_4bit_layers(model: Any) -> list[Any]:
-    return [part for part in model.modules() if type(part).__name__ == "Linear4bit"]
+    return [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
 
 
 def is_quantized(model: Any) -> bool:

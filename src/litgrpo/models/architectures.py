@@ -63,8 +63,10 @@ ARCHITECTURES = {
     "starcoder2": Architecture(),
     "t5": Architecture(encoder_decoder=True),
 }
-DECODER_ONLY = sorted(name for name, kind in ARCHITECTURES.items() if not kind.encoder_decoder)
-ENCODER_DECODER = sorted(name for name, kind in ARCHITECTURES.items() if kind.encoder_decoder)
+ENCODER_DECODER = sorted(
+    model_type for model_type, entry in ARCHITECTURES.items() if entry.encoder_decoder
+)
+DECODER_ONLY = sorted(ARCHITECTURES.keys() - ENCODER_DECODER)
 # Types whose forward pass is exact with left padding, but whose gradient is not finite: they
 # normalize by the standard deviation of a row, and that of an all-zero row has no derivative.
 NO_LEFT_PADDING = {"gemma3n_text"}
@@ -75,8 +77,8 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 def modeling_module_name(model: PreTrainedModel) -> str:
     """Return the name of the transformers module that defines models of this type."""
-    kind = model.config.model_type
-    return f"transformers.models.{kind}.modeling_{kind}"
+    model_type = model.config.model_type
+    return f"transformers.models.{model_type}.modeling_{model_type}"
 
 
 def find_fused_layout(model: PreTrainedModel) -> FusedLayout | None:
@@ -87,8 +89,8 @@ def find_fused_layout(model: PreTrainedModel) -> FusedLayout | None:
 
 def is_listed(model: PreTrainedModel) -> bool:
     """Check that this is transformers' model of a listed type."""
-    is_of_transformers = type(model).__module__.startswith("transformers.")
-    return is_of_transformers and model.config.model_type in ARCHITECTURES
+    is_original = type(model).__module__.startswith("transformers.")
+    return is_original and model.config.model_type in ARCHITECTURES
 
 
 def has_known_layers(model: PreTrainedModel) -> bool:
@@ -101,11 +103,11 @@ def has_known_layers(model: PreTrainedModel) -> bool:
 
 
 def list_rope_types(parameters: dict[str, Any] | None) -> set[str]:
-    """Return the kinds of rotary embeddings in `rope_parameters` of a config.
+    """Return the types of rotary embeddings in `rope_parameters` of a config."""
+    return {rope["rope_type"] for rope in list_rope_parameters(parameters) if rope}
 
-    There is one for all layers, or one per type of layer.
-    """
-    if not parameters:
-        return set()
-    sets = [inner for inner in parameters.values() if isinstance(inner, dict)] or [parameters]
-    return {rope["rope_type"] for rope in sets if rope}
+
+def list_rope_parameters(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return `rope_parameters` of a config as a list: one for all layers, or one per layer type."""
+    parameters = parameters or {}
+    return [inner for inner in parameters.values() if isinstance(inner, dict)] or [parameters]

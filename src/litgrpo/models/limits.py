@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from litgrpo.distributed.messages import rank_zero_warn
+from litgrpo.models.architectures import list_rope_parameters
 from litgrpo.models.policy import Policy
 
 # Names of the number of positions in configs, and of position embeddings in models.
@@ -54,17 +55,15 @@ def find_rope_switch(config: Any) -> tuple[str, int] | None:
     Within the limit it depends on positions alone; beyond, on the longest row of a batch.
     """
     config = config.get_text_config()
-    # For all layers, or {type of layer: those of its layers}.
-    rope = getattr(config, "rope_parameters", None) or {}
     switches = []
-    for parameters in [inner for inner in rope.values() if isinstance(inner, dict)] or [rope]:
-        kind = str(parameters.get("rope_type", "default"))
-        if kind == "longrope":
+    for rope in list_rope_parameters(getattr(config, "rope_parameters", None)):
+        rope_type = str(rope.get("rope_type", "default"))
+        if rope_type == "longrope":
             default = getattr(config, "original_max_position_embeddings", None)
-            limit = parameters.get("original_max_position_embeddings") or default
-            switches.append((kind, int(limit or config.max_position_embeddings)))
-        elif "dynamic" in kind:  # as transformers asks
-            switches.append((kind, int(config.max_position_embeddings)))
+            limit = rope.get("original_max_position_embeddings") or default
+            switches.append((rope_type, int(limit or config.max_position_embeddings)))
+        elif "dynamic" in rope_type:  # as transformers asks
+            switches.append((rope_type, int(config.max_position_embeddings)))
     return min(switches, key=lambda switch: switch[1], default=None)
 
 
@@ -110,17 +109,17 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, subject
     context = find_context_length(policy.bare_model)
     if context is None or tokens + completion <= context.positions:
         return
-    needed, available = tokens + completion, context.positions
+    num_positions, available = tokens + completion, context.positions
     if completion:
         subject += f" and model.max_completion_length is {completion}"
     model_type = policy.bare_model.config.model_type
-    limit = "has" if context.hard else "was trained for"
-    message = f"{subject}: {needed} positions, but {model_type} {limit} {available}."
+    verb = "has" if context.hard else "was trained for"
+    message = f"{subject}: {num_positions} positions, but {model_type} {verb} {available}."
     if context.rope is not None:
         message = (
-            f"{subject}: {needed} positions, but beyond {available} the rotary embedding of this "
-            f"{model_type} ({context.rope}) depends on the length of the text: tokens would be "
-            "sampled with other probabilities than they are trained with."
+            f"{subject}: {num_positions} positions, but beyond {available} the rotary embedding of "
+            f"this {model_type} ({context.rope}) depends on the length of the text: tokens would "
+            "be sampled with other probabilities than they are trained with."
         )
     remedies = []
     if available > completion:
@@ -130,9 +129,9 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, subject
             "longer rows)"
         )
     if completion:
-        remedies.append(f"lower model.max_completion_length by {needed - available}")
+        remedies.append(f"lower model.max_completion_length by {num_positions - available}")
     remedy = f"Remedy: {' or '.join(remedies)}."
-    if context.hard or needed > MAX_EXTRAPOLATION * available:
+    if context.hard or num_positions > MAX_EXTRAPOLATION * available:
         raise ValueError(f"{message} {remedy}")
     rank_zero_warn(f"{message} Text beyond that is usually noise. {remedy}")
 
@@ -141,12 +140,12 @@ def check_tokens(policy: Policy, sets: Mapping[str, Sequence[Sequence[int]]]) ->
     """Check that every token id has an embedding; `sets` are {dataset name: ids of each row}."""
     embedding: Any = policy.bare_model.get_input_embeddings()
     rows = embedding.weight.shape[0]
-    for name, texts in sets.items():
-        largest = [max(ids, default=0) for ids in texts]
-        token = max(largest, default=0)
+    for name, dataset in sets.items():
+        largest_ids = [max(ids, default=0) for ids in dataset]
+        token = max(largest_ids, default=0)
         if token >= rows:
             raise ValueError(
-                f"Row {largest.index(token) + 1} of the {name} data contains the token "
+                f"Row {largest_ids.index(token) + 1} of the {name} data contains the token "
                 f"{policy.tokenizer.convert_ids_to_tokens(token)!r} (id {token}), but the model "
                 f"has embeddings for {rows} tokens. Remove it from the text, or call "
                 "model.resize_token_embeddings and save model and tokenizer again."

@@ -240,10 +240,10 @@ def _move_to_device(
         bounds = [sets.rows.bounds, sets.suffixes.bounds, sets.prefixes.bounds]
         indices += [sets.suffix_tokens, sets.prefix_tokens, *bounds]
     longest = int(positions.max()) + 1
-    moved = to_device(indices, device)
-    sources, positions, predicting = moved[:3]
+    device_indices = to_device(indices, device)
+    sources, positions, predicting = device_indices[:3]
     if sets is not None:
-        suffix_tokens, prefix_tokens, *bounds = moved[-5:]
+        suffix_tokens, prefix_tokens, *bounds = device_indices[-5:]
         # Kernels take int32; all indices travel as int64 in one transfer.
         lengths = [len(segment_bounds) for segment_bounds in bounds]
         row_bounds, suffix_bounds, prefix_bounds = torch.cat(bounds).int().split(lengths)
@@ -254,10 +254,10 @@ def _move_to_device(
             sets.suffixes._replace(bounds=suffix_bounds),
             sets.prefixes._replace(bounds=prefix_bounds),
         )
-    moved_buckets = []
+    device_buckets = []
     for number, bucket in enumerate(buckets):
-        tokens, cells, prompts, row_lengths = moved[3 + 4 * number : 7 + 4 * number]
-        moved_buckets.append(Bucket(tokens, cells, bucket.shape, prompts, row_lengths))
+        tokens, cells, prompts, row_lengths = device_indices[3 + 4 * number : 7 + 4 * number]
+        device_buckets.append(Bucket(tokens, cells, bucket.shape, prompts, row_lengths))
     zero = ids[0].new_zeros(1)
     packed_ids = torch.cat([*(source.flatten() for source in ids), zero]).index_select(0, sources)
     return Packing(
@@ -265,8 +265,8 @@ def _move_to_device(
         positions,
         predicting,
         groups.tolist(),
-        moved_buckets[0],
-        moved_buckets[1:],
+        device_buckets[0],
+        device_buckets[1:],
         longest,
         sets,
     )

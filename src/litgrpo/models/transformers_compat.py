@@ -30,9 +30,9 @@ def require_private(owner: Any, name: str) -> Any:
         RuntimeError: the installed version has no such attribute.
     """
     if not hasattr(owner, name):
-        kind = owner if isinstance(owner, type) else type(owner)
+        owner_class = owner if isinstance(owner, type) else type(owner)
         raise RuntimeError(
-            f"transformers {__version__} has no {kind.__name__}.{name}, which litgrpo uses. "
+            f"transformers {__version__} has no {owner_class.__name__}.{name}, which litgrpo uses. "
             f"Install a tested version: pip install 'transformers{TESTED_VERSIONS}'."
         )
     return getattr(owner, name)
@@ -62,12 +62,12 @@ def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     once per token.
     """
     config: Any = model.config
-    before = require_private(config, "_attn_implementation")
+    original = require_private(config, "_attn_implementation")
     config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation = original
 
 
 def keep_attention_in_recompute(

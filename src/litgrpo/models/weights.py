@@ -94,10 +94,10 @@ def check_sizes(config: PretrainedConfig, pretrained: str) -> None:
         node = nodes.pop()
         nodes += [inner for inner in node.values() if isinstance(inner, dict)]
         for name, value in node.items():
-            most = next(most for part, most in MAX_SIZES.items() if part in str(name))
-            if isinstance(value, int) and value > most:
+            limit = next(limit for part, limit in MAX_SIZES.items() if part in str(name))
+            if isinstance(value, int) and value > limit:
                 raise ValueError(
-                    f"The config of {pretrained!r} has {name} {value:.3g}, more than {most:,}: "
+                    f"The config of {pretrained!r} has {name} {value:.3g}, more than {limit:,}: "
                     "the file is damaged or not of a language model."
                 )
 
@@ -113,14 +113,8 @@ def load_weights(
     """Load the model of a folder or hub id; every weight must be in its files, and finite.
 
     Files are read on the CPU, then the model moves to the default device, weight by weight:
-    transformers needs accelerate to load within `torch.device("cuda")`, as Lightning does.
-
-    Args:
-        folder: or a hub id.
-        config: of the language model.
-        dtype: of the weights.
-        is_text_part: the folder's model has more parts, whose weights are ignored.
-        options: more arguments of `from_pretrained`.
+    transformers needs accelerate to load within `torch.device("cuda")`, as Lightning does. If
+    `is_text_part`, the folder's model has more parts, whose weights are ignored.
     """
     from safetensors import SafetensorError
 
@@ -158,11 +152,11 @@ def load_weights(
         "unexpected": () if is_text_part else report["unexpected_keys"],
         "of another shape": [name for name, *_ in report["mismatched_keys"]],
     }
-    listed = [f"{problem} {_join_names(names)}" for problem, names in problems.items() if names]
-    if listed:
+    lines = [f"{problem} {_join_names(names)}" for problem, names in problems.items() if names]
+    if lines:
         raise ValueError(
             f"The weights of {folder!r} do not match its config ({type(model).__name__}): "
-            f"{'; '.join(listed)}. Missing weights would be random. Save the whole model again by "
+            f"{'; '.join(lines)}. Missing weights would be random. Save the whole model again by "
             "save_pretrained, or use the config that belongs to these weights."
         )
     check_finite(model.state_dict().items(), f"The weights of {folder!r} are damaged")
@@ -190,9 +184,9 @@ def move_tied(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def _join_names(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - MAX_SHOWN} more" if len(listed) > MAX_SHOWN else ""
-    return ", ".join(listed[:MAX_SHOWN]) + more
+    ordered = sorted(names)
+    suffix = f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
+    return ", ".join(ordered[:MAX_SHOWN]) + suffix
 
 
 @contextmanager
@@ -200,14 +194,14 @@ def silence_transformers() -> Iterator[None]:
     """Hide transformers' progress bars and tables, which repeat litgrpo's messages."""
     from transformers.utils import logging
 
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    has_progress_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if shown:
+        if has_progress_bar:
             logging.enable_progress_bar()
 
 
@@ -219,19 +213,19 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     """
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
-    special = set(tokenizer.all_special_ids) | {
-        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    special_ids = set(tokenizer.all_special_ids) | {
+        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
     }
-    beyond = {
-        number: token
-        for token, number in tokenizer.get_vocab().items()
-        if number >= rows and number not in special
+    missing = {
+        token_id: token
+        for token, token_id in tokenizer.get_vocab().items()
+        if token_id >= rows and token_id not in special_ids
     }
-    if beyond:
-        first = min(beyond)
+    if missing:
+        first_id = min(missing)
         raise ValueError(
-            f"The tokenizer of {name!r} has {len(beyond)} tokens beyond the model's embedding of "
-            f"{rows} rows, first {beyond[first]!r} (id {first}). Call "
+            f"The tokenizer of {name!r} has {len(missing)} tokens beyond the model's embedding of "
+            f"{rows} rows, first {missing[first_id]!r} (id {first_id}). Call "
             "model.resize_token_embeddings(len(tokenizer)) and save model and tokenizer again."
         )
 

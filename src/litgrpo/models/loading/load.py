@@ -132,7 +132,7 @@ def resolve_pretrained(pretrained: str) -> str:
 
 
 _folders: list[TemporaryFolder] = []  # until the process exits
-_names: dict[str, str] = {}  # {such a folder: name of the model in it, or ""}
+_model_names: dict[str, str] = {}  # {such a folder: name of the model in it, or ""}
 
 
 def save_in_memory_model(pretrained: Any) -> str:
@@ -171,7 +171,7 @@ def save_in_memory_model(pretrained: Any) -> str:
     folder = TemporaryFolder("model")
     _folders.append(folder)
     name = model.name_or_path or ""
-    _names[str(folder.path)] = _names.get(name, name)
+    _model_names[str(folder.path)] = _model_names.get(name, name)
     model.save_pretrained(folder.path)
     tokenizer.save_pretrained(folder.path)
     return str(folder.path)
@@ -182,7 +182,7 @@ def _set_name(loaded: Any, pretrained: str) -> None:
 
     The folder that it was loaded from may be temporary, or exist on this machine only.
     """
-    name = _names.get(pretrained, pretrained)
+    name = _model_names.get(pretrained, pretrained)
     loaded.name_or_path = name
     if hasattr(loaded, "config"):
         loaded.config._name_or_path = name
@@ -228,15 +228,15 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
 
 
-def _describe_failure(kind: str, pretrained: str, error: Exception) -> str:
+def _describe_failure(file_type: str, pretrained: str, error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     reason = lines[0].rstrip()
     if not isinstance(error, OSError | ValueError):
         reason = f"{type(error).__name__}: {' '.join(' '.join(lines).split()):.200}"
     if reason.endswith(":"):  # a list of causes follows, none of which a user can change
-        reason = f"It has no {kind} files that transformers can read."
+        reason = f"It has no {file_type} files that transformers can read."
     hint = suggest_gguf(resolve_pretrained(pretrained))
-    return f"Could not load a {kind} from pretrained: {pretrained!r}. {reason}{hint}"
+    return f"Could not load a {file_type} from pretrained: {pretrained!r}. {reason}{hint}"
 
 
 # --- policy and reference ---
@@ -282,20 +282,20 @@ def load_policy(
     folder = resolve_pretrained(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
-        whole_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        full_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of the library, of many types for a damaged file
         raise ValueError(_describe_failure("config", pretrained, error)) from error
-    check_sizes(whole_config, pretrained)
-    config = select_text_config(whole_config)
+    check_sizes(full_config, pretrained)
+    config = select_text_config(full_config)
     original_dropout = _disable_dropout(config) if precision.disable_dropout else {}
     dtype = getattr(torch, precision.dtype)
-    is_text_part = config is not whole_config
-    empty = None
+    is_text_part = config is not full_config
+    empty_model = None
     try:
         if sharding is not None and not is_text_part and precision.quantization is None:
-            empty = sharding.build_empty_model(folder, config, dtype)
-        if empty is not None:
-            model = empty
+            empty_model = sharding.build_empty_model(folder, config, dtype)
+        if empty_model is not None:
+            model = empty_model
         else:
             options: dict[str, Any] = {}
             if precision.quantization is not None:
@@ -305,7 +305,7 @@ def load_policy(
         raise ValueError(_describe_failure("model", pretrained, error)) from error
     _set_name(model, pretrained)
     check_vocabulary(model, tokenizer, pretrained)
-    with adapters_in_memory() if empty is not None else nullcontext():
+    with adapters_in_memory() if empty_model is not None else nullcontext():
         policy = build_policy(
             model,
             tokenizer,
@@ -317,7 +317,7 @@ def load_policy(
         policy.requires_grad_(False)
     if sharding is not None:
         sharding.shard(policy)
-        if empty is not None:
+        if empty_model is not None:
             sharding.load_shards(policy, folder)
             shards = policy.model.named_parameters()
             check_finite(shards, f"The weights of {folder!r} are damaged")
@@ -396,12 +396,12 @@ def load_reference(
         frozen=True,
         sharding=sharding,
     )
-    size, needed = (model.bare_model.config.vocab_size for model in (reference, policy))
-    if size < needed:  # families pad the vocabularies of their larger models further
+    size, policy_size = (model.bare_model.config.vocab_size for model in (reference, policy))
+    if size < policy_size:  # families pad the vocabularies of their larger models further
         raise ValueError(
             f"reference: {path!r} has a vocabulary of {size} tokens, the policy one of "
-            f"{needed}, so their log-probabilities cannot be compared. Set reference to a model "
-            "of the same family, or to null for the initial policy."
+            f"{policy_size}, so their log-probabilities cannot be compared. Set reference to a "
+            "model of the same family, or to null for the initial policy."
         )
     return FrozenReference(reference)
 
@@ -412,11 +412,12 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     One of the two may have further tokens. A model without a tokenizer is not checked.
     """
     try:
-        other = load_tokenizer(path)
+        reference_tokenizer = load_tokenizer(path)
     except ValueError:
         return
-    fewer, more = sorted((tokenizer.get_vocab(), other.get_vocab()), key=len)
-    different = [token for token, number in fewer.items() if more.get(token) != number]
+    vocabularies = tokenizer.get_vocab(), reference_tokenizer.get_vocab()
+    smaller, larger = sorted(vocabularies, key=len)
+    different = [token for token, token_id in smaller.items() if larger.get(token) != token_id]
     if different:
         raise ValueError(
             f"reference: {path!r} has another tokenizer than the policy ({len(different)} tokens "
@@ -429,8 +430,9 @@ def collect_end_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """Return every token that ends a completion: the tokenizer's and the generation config's."""
-    listed: Any = None if model.generation_config is None else model.generation_config.eos_token_id
-    ids = [listed] if isinstance(listed, int) else list(listed or [])
+    generation_config: Any = model.generation_config
+    eos: Any = None if generation_config is None else generation_config.eos_token_id
+    ids = [eos] if isinstance(eos, int) else list(eos or [])
     return tuple(sorted({int(tokenizer.eos_token_id), *ids}))
 
 

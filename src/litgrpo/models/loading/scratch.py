@@ -100,27 +100,29 @@ class Scratch:
             pre_tokenizers.Split(Regex(PIECES), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-        fast = Tokenizer(models.BPE())
-        fast.pre_tokenizer = pre_tokenizers.Sequence(pieces)
-        fast.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+        tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size - len(self.tags) - len(self.sentinels),
             special_tokens=[PAD, BOS, EOS],
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        fast.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(texts, trainer)
         # Not special, so that text decoded with skip_special_tokens shows them to the rewards.
-        fast.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in self.tags])
-        fast.add_special_tokens([AddedToken(tag, normalized=False) for tag in self.sentinels])
+        tokenizer.add_tokens(
+            [AddedToken(tag, special=False, normalized=False) for tag in self.tags]
+        )
+        tokenizer.add_special_tokens([AddedToken(tag, normalized=False) for tag in self.sentinels])
         if self.add_bos:
-            fast.post_processor = processors.TemplateProcessing(
+            tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{BOS} $A",
                 pair=f"{BOS} $A $B",
-                special_tokens=[(BOS, fast.token_to_id(BOS))],
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
             )
         return PreTrainedTokenizerFast(
-            tokenizer_object=fast,
+            tokenizer_object=tokenizer,
             pad_token=PAD,
             bos_token=BOS,
             eos_token=EOS,
@@ -177,12 +179,12 @@ class Scratch:
                 "No model can be built from model.scratch.architecture: "
                 f"{type(error).__name__}: {reason:.200}"
             ) from error
-        needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         require(
-            needed <= total,
-            f"model.scratch.architecture has {needed / 2**30:,.0f} GiB of weights, but this "
-            f"machine has {total / 2**30:,.0f} GiB. Choose smaller sizes.",
+            num_bytes <= memory,
+            f"model.scratch.architecture has {num_bytes / 2**30:,.0f} GiB of weights, but this "
+            f"machine has {memory / 2**30:,.0f} GiB. Choose smaller sizes.",
         )
         return config
 

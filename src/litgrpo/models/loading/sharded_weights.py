@@ -52,8 +52,8 @@ def find_fsdp_units(policy: Policy) -> list[nn.Module]:
     Embedding and head belong to the policy itself. The head is called once per chunk, whose number
     differs between ranks; gathering it per call would deadlock.
     """
-    kinds = find_unsplit_modules(policy.bare_model)
-    return [part for part in policy.modules() if type(part).__name__ in kinds]
+    class_names = find_unsplit_modules(policy.bare_model)
+    return [module for module in policy.modules() if type(module).__name__ in class_names]
 
 
 class ShardingStrategy(Protocol):
@@ -150,12 +150,12 @@ def adapters_in_memory() -> Iterator[None]:
     """Build adapters in memory; PEFT would move them to the meta device of their layers."""
     move = nn.Module.to
 
-    def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def to_unless_meta(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if args[:1] == (torch.device("meta"),):
             args = ()
         return move(module, *args, **kwargs) if args or kwargs else module
 
-    nn.Module.to = stay  # type: ignore[method-assign, assignment]
+    nn.Module.to = to_unless_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -202,7 +202,11 @@ def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Ten
     Parameters of the sharded model that are not on the meta device (adapters) stay as they are.
     """
     names = map_file_names(model)
-    state = {names[n]: allocate(p) for n, p in model.named_parameters() if n in names}
+    state = {
+        names[name]: allocate(parameter)
+        for name, parameter in model.named_parameters()
+        if name in names
+    }
     try:
         with silence_loader():
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -213,11 +217,11 @@ def load_shards(folder: Path, model: nn.Module, allocate: Callable[[Tensor], Ten
     for name, parameter in model.named_parameters():
         if name in names:
             loaded[id(parameter)] = nn.Parameter(state[names[name]], parameter.requires_grad)
-    for part in model.modules():
-        parameters = dict(part.named_parameters(recurse=False, remove_duplicate=False))
+    for module in model.modules():
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for name, parameter in parameters.items():
             if id(parameter) in loaded:
-                setattr(part, name, loaded[id(parameter)])
+                setattr(module, name, loaded[id(parameter)])
 
 
 @contextmanager
@@ -272,14 +276,17 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     Adapters of a PEFT model are merged into one tensor at a time.
     """
-    layers = {name: part for name, part in model.named_modules() if hasattr(part, "base_layer")}
+    layers = {
+        name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
+    }
     for name, parameter in model.named_parameters():
-        owner, _, last = name.rpartition(".base_layer.")
+        layer_name, _, attribute = name.rpartition(".base_layer.")
         if any(f".{word}." in f".{name}" for word in ADAPTER):
             continue
         weight = parameter.detach()
-        if owner in layers and last == "weight":
-            weight = weight + layers[owner].get_delta_weight(TRAINED).detach().to(weight.dtype)
+        if layer_name in layers and attribute == "weight":
+            delta = layers[layer_name].get_delta_weight(TRAINED).detach()
+            weight = weight + delta.to(weight.dtype)
         yield _strip_peft(name), weight
 
 
@@ -288,16 +295,16 @@ def assign_files(state: Mapping[str, Tensor]) -> dict[str, int]:
 
     A file is built in memory, and must not hold the same memory twice, as tied weights do.
     """
-    file_of: dict[str, int] = {}
+    file_numbers: dict[str, int] = {}
     number, size, pointers = 1, 0, set[int]()
     for name, tensor in state.items():
         num_bytes, pointer = tensor.numel() * tensor.element_size(), local(tensor).data_ptr()
         if pointer in pointers or (size and size + num_bytes > MAX_FILE_BYTES):
             number, size, pointers = number + 1, 0, set()
-        file_of[name] = number
+        file_numbers[name] = number
         size += num_bytes
         pointers.add(pointer)
-    return file_of
+    return file_numbers
 
 
 def write_weights(state: dict[str, Tensor], folder: Path) -> None:
