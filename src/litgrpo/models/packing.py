@@ -23,6 +23,8 @@ from litgrpo.types import TokenRows, to_device
 
 # Packing costs time in attention, so it must save at least a tenth of the tokens.
 MIN_SAVING = 1.1
+# Rows of similar length, as a fraction of the longest; rows of at most 16 tokens always are.
+MIN_SIMILAR_FRAC, ALWAYS_SIMILAR = 0.6, 16
 
 
 @dataclass(frozen=True)
@@ -295,18 +297,15 @@ def _make_key_sets(groups: Tensor, suffix_start: Tensor, length: int) -> KeySets
     )
 
 
-def group_similar_lengths(lengths: Tensor, always: int = 16, min_frac: float = 0.6) -> list[Tensor]:
-    """Group rows with tokens by length, so that a padded grid of each group wastes little.
-
-    Rows of at most `always` tokens may join any group; other rows must have at least this fraction
-    of the longest row's tokens.
-    """
+def group_similar_lengths(lengths: Tensor) -> list[Tensor]:
+    """Group rows with tokens by length, so that a padded grid of each group wastes little."""
     order = lengths.argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
     sizes = lengths[order].tolist()
     groups, start = [], 0
     while start < len(sizes):
         longest, end = sizes[start], start
-        while end < len(sizes) and (sizes[end] >= min_frac * longest or longest <= always):
+        min_length = 0 if longest <= ALWAYS_SIMILAR else MIN_SIMILAR_FRAC * longest
+        while end < len(sizes) and sizes[end] >= min_length:
             end += 1
         groups.append(order[start:end])
         start = end

@@ -24,11 +24,7 @@ MaskFunction = Callable[..., Tensor | None]
 
 
 def require_private(owner: Any, name: str) -> Any:
-    """Return a private attribute of a module, class or instance of transformers.
-
-    Raises:
-        RuntimeError: the installed version has no such attribute.
-    """
+    """Return a private attribute of a module, class or instance of transformers."""
     if not hasattr(owner, name):
         owner_class = owner if isinstance(owner, type) else type(owner)
         raise RuntimeError(

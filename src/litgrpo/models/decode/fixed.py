@@ -122,21 +122,21 @@ class FixedPrompts:
         **kwargs: Any,
     ) -> Tensor:
         """Compute causal attention [B, heads, P, D] of the prompts."""
-        batch, heads, length, size = query.shape
-        groups = keys.shape[1]
+        batch, heads, length, head_size = query.shape
+        kv_heads = keys.shape[1]
         slot = torch.arange(length, device=query.device)
         distance = slot[:, None] - slot  # [P, P] from each key to each query
         # Padding attends to itself: a softmax over nothing is NaN, which later tokens would read.
         visible = (within(distance, sliding_window) & self.mask[:, None, :]) | (distance == 0)
         if softcap is None:
             return scaled_dot_product_attention(
-                *(query, keys, values, visible[:, None]), scale=scaling, enable_gqa=heads > groups
+                *(query, keys, values, visible[:, None]), scale=scaling, enable_gqa=heads > kv_heads
             )
         scale = query_scale(scaling, softcap)
-        query = query.reshape(batch, groups, -1, size) * scale  # [B, H, r * P, D]
-        scores = apply_softcap((query @ keys.mT).view(batch, groups, -1, length, length), softcap)
+        query = query.reshape(batch, kv_heads, -1, head_size) * scale  # [B, H, r * P, D]
+        scores = apply_softcap((query @ keys.mT).view(batch, kv_heads, -1, length, length), softcap)
         weights = widen(scores).masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-        output = weights.to(values.dtype).view(batch, groups, -1, length) @ values
+        output = weights.to(values.dtype).view(batch, kv_heads, -1, length) @ values
         return output.view(batch, heads, length, -1)
 
 
@@ -208,24 +208,24 @@ class FixedCache:
         token itself.
         """
         prompt_keys, prompt_values = self.state.prompts[2 * layer : 2 * layer + 2]
-        batch, groups, slots, size = prompt_keys.shape
+        batch, kv_heads, slots, head_size = prompt_keys.shape
         width, columns = self.group_size, self.state.columns
         keys, values = self.read_completions(layer)
-        query = query.view(batch, width, groups, -1, size).transpose(1, 2)
+        query = query.view(batch, width, kv_heads, -1, head_size).transpose(1, 2)
         query = query.to(  # [B, H, G, r, D], copied even if the type is the same
             prompt_keys.dtype, copy=True, memory_format=torch.contiguous_format
         )
         repeats = query.shape[3]
         # The same queries as rows of products with prompts [B * H, G * r, D], and with completions.
-        prompt_query = query.view(batch * groups, -1, size)
-        row_query = query.view(-1, repeats, size)
+        prompt_query = query.view(batch * kv_heads, -1, head_size)
+        row_query = query.view(-1, repeats, head_size)
         prompt_keys = prompt_keys.flatten(0, 1).mT
         if self.functional:
-            row_scores = row_query.bmm(keys.mT).view(batch * groups, -1, columns)
+            row_scores = row_query.bmm(keys.mT).view(batch * kv_heads, -1, columns)
             scores = torch.cat([prompt_query.bmm(prompt_keys), row_scores], -1)
         else:
             # Both products write into one tensor, which saves a copy of the scores.
-            scores = query.new_empty(batch * groups, width * repeats, slots + columns)
+            scores = query.new_empty(batch * kv_heads, width * repeats, slots + columns)
             row_scores = scores.view(-1, repeats, slots + columns)
             torch.bmm(prompt_query, prompt_keys, out=scores[..., :slots])
             torch.bmm(row_query, keys.mT, out=row_scores[..., slots:])
@@ -235,8 +235,8 @@ class FixedCache:
         weights = scores.softmax(-1).to(values.dtype)  # computed in float32
         output = torch.bmm(weights[..., :slots], prompt_values.flatten(0, 1))
         row_weights = weights.view(-1, repeats, slots + columns)
-        output.view(-1, repeats, size).baddbmm_(row_weights[..., slots:], values)
-        output = output.view(batch, groups, width, -1).transpose(1, 2)
+        output.view(-1, repeats, head_size).baddbmm_(row_weights[..., slots:], values)
+        output = output.view(batch, kv_heads, width, -1).transpose(1, 2)
         return output.reshape(batch * width, -1)
 
     def attend_module(
@@ -252,10 +252,10 @@ class FixedCache:
         **kwargs: Any,
     ) -> Tensor:
         """Compute attention [N, heads, 1, D] of one query per row to its prompt and completion."""
-        rows, heads, _, size = query.shape
+        rows, heads, _, head_size = query.shape
         scaled = query.squeeze(2) * query_scale(scaling, softcap)
         output = self.attend(module.layer_idx, scaled, softcap=softcap, window=sliding_window)
-        return output.view(rows, heads, 1, size)
+        return output.view(rows, heads, 1, head_size)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return [B, 1, P + columns], added to the scores; one per window and step."""

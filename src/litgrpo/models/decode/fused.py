@@ -153,7 +153,7 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """Weights of one decoder layer, with E hidden, Q query heads, H key heads of size D."""
+    """Weights of one decoder layer, with E hidden, Q query heads, H kv heads of size D."""
 
     # Query, key and value projections with the weight of the norm before them; in each query and
     # key head, the two numbers that rotate together are adjacent.
@@ -188,8 +188,8 @@ class FusedDecoder:
         config: Any = model.config
         self.embedding = body.embed_tokens.weight.detach()
         self.dtype = torch.promote_types(self.embedding.dtype, torch.float32)
-        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.size = attention.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_size = attention.head_dim
         layout = find_fused_layout(model)
         assert layout is not None
         gemma = layout.gemma
@@ -199,10 +199,10 @@ class FusedDecoder:
         self.embed_scale = float(body.embed_tokens.embed_scale) if gemma else 1.0
         self.softcap = config.attn_logit_softcapping if gemma else None
         self.scaling = attention.scaling / (self.softcap or 1.0)
-        self.linear_args = (dtype or self.embedding.dtype, pack)
+        self.matmul_dtype, self.pack = dtype or self.embedding.dtype, pack
         # Transformers rotates entries i and i + D/2 together. Here they are entries 2i and 2i + 1,
         # so that a pair is one complex number.
-        self.pairs = torch.arange(self.size, device=self.eps.device).view(2, -1).t().flatten()
+        self.pairs = torch.arange(self.head_size, device=self.eps.device).view(2, -1).t().flatten()
         self.layers = [self._fuse_layer(layer, gemma) for layer in body.layers]
         self.last_norm = self._norm_weight(body.norm)
         self.head = self._fuse_linear([model.get_output_embeddings()])
@@ -223,16 +223,16 @@ class FusedDecoder:
             weight = (weight * self._norm_weight(norm)).to(weight.dtype)
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        return FusedLinear(weight, bias, *self.linear_args)
+        return FusedLinear(weight, bias, self.matmul_dtype, self.pack)
 
     def _fuse_layer(self, layer: Any, gemma: bool) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
-        num_rotated = (self.heads + self.groups) * self.size
-        order = torch.arange(num_rotated + self.groups * self.size, device=self.pairs.device)
-        order[:num_rotated] = order[:num_rotated].view(-1, self.size)[:, self.pairs].flatten()
+        num_rotated = (self.heads + self.kv_heads) * self.head_size
+        order = torch.arange(num_rotated + self.kv_heads * self.head_size, device=self.pairs.device)
+        order[:num_rotated] = order[:num_rotated].view(-1, self.head_size)[:, self.pairs].flatten()
         head_norm = output_norms = None
         if hasattr(attention, "q_norm"):
-            norms = (attention.q_norm, self.heads), (attention.k_norm, self.groups)
+            norms = (attention.q_norm, self.heads), (attention.k_norm, self.kv_heads)
             weights = [self._norm_weight(norm)[self.pairs].expand(n, -1) for norm, n in norms]
             head_norm = torch.cat(weights)
         mlp_norm = layer.post_attention_layernorm
@@ -269,7 +269,7 @@ class FusedDecoder:
         prompts: list[Tensor] = []
         for layer in layers:
             keys = layer.keys[..., self.pairs]
-            prompts += (keys.to(self.linear_args[0]), layer.values.to(self.linear_args[0]))
+            prompts += (keys.to(self.matmul_dtype), layer.values.to(self.matmul_dtype))
             layer.keys = layer.values = None  # free the wider copy
         self._prepare_rotations(prompt_mask.shape[1] + capacity)
         return make_state(prompt_mask, prompts, group_size, capacity)
@@ -279,7 +279,7 @@ class FusedDecoder:
         if positions > len(self.rotations):
             position_ids = torch.arange(positions, device=self.pairs.device)[None]
             cos, sin = self.rotary(self.eps, position_ids)
-            half = self.size // 2
+            half = self.head_size // 2
             self.rotations = torch.complex(cos[0, :, :half], sin[0, :, :half])
 
     def _inverse_rms(self, x: Tensor) -> Tensor:
@@ -308,19 +308,21 @@ class FusedDecoder:
         self, number: int, layer: FusedLayer, x: Tensor, rotations: Tensor, cache: SharedPrefixCache
     ) -> Tensor:
         """Compute attention [n, Q * D] of normed [n, E], before the output projection."""
-        n, num_rotated = len(x), self.heads + self.groups
-        heads = layer.qkv(x).view(n, -1, self.size // 2, 2)
-        pairs, values = heads.split((num_rotated, self.groups), 1)  # of query and key heads
+        n, num_rotated = len(x), self.heads + self.kv_heads
+        heads = layer.qkv(x).view(n, -1, self.head_size // 2, 2)
+        pairs, values = heads.split((num_rotated, self.kv_heads), 1)  # of query and key heads
         if layer.head_norm is not None:
             pairs = pairs.flatten(2)
             pairs = (pairs * self._inverse_rms(pairs)).mul_(layer.head_norm)
             pairs = pairs.view(n, num_rotated, -1, 2)
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotations)
-        query, keys = rotated.view(n, num_rotated, self.size).split((self.heads, self.groups), 1)
-        cache.write(number, keys, values.view(n, self.groups, self.size))
-        query = (query * self.scaling).view(n * self.groups, -1, self.size)
+        query, keys = rotated.view(n, num_rotated, self.head_size).split(
+            (self.heads, self.kv_heads), 1
+        )
+        cache.write(number, keys, values.view(n, self.kv_heads, self.head_size))
+        query = (query * self.scaling).view(n * self.kv_heads, -1, self.head_size)
         output = cache.attend(number, query, softcap=self.softcap, window=layer.window)
-        return output.view(n, self.heads * self.size)
+        return output.view(n, self.heads * self.head_size)
 
     def _add_residual(
         self, x: Tensor, y: Tensor, linear: FusedLinear, layer: FusedLayer, norm: int
@@ -344,15 +346,15 @@ class FusedDecoder:
         cache = FixedCache(state)
         rotations = self._grid_rotations(cache.positions.squeeze(1))
         x = self.embedding.index_select(0, tokens).to(self.dtype).mul_(self.embed_scale)
-        x = x.to(self.linear_args[0])
+        x = x.to(self.matmul_dtype)
         for number, layer in enumerate(self.layers):
-            heads = layer.qkv(self._norm(x)).view(len(x), -1, self.size).to(self.dtype)
+            heads = layer.qkv(self._norm(x)).view(len(x), -1, self.head_size).to(self.dtype)
             if layer.head_norm is not None:
                 normed = heads[:, : len(layer.head_norm)]
                 torch.mul(self._norm(normed), layer.head_norm, out=normed)
             pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
             heads = torch.view_as_real(pairs * rotations).flatten(2)
-            query, kv = heads.split((self.heads, 2 * self.groups), 1)
+            query, kv = heads.split((self.heads, 2 * self.kv_heads), 1)
             cache.write(number, kv.unflatten(1, (2, -1)))
             y = cache.attend(number, query, softcap=self.softcap, window=layer.window)
             x = self._add_grid_residual(x, y, layer.out, layer, 0)
@@ -373,8 +375,8 @@ class FusedDecoder:
         rotations = self.rotations.index_select(0, positions)[:, None]
         heads = (
             (rotations * self.scaling, self.heads),
-            (rotations, self.groups),
-            (torch.ones_like(rotations), self.groups),
+            (rotations, self.kv_heads),
+            (torch.ones_like(rotations), self.kv_heads),
         )
         return torch.cat([factor.expand(-1, count, -1) for factor, count in heads], 1)
 

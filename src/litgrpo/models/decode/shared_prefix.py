@@ -7,7 +7,7 @@ is published as Hydragen (arXiv:2402.05099).
 Between the turns of an episode a row can leave the batch: `RowOffloader` keeps its keys and values,
 computes the observation in one pass and puts the row back.
 
-Shapes: b prompts and n live rows, H key heads, r query heads per key head, D head size. Tensors of
+Shapes: b prompts and n live rows, H kv heads, r query heads per kv head, D head size. Tensors of
 one shape, of all layers, are stacked: k is their number, keys and values.
 """
 
@@ -91,12 +91,6 @@ class SharedPrefixCache(Cache, DecodeState):
     Completion tokens are stored in columns: a step writes the same column of all rows. A row that
     joins later starts in a later column. 4 prompts of 100 tokens with 8 completions each of 50
     tokens hold keys of 4 * 100 + 32 * 50 positions instead of 32 * 150.
-
-    Args:
-        prefill: the cache of one forward pass over the [B, P] prompts.
-        prompt_mask: [B, P] True marks a real token.
-        group_size: G rows continue each prompt.
-        capacity: maximum number of tokens that a row is fed, C.
     """
 
     def __init__(
@@ -107,9 +101,9 @@ class SharedPrefixCache(Cache, DecodeState):
         layers: list[Any] = prefill.layers
         tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
         num_rows = len(prompt_mask) * group_size
-        self.capacity = capacity
+        self.capacity = capacity  # maximum number of tokens that a row is fed
         self.num_fed = 0  # columns in use
-        self.prompt_mask = prompt_mask
+        self.prompt_mask = prompt_mask  # [b, P]
         self.prompt_of = torch.arange(num_rows, device=prompt_mask.device) // group_size  # [n]
         self.start = torch.zeros_like(self.prompt_of)  # [n] the column in which a row begins
         self.offloaded_prompt_of = self.prompt_of[:0]  # prompts of the rows of a `RowOffloader`
@@ -341,8 +335,8 @@ def attend_shared_prefix(
     Keys and values are read from the cache, which also knows the padding.
     """
     n, heads, _, size = query.shape
-    groups = keys.shape[1]
-    query = query.reshape(n * groups, heads // groups, size)
+    kv_heads = keys.shape[1]
+    query = query.reshape(n * kv_heads, heads // kv_heads, size)
     query = query * query_scale(scaling, softcap)
     output = shared_prefix.attend(module.layer_idx, query, softcap=softcap, window=sliding_window)
     return output.reshape(n, 1, heads, -1), None
@@ -457,15 +451,7 @@ def _shift_columns(cache: SharedPrefixCache, columns: int) -> None:
 
 
 class CausalRowOffloader(RowOffloader):
-    """Rows of a decoder-only model.
-
-    Args:
-        model: the transformers model without its head.
-        head: hidden states [m, E] to logits [m, V].
-        cache: of the batch.
-        key_order: [D] transformers' index of each entry of the cache's keys (the fused decoder
-            permutes them); None: the same order.
-    """
+    """Rows of a decoder-only model, which is given without its head."""
 
     def __init__(
         self,
@@ -475,7 +461,9 @@ class CausalRowOffloader(RowOffloader):
         key_order: Tensor | None,
     ) -> None:
         super().__init__(cache)
-        self.model, self.head, self.key_order = model, head, key_order
+        self.model, self.head = model, head
+        # [D] transformers' index of each entry of the cache's keys (the fused decoder permutes).
+        self.key_order = key_order
 
     @torch.no_grad()
     def extend(

@@ -205,9 +205,6 @@ def set_kernels(model: nn.Module, kernels: LinearKernels) -> None:
 
     Layers change their class, so that plain ones cost no more than `nn.Linear`; names, parameters
     and state dicts are unchanged.
-
-    Raises:
-        ValueError: oneDNN is chosen but not available.
     """
     if kernels != LinearKernels() and not onednn_works():
         raise ValueError(

@@ -138,15 +138,15 @@ def _attend_masked(
 ) -> Tensor:
     """Compute [n, heads, t, D] of queries over keys [n, H, s, D] if visible [n, 1, t, s]."""
     n, heads, length, size = query.shape
-    groups = keys.shape[1]
+    kv_heads = keys.shape[1]
     if softcap is None:
         return functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=heads != groups
+            query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=heads != kv_heads
         )
-    # Query heads that share a key head become rows of one product (grouped-query attention).
-    stacked = query.reshape(n, groups, -1, size) * scaling  # [n, H, r * t, D]
+    # Query heads that share a kv head become rows of one product (grouped-query attention).
+    stacked = query.reshape(n, kv_heads, -1, size) * scaling  # [n, H, r * t, D]
     scores = apply_softcap(stacked @ keys.transpose(2, 3) / softcap, softcap)
-    scores = scores.unflatten(2, (heads // groups, length))
+    scores = scores.unflatten(2, (heads // kv_heads, length))
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     output = weights.to(values.dtype).flatten(2, 3) @ values
@@ -193,12 +193,12 @@ class _PackedAttention(torch.autograd.Function):
                 )
         for bucket in packing.suffixes:
             grids = (bucket.to_grid(x) for x in (q, k, v))
-            grid, grid_lse = _attend(*grids, causal=True, scaling=scaling)
-            suffix, suffix_lse = bucket.from_grid(grid), bucket.from_grid(grid_lse)
-            prefix, prefix_lse = output[bucket.tokens], lse[bucket.tokens]
+            attended = _attend(*grids, causal=True, scaling=scaling)
+            suffix_output, suffix_lse = map(bucket.from_grid, attended)
+            prefix_output, prefix_lse = output[bucket.tokens], lse[bucket.tokens]
             # e^a / (e^a + e^b) = sigmoid(a - b)
             weight = torch.sigmoid(suffix_lse - prefix_lse).unsqueeze(-1)
-            output[bucket.tokens] = torch.lerp(prefix, suffix, weight)
+            output[bucket.tokens] = torch.lerp(prefix_output, suffix_output, weight)
             lse[bucket.tokens] = torch.logaddexp(suffix_lse, prefix_lse)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, keys, values, output, lse)
@@ -277,8 +277,8 @@ def matmul_dtype(tensor: Tensor) -> torch.dtype:
 
 def has_segment_kernel_for(query: Tensor, dtype: torch.dtype) -> bool:
     """Check that the kernel of segments can compute tensors like these in a dtype."""
-    size = query.shape[-1]
-    is_supported = dtype in HALF and size % HEAD_SIZE_STEP == 0 and size <= MAX_HEAD_SIZE
+    head_size = query.shape[-1]
+    is_supported = dtype in HALF and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
     return is_supported and _segment_kernel_works(query.device, dtype)
 
 
