@@ -88,7 +88,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     elif lora.target_modules == "all-linear" and model.config.model_type in MAMBA_TYPES:
         settings["exclude_modules"] = NOT_IN_MAMBA
     try:
-        adapted: Any = get_peft_model(model, LoraConfig(**settings, task_type=task))
+        peft_model: Any = get_peft_model(model, LoraConfig(**settings, task_type=task))
     except (RuntimeError, TypeError, ValueError) as error:
         names = sorted({name.rpartition(".")[2] for name in list_linear_names(model)})
         raise ValueError(
@@ -96,22 +96,22 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
             f"model.lora.target_modules to some of its linear layers: {', '.join(names)}."
         ) from error
     if settings.get("layer_replication"):
-        separate_replicated_layers(adapted)
-    check_not_tied(adapted)
+        separate_replicated_layers(peft_model)
+    check_not_tied(peft_model)
     if lora.adapter_path is not None:
-        read_adapter(adapted, lora.adapter_path, TRAINED)
-    return adapted
+        read_adapter(peft_model, lora.adapter_path, TRAINED)
+    return peft_model
 
 
-def separate_replicated_layers(adapted: Any) -> None:
+def separate_replicated_layers(peft_model: Any) -> None:
     """Copy weights that layers share by PEFT's `layer_replication`, each with separate adapters.
 
     Merging the adapter of one layer would change the others.
     """
-    ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+    ends = (peft_model.get_input_embeddings(), peft_model.get_output_embeddings())
     tied = {id(layer.weight) for layer in ends if layer is not None}
     seen: set[int] = set()
-    for module in adapted.modules():
+    for module in peft_model.modules():
         for name, weight in module._parameters.items():
             if weight is None or id(weight) in tied:
                 continue
@@ -121,18 +121,18 @@ def separate_replicated_layers(adapted: Any) -> None:
             seen.add(id(weight))
 
 
-def check_not_tied(adapted: Any) -> None:
+def check_not_tied(peft_model: Any) -> None:
     """Raise if an adapter changes a weight that another module uses as well.
 
     Merging the adapter would change both modules, so that the exported model would not be the
     trained one, and neither would that of a vLLM server.
     """
     names_by_weight: dict[int, list[str]] = {}
-    for name, module in adapted.named_modules(remove_duplicate=False):
+    for name, module in peft_model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
         if weight is not None:
             names_by_weight.setdefault(id(weight), []).append(name)
-    for name, module in adapted.named_modules():
+    for name, module in peft_model.named_modules():
         if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
             continue
         weight = module.base_layer._parameters.get("weight")
@@ -176,8 +176,8 @@ def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
             f"model.lora.adapter_path: {folder!r} contains an adapter of type {peft_type}; "
             "expected LORA."
         )
-    saved = LoraConfig.from_pretrained(folder)
-    config, settings, default = saved.to_dict(), lora.peft_settings, LoRA().peft_settings
+    lora_config = LoraConfig.from_pretrained(folder)
+    config, settings, default = lora_config.to_dict(), lora.peft_settings, LoRA().peft_settings
     del settings["lora_dropout"]  # a setting of the run, not of the adapter
     options = {peft_name: option for option, peft_name in PEFT_NAMES.items()}
     for name, value in settings.items():
@@ -191,18 +191,18 @@ def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
         f"Continuing from the adapter in {folder}: rank {config['r']}, alpha {config['lora_alpha']}"
     )
     not_settings = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
-    names = {field.name for field in fields(saved)} - not_settings
+    names = {field.name for field in fields(lora_config)} - not_settings
     return {name: config[name] for name in names if name in config} | {"lora_dropout": lora.dropout}
 
 
-def read_adapter(adapted: Any, folder: str, name: str) -> None:
+def read_adapter(peft_model: Any, folder: str, name: str) -> None:
     """Read the weights of adapter `name`; the folder must contain all of them and no others.
 
     An adapter that the model does not have yet is added and frozen.
     """
     advice = "Set pretrained to the model that the adapter was trained on."
     try:
-        report = adapted.load_adapter(folder, name, is_trainable=name == TRAINED)
+        report = peft_model.load_adapter(folder, name, is_trainable=name == TRAINED)
     except (RuntimeError, OSError, ValueError) as error:
         raise ValueError(
             f"The adapter in {folder!r} does not fit this model: "
@@ -215,18 +215,20 @@ def read_adapter(adapted: Any, folder: str, name: str) -> None:
                 f"The adapter in {folder!r} does not fit this model: {problem} "
                 f"{min(names)} ({len(names)} in all). {advice}"
             )
-    weights = ((key, weight) for key, weight in adapted.state_dict().items() if f".{name}" in key)
+    weights = (
+        (key, weight) for key, weight in peft_model.state_dict().items() if f".{name}" in key
+    )
     check_finite(weights, f"The adapter in {folder!r} is damaged")
 
 
 @contextmanager
-def use_initial_adapter(adapted: Any) -> Iterator[None]:
+def use_initial_adapter(peft_model: Any) -> Iterator[None]:
     """Compute with the adapter that training started from."""
-    adapted.set_adapter(INITIAL, inference_mode=True)
+    peft_model.set_adapter(INITIAL, inference_mode=True)
     try:
         yield
     finally:
-        adapted.set_adapter(TRAINED)
+        peft_model.set_adapter(TRAINED)
 
 
 @contextmanager
@@ -253,25 +255,25 @@ def perturb_adapters(model: Any) -> Iterator[None]:
             weight.copy_(original)
 
 
-def merge_adapter(adapted: Any) -> Any:
+def merge_adapter(peft_model: Any) -> Any:
     """Copy the transformers model with the trained adapter merged into its weights."""
-    return copy.deepcopy(adapted).merge_and_unload(adapter_names=[TRAINED])
+    return copy.deepcopy(peft_model).merge_and_unload(adapter_names=[TRAINED])
 
 
-def save_adapter(adapted: Any, folder: str | Path) -> None:
+def save_adapter(peft_model: Any, folder: str | Path) -> None:
     """Write the trained adapter as a folder that PEFT, vLLM and `lora.adapter_path` read."""
-    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    trained = {name for name, weight in peft_model.named_parameters() if weight.requires_grad}
     # Some 4-bit layers have strings in their state dict. Of sharded weights only the trained ones
     # are gathered; PEFT does not write the others.
     state = {
         name: full_tensor(value) if name in trained else value
-        for name, value in adapted.state_dict().items()
+        for name, value in peft_model.state_dict().items()
         if torch.is_tensor(value) and (name in trained or not isinstance(value, DTensor))
     }
     if rank():
         return
     state = dict(zip(state, to_host(list(state.values())), strict=True))
-    adapted.save_pretrained(
+    peft_model.save_pretrained(
         folder, selected_adapters=[TRAINED], save_embedding_layers=False, state_dict=state
     )
 
@@ -342,7 +344,7 @@ def is_quantized(model: Any) -> bool:
     return bool(_find_4bit_layers(model))
 
 
-def merge_into_dequantized(adapted: Any) -> Any:
+def merge_into_dequantized(peft_model: Any) -> Any:
     """Merge the trained adapter into the dequantized weights that training computed with.
 
     The original weights would not fit the adapter, and quantizing the merged weights again would
@@ -350,9 +352,11 @@ def merge_into_dequantized(adapted: Any) -> Any:
     """
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    weights = get_peft_model_state_dict(adapted, adapter_name=TRAINED, save_embedding_layers=False)
-    dequantized = copy.deepcopy(adapted).unload().dequantize()
-    config = copy.deepcopy(adapted.peft_config[TRAINED])
-    with_adapter = get_peft_model(dequantized, config)
-    set_peft_model_state_dict(with_adapter, weights)
-    return merge_adapter(with_adapter)
+    weights = get_peft_model_state_dict(
+        peft_model, adapter_name=TRAINED, save_embedding_layers=False
+    )
+    base_model = copy.deepcopy(peft_model).unload().dequantize()
+    config = copy.deepcopy(peft_model.peft_config[TRAINED])
+    dequantized_peft_model = get_peft_model(base_model, config)
+    set_peft_model_state_dict(dequantized_peft_model, weights)
+    return merge_adapter(dequantized_peft_model)

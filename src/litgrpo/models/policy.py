@@ -87,11 +87,14 @@ class Policy(nn.Module, ABC):
             rows: token ids of the completions.
             stop_token_ids: further tokens that end a completion.
         """
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = {*self.tokenizer.all_special_ids, *(n for n, token in added if token.special)}
-        ends = special & {*self.eos_ids, *stop_token_ids}
+        added_tokens = self.tokenizer.added_tokens_decoder.items()
+        special_ids = {
+            *self.tokenizer.all_special_ids,
+            *(token_id for token_id, token in added_tokens if token.special),
+        }
+        end_ids = special_ids & {*self.eos_ids, *stop_token_ids}
         texts: list[str] = self.tokenizer.batch_decode(
-            [ids[:-1] if ids and ids[-1] in ends else ids for ids in rows]
+            [ids[:-1] if ids and ids[-1] in end_ids else ids for ids in rows]
         )
         return texts
 

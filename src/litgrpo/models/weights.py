@@ -83,8 +83,8 @@ def choose_attention(config: PretrainedConfig) -> str:
 
     Soft-capped scores (Gemma 2) exist in eager attention only, and some models have no other.
     """
-    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
-    return "eager" if softcapped or not supports_sdpa(find_model_class(config)) else "sdpa"
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if has_softcap or not supports_sdpa(find_model_class(config)) else "sdpa"
 
 
 def check_sizes(config: PretrainedConfig, pretrained: str) -> None:

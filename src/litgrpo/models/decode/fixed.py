@@ -253,8 +253,8 @@ class FixedCache:
     ) -> Tensor:
         """Compute attention [N, heads, 1, D] of one query per row to its prompt and completion."""
         rows, heads, _, head_size = query.shape
-        scaled = query.squeeze(2) * query_scale(scaling, softcap)
-        output = self.attend(module.layer_idx, scaled, softcap=softcap, window=sliding_window)
+        query = query.squeeze(2) * query_scale(scaling, softcap)
+        output = self.attend(module.layer_idx, query, softcap=softcap, window=sliding_window)
         return output.view(rows, heads, 1, head_size)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -296,8 +296,8 @@ class FusedDecoder:
         if self.embed_scale != 1:
             x.mul_(self.embed_scale)
         for number, layer in enumerate(self.layers):
-            attended = self._attention(number, layer, x * self._inverse_rms(x), rotations, cache)
-            x = self._add_residual(x, attended, layer.out, layer, 0)
+            y = self._attention(number, layer, x * self._inverse_rms(x), rotations, cache)
+            x = self._add_residual(x, y, layer.out, layer, 0)
             gate, up = layer.gate_up(x * self._inverse_rms(x)).chunk(2, 1)
             x = self._add_residual(x, layer.act(gate).mul_(up), layer.down, layer, 1)
         cache.num_fed += 1
@@ -350,8 +350,8 @@ class FusedDecoder:
         for number, layer in enumerate(self.layers):
             heads = layer.qkv(self._norm(x)).view(len(x), -1, self.head_size).to(self.dtype)
             if layer.head_norm is not None:
-                normed = heads[:, : len(layer.head_norm)]
-                torch.mul(self._norm(normed), layer.head_norm, out=normed)
+                qk_heads = heads[:, : len(layer.head_norm)]
+                torch.mul(self._norm(qk_heads), layer.head_norm, out=qk_heads)
             pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
             heads = torch.view_as_real(pairs * rotations).flatten(2)
             query, kv = heads.split((self.heads, 2 * self.kv_heads), 1)

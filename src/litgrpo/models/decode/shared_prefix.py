@@ -181,9 +181,9 @@ class SharedPrefixCache(Cache, DecodeState):
             stack[:, num_rows:].zero_()
         if num_started:
             columns = slice(self.num_fed - num_started, self.num_fed)
-            for stack, added in zip(self._completions, new_rows._completions, strict=True):
-                rows = slice(num_rows, num_rows + added.shape[1])
-                stack[:, rows, :, columns] = added[:, :, :, :num_started]
+            for stack, new_stack in zip(self._completions, new_rows._completions, strict=True):
+                rows = slice(num_rows, num_rows + new_stack.shape[1])
+                stack[:, rows, :, columns] = new_stack[:, :, :, :num_started]
         self.start = torch.cat([self.start, new_rows.start + self.num_fed - num_started])
         self.prompt_of = torch.cat([self.prompt_of, new_rows.prompt_of + len(self.prompt_mask)])
         self.prompt_mask = torch.cat([self.prompt_mask, new_rows.prompt_mask])
@@ -313,8 +313,8 @@ class SharedPrefixCache(Cache, DecodeState):
 
 def _allocate(prompts: Tensor, rows: int, columns: int) -> Tensor:
     """Allocate completions [k, rows, H, columns, D] for prompts [k, b, H, P, D]."""
-    stacked, _, heads, _, size = prompts.shape
-    return prompts.new_empty(stacked, rows, heads, columns, size)
+    num_tensors, _, heads, _, size = prompts.shape
+    return prompts.new_empty(num_tensors, rows, heads, columns, size)
 
 
 def attend_shared_prefix(
@@ -523,14 +523,14 @@ def gather_completions(
     cache: SharedPrefixCache, rows: Sequence[OffloadedRow], columns: int
 ) -> list[Tensor]:
     """Return the completions of offloaded rows, for each stack [k, m, H, columns, D]."""
-    gathered = []
+    stacks = []
     for number, stack in enumerate(cache._completions):
-        stacked, _, heads, _, size = stack.shape
-        completions = stack.new_zeros(stacked, len(rows), heads, columns, size)
+        num_tensors, _, heads, _, size = stack.shape
+        completions = stack.new_zeros(num_tensors, len(rows), heads, columns, size)
         for index, row in enumerate(rows):
             completions[:, index, :, columns - row.num_tokens :] = row.kv[number]
-        gathered.append(completions)
-    return gathered
+        stacks.append(completions)
+    return stacks
 
 
 def _gather_past(
@@ -546,9 +546,9 @@ def _gather_past(
         cache._numbers, cache._prompts, gather_completions(cache, rows, columns), strict=True
     )
     for numbers, prompts, completions in stacks:
-        joined = torch.cat([prompts[:, prompt_of], completions], 3)
-        index = order[None, :, None, :, None].expand_as(joined)
-        tensors |= dict(zip(numbers, joined.gather(3, index), strict=True))
+        kv = torch.cat([prompts[:, prompt_of], completions], 3)
+        index = order[None, :, None, :, None].expand_as(kv)
+        tensors |= dict(zip(numbers, kv.gather(3, index), strict=True))
     return [tensors[number] for number in range(len(tensors))]
 
 

@@ -92,17 +92,17 @@ class StaticDecoder(FixedDecoder):
     ) -> TokenLogprobs:
         """Compute `Policy.logprobs` for all positions and mask padding afterwards."""
         mask, candidates = rows.completion_mask, rows.candidate_ids
-        recomputed = RecomputedHead(self.policy.head)
+        head = RecomputedHead(self.policy.head)
         hidden = self.hidden(rows)
         if compared is not None:
             compared = replace(compared, hidden=compared.hidden.flatten(0, 1))
         columns = token_logprobs(
             hidden.flatten(0, 1),
             rows.completion_ids.flatten(),
-            recomputed.head,
+            head.head,
             candidate_ids=None if candidates is None else candidates.flatten(0, 1),
             chunk_size=self.policy.chunk_size(mask.numel(), 1 if compared is None else 2),
-            context_fn=recomputed.contexts,
+            context_fn=head.contexts,
             compared=compared,
             score_norms=score_norms,
             **settings,

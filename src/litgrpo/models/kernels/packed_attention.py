@@ -144,8 +144,8 @@ def _attend_masked(
             query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=heads != kv_heads
         )
     # Query heads that share a kv head become rows of one product (grouped-query attention).
-    stacked = query.reshape(n, kv_heads, -1, size) * scaling  # [n, H, r * t, D]
-    scores = apply_softcap(stacked @ keys.transpose(2, 3) / softcap, softcap)
+    query_rows = query.reshape(n, kv_heads, -1, size) * scaling  # [n, H, r * t, D]
+    scores = apply_softcap(query_rows @ keys.transpose(2, 3) / softcap, softcap)
     scores = scores.unflatten(2, (heads // kv_heads, length))
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -314,8 +314,8 @@ class _SegmentAttention(torch.autograd.Function):
                 lse.index_select(1, suffix_tokens),
             )
             weight = torch.sigmoid(suffix_lse - prefix_lse).t().unsqueeze(-1)
-            merged = torch.lerp(prefix.float(), suffix.float(), weight)
-            output.index_copy_(0, suffix_tokens, merged.to(output.dtype))
+            union = torch.lerp(prefix.float(), suffix.float(), weight)
+            output.index_copy_(0, suffix_tokens, union.to(output.dtype))
             lse.index_copy_(1, suffix_tokens, torch.logaddexp(suffix_lse, prefix_lse))
         ctx.save_for_backward(query, keys, values, output, lse)
         ctx.sets, ctx.scaling = sets, scaling
