@@ -19,10 +19,10 @@ def code(text: str) -> str:
 
 
 def metrics() -> list[list[str]]:
-    rows = [["name", "definition", "unit", "healthy", "TRL", "verl"]]
+    rows = [["name", "definition", "healthy", "TRL", "verl"]]
     for row in read("metrics.csv"):
         others = [code(row["trl"]), code(row["verl"])]
-        rows.append([code(row["name"]), row["definition"], row["unit"], row["healthy"], *others])
+        rows.append([code(row["name"]), row["definition"], row["healthy"], *others])
     return rows
 
 

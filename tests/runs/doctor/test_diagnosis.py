@@ -118,7 +118,8 @@ def test_every_rule_has_a_section_in_the_order_of_the_table():
     assert list(SECTIONS) == [rule.name for rule in RULES]
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
-def test_a_section_has_symptoms_reasons_changes_and_sources(rule):
-    for part in ("*Looks like:*", "*Why:*", "*Change:*", "*Source:*"):
-        assert part in SECTIONS[rule]
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_section_has_symptoms_reasons_and_changes_and_the_check_its_source(rule):
+    for part in ("*Looks like:*", "*Why:*", "*Change:*"):
+        assert part in SECTIONS[rule.name]
+    assert "Source: " in rule.check.__doc__
