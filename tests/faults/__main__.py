@@ -1,7 +1,7 @@
 """Kills real runs and compares what becomes of them: `python -m tests.faults --points 20`.
 
-Prints one line per fault of the table in docs/explanation/reliability.md; exit code 1 if one
-failed. Processes compute on OMP_NUM_THREADS threads, by default on one.
+Prints one line per fault; exit code 1 if one failed. Processes compute on OMP_NUM_THREADS threads,
+by default on one.
 """
 
 import argparse

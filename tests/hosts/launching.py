@@ -81,7 +81,7 @@ class Launch:
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def command(self, number: int) -> list[str]:
-        """The line for one host; docs/explanation/scale.md shows it."""
+        """The line for one host; docs/explanation/scale.md explains its settings."""
         first, here = self.hosts[0].address, self.hosts[number].address
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
