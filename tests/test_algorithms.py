@@ -153,15 +153,15 @@ def cells(name: str) -> list[str]:
     row = PUBLISHED[name]
     mask = ", `mask_truncated_completions`" if row.mask_truncated_completions else ""
     mask += ", `exclude_zero_variance`" if row.exclude_zero_variance else ""
-    level = row.importance_sampling_level
-    level += ", to the sampler" if row.old_policy == "sampler" else ""
+    ratios = [] if row.importance_sampling_level == "token" else [row.importance_sampling_level]
+    ratios += ["to the sampler"] if row.old_policy == "sampler" else []
     penalties = [f"{row.kl_coef} `{row.kl_estimator}`"] if row.needs_reference else []
     penalties += [f"{row.log_ratio_coef} `s^2`"] if row.log_ratio_coef else []
     return [
         f"`{describe(row.advantages)}`",
-        f"{level}, `{describe(row.surrogate)}`",
+        ", ".join([*ratios, f"`{describe(row.surrogate)}`"]),
         f"`{row.loss_aggregation}`{mask}",
-        ", ".join(penalties) or "none",
+        ", ".join(penalties),
         f"`{name}`",
     ]
 
