@@ -27,6 +27,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 smartquotes = False  # --KEY stays --KEY
 autodoc_typehints = "description"
+autodoc_inherit_docstrings = False  # of Lightning's hooks
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 default_role = "as_written"  # of litgrpo_site
