@@ -29,7 +29,7 @@ def test_a_dry_run_is_small_and_leaves_the_run_unchanged():
     grpo, dry = dry_run()
     with restore_end_tokens(grpo.policy):
         dry.learner.policy.eos_ids = (7,)
-        rollout = dry.sample(prompt_batch("a", "hello"))
+        rollout = dry.generate(prompt_batch("a", "hello"))
     assert rollout.completion_ids.shape[1] <= COMPLETION_LEN
     assert rollout.group_size == GROUP
     assert (grpo.learner.group_size, grpo.rollouter.max_completion_length) == (6, 40)
@@ -41,7 +41,7 @@ def test_a_dry_run_is_small_and_leaves_the_run_unchanged():
 
 def test_rows_rewarded_for_another_prompt_are_counted():
     _, dry = dry_run()
-    rollout = dry.sample(prompt_batch("a", "hello"))
+    rollout = dry.generate(prompt_batch("a", "hello"))
     training_batch = dry.build_batch(rollout)
     assert dry.probe.count_misplaced(rollout, training_batch) == 0
     tokens = training_batch.tokens
@@ -61,7 +61,7 @@ def test_prompts_are_few_short_and_padded_with_a_real_token():
 
 def test_some_sampled_tokens_become_end_tokens():
     grpo, dry = dry_run()
-    rollout = dry.sample(prompt_batch("a", "hello"))
+    rollout = dry.generate(prompt_batch("a", "hello"))
     ends = pick_end_tokens(dry.learner.policy, rollout)
     assert set(grpo.policy.eos_ids) <= set(ends)
     assert int(rollout.completion_ids[0, rollout.lengths[0] // 3]) in ends

@@ -72,7 +72,7 @@ def test_the_small_episodes_have_turns_and_hear():
     policy = tiny_policy("llama")
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
     dry = dry_run.DryRun.from_run(rollouter, replace(learner_of(policy), max_completion_length=40))
-    rollout = dry.sample(PROMPTS)
+    rollout = dry.generate(PROMPTS)
     assert rollout.turns.max() == 2
     assert (rollout.completion_mask & ~rollout.loss_mask).any()
 

@@ -114,8 +114,8 @@ def temperature_missing_in_learning(patch):
 
 
 def temperature_missing_in_sampling(patch):
-    right = local_engine.sample
-    patch(local_engine, "sample", lambda z, u, s: right(z, u, replace(s, temperature=1.0)))
+    right = local_engine.draw_tokens
+    patch(local_engine, "draw_tokens", lambda z, u, s: right(z, u, replace(s, temperature=1.0)))
     return module(sampling=Sampling(temperature=0.7))
 
 
@@ -221,14 +221,14 @@ def no_position_ids(patch):
 
 
 def top_k_ignored_in_logprobs(patch):
-    right = local_engine.sample
+    right = local_engine.draw_tokens
 
-    def sample(logits, uniforms, sampling):
+    def draw_tokens(logits, uniforms, sampling):
         drawn = right(logits, uniforms, sampling)
         everything = logits.log_softmax(-1).gather(-1, drawn.tokens[:, None]).squeeze(-1)
         return drawn._replace(logprobs=everything)
 
-    patch(local_engine, "sample", sample)
+    patch(local_engine, "draw_tokens", draw_tokens)
     return module(sampling=Sampling(top_k=5))
 
 
@@ -243,8 +243,8 @@ def top_k_ignored_in_learning(patch):
 
 
 def top_k_ignored_in_drawing(patch):
-    right = local_engine.sample
-    patch(local_engine, "sample", lambda z, u, s: right(z, u, replace(s, top_k=0)))
+    right = local_engine.draw_tokens
+    patch(local_engine, "draw_tokens", lambda z, u, s: right(z, u, replace(s, top_k=0)))
     return module(sampling=Sampling(top_k=5))
 
 

@@ -168,7 +168,9 @@ def test_a_rollout_halves_to_the_most_rows_that_fit():
         engine = LocalEngine()
         rollouter = Rollouter(policy, 4, 40, engine=engine, row_limit=limit)
         key = RolloutKey(0, "train", 0, 0)
-        return rollouter.sample(rollouter.build_request(prompts, key), key).completion_ids, limit
+        return rollouter.run_engine(
+            rollouter.build_request(prompts, key), key
+        ).completion_ids, limit
 
     sample(None)  # the fused decoder is compared with the model at the first call
     expected, _ = sample(None)

@@ -37,7 +37,7 @@ def measure(architecture="llama", sampling=None, objective=OBJECTIVE):
 
 
 def measure_episodes(dry):
-    rollout = dry.sample(PROMPTS)
+    rollout = dry.generate(PROMPTS)
     dry.learner.policy.train()
     rewards = dry.rewards(rollout)
     others = count_rewards_of_other_text(rollout, dry.probe.inputs, dry.rollouter)
@@ -76,7 +76,7 @@ def test_identical_episodes_have_a_gradient_of_rounding():
     learner = replace(learner_of(policy), max_completion_length=11, reuse_sampler_logprobs=False)
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=11)
     dry = DryRun.from_run(rollouter, learner)
-    same = dry.sample(PROMPTS).completion_ids.unflatten(0, (3, -1))
+    same = dry.generate(PROMPTS).completion_ids.unflatten(0, (3, -1))
     assert (same == same[:, :1]).all()
     assert measure_episodes(dry)[0] < 1e-5
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgrpo.rollout.sampling import LARGE, Sampling, draw_uniforms, sample
+from litgrpo.rollout.sampling import LARGE, Sampling, draw_tokens, draw_uniforms
 from tests.support.filter_reference import filter_logits
 from tests.support.raises import raises_for
 
@@ -15,7 +15,7 @@ PROBS = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
 
 def drawn(uniform, sampling=None):
     uniforms = torch.tensor([uniform], dtype=torch.float64)
-    return sample(PROBS.log(), uniforms, sampling or Sampling())
+    return draw_tokens(PROBS.log(), uniforms, sampling or Sampling())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
     assert (
         filter_logits(logits, sampling).isfinite().squeeze(0).nonzero().squeeze(1).tolist() == kept
     )
-    candidate_ids = sample(logits, torch.zeros(1, dtype=torch.float64), sampling).candidate_ids
+    candidate_ids = draw_tokens(logits, torch.zeros(1, dtype=torch.float64), sampling).candidate_ids
     assert sorted(candidate_ids.squeeze(0).tolist()) == kept
 
 
@@ -63,7 +63,7 @@ def test_a_number_just_below_one_never_draws_an_impossible_token(static_shapes):
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
     for uniform in (1.0, 1 - 2.0**-53):
         uniforms = torch.tensor([uniform], dtype=torch.float64)
-        found = sample(logits, uniforms, Sampling(), static_shapes=static_shapes)
+        found = draw_tokens(logits, uniforms, Sampling(), static_shapes=static_shapes)
         assert found.tokens.item() == 1
 
 
@@ -90,7 +90,7 @@ def test_filters_keep_the_tokens_of_their_definitions(logits, top_k, top_p, min_
 
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
     uniforms = torch.zeros(1, dtype=torch.float64)
-    found = sample(scores, uniforms, sampling, static_shapes=static_shapes)
+    found = draw_tokens(scores, uniforms, sampling, static_shapes=static_shapes)
     candidates = range(len(logits)) if found.candidate_ids is None else found.candidate_ids[0]
     assert sorted(int(each) for each in candidates if each >= 0) == sorted(expected)
     assert found.tokens.item() == min(expected)
@@ -117,7 +117,7 @@ def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, st
     logits[0] = torch.linspace(-61, -60, size)  # but for one token, which is sure
     logits[0, size // 2] = 60.0
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 20)[0]
-    tokens, logprobs, candidate_ids = sample(
+    tokens, logprobs, candidate_ids = draw_tokens(
         logits, uniforms, sampling, static_shapes=static_shapes
     )
     scores = logits.double() / sampling.temperature
@@ -149,10 +149,10 @@ def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():
 def test_the_tokens_that_could_be_drawn_are_remembered_row_by_row():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.01, 0.96, 0.02, 0.01]]).log()
     uniforms = torch.zeros(2, dtype=torch.float64)
-    candidate_ids = sample(logits, uniforms, Sampling(top_p=0.8)).candidate_ids
+    candidate_ids = draw_tokens(logits, uniforms, Sampling(top_p=0.8)).candidate_ids
     assert candidate_ids.dtype == torch.int32
     assert candidate_ids.tolist() == [[3, 2, 1], [1, -1, -1]]
-    assert sample(logits, uniforms, Sampling()).candidate_ids is None
+    assert draw_tokens(logits, uniforms, Sampling()).candidate_ids is None
 
 
 def chi_square(tokens, probs):
@@ -163,7 +163,7 @@ def chi_square(tokens, probs):
 
 def test_draws_follow_the_distribution():
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 40000)[0]
-    tokens = sample(PROBS.log().expand(40000, -1), uniforms, Sampling()).tokens
+    tokens = draw_tokens(PROBS.log().expand(40000, -1), uniforms, Sampling()).tokens
     assert chi_square(tokens, PROBS[0]) < 16.3  # 99.9 % with 3 degrees of freedom
 
 
@@ -172,7 +172,10 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
     logits = torch.randn(151_936, generator=torch.Generator().manual_seed(0)) * 2
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 2000)[0]
     tokens = torch.cat(
-        [sample(logits.expand(500, -1), part, Sampling()).tokens for part in uniforms.split(500)]
+        [
+            draw_tokens(logits.expand(500, -1), part, Sampling()).tokens
+            for part in uniforms.split(500)
+        ]
     )
     edges = torch.tensor([1, 40, 128, 129, 5000, 60_003, 100_000, 151_900, 151_935])
     classes = torch.bucketize(torch.arange(len(logits)), edges, right=True)
@@ -191,7 +194,7 @@ def test_draws_from_a_large_vocabulary_invert_the_sum_of_its_probabilities():
     uniforms = draw_uniforms(0, "train", 0, torch.arange(64), 1, 1)[:, 0]
     cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
     expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
-    tokens = sample(logits, uniforms, Sampling()).tokens
+    tokens = draw_tokens(logits, uniforms, Sampling()).tokens
     assert (tokens == expected.squeeze(1)).sum() >= 62  # entries that u nearly ends in may differ
 
 
@@ -202,16 +205,17 @@ def test_large_vocabularies_keep_their_tails(size, static_shapes):
     middle = [0, size // 3, size - 2, size - 1]
     uniforms = torch.tensor([(token + 0.5) / size for token in middle], dtype=torch.float64)
     assert (
-        sample(logits, uniforms, Sampling(), static_shapes=static_shapes).tokens.tolist() == middle
+        draw_tokens(logits, uniforms, Sampling(), static_shapes=static_shapes).tokens.tolist()
+        == middle
     )
     rare = torch.full((3, size), -1e4)
     rare[:, [3, size // 2, size - 1]] = torch.tensor([0.0, 2.0, -14.0])
     total = rare[0].double().logsumexp(-1)
     edges = torch.tensor([0.0, 1 / total.exp() + 1e-9, 1 - 1e-9], dtype=torch.float64)
-    tokens = sample(rare, edges, Sampling(), static_shapes=static_shapes).tokens
+    tokens = draw_tokens(rare, edges, Sampling(), static_shapes=static_shapes).tokens
     assert tokens.tolist() == [3, size // 2, size - 1]
     assert (
-        sample(
+        draw_tokens(
             rare, torch.ones(3, dtype=torch.float64), Sampling(), static_shapes=static_shapes
         ).tokens[0]
         == size - 1
@@ -268,7 +272,7 @@ def test_settings_out_of_range_are_refused(wrong):
 def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling, static_shapes):
     logits = torch.tensor([[0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [0.0, 1.0, 0.0]])
     uniforms = torch.tensor([0.0, 0.5, 0.99])
-    drawn = sample(logits, uniforms, sampling, static_shapes=static_shapes)
+    drawn = draw_tokens(logits, uniforms, sampling, static_shapes=static_shapes)
     assert bool(((drawn.tokens >= 0) & (drawn.tokens < 3)).all())
     assert drawn.logprobs.isfinite().tolist() == [False, False, True]
 

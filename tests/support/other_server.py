@@ -19,8 +19,8 @@ from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.servers.client import SampleResult, ServerFailure, ServerUnavailable
+from litgrpo.rollout.servers.external import RemoteEngine
 from litgrpo.rollout.servers.http_client import HttpServer
-from litgrpo.rollout.servers.served import RemoteEngine
 from litgrpo.types import PromptBatch
 
 # --- the engine ---

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import CompletionBuffer
-from litgrpo.rollout.sampling import Drawn, sample
+from litgrpo.rollout.sampling import Drawn, draw_tokens
 from litgrpo.types import Rollout
 
 
@@ -39,7 +39,7 @@ def episodes(requests: RolloutRequest) -> Rollout:
             own = row // requests.group_size
             ids, mask = prompts.prompt_ids[own, None], prompts.prompt_mask[own, None]
             logits = policy.dense_logits(ids, mask, buffer.ids[row, None, :column])[:, -1]
-            drawn = sample(logits, uniforms[None, column], requests.sampling)
+            drawn = draw_tokens(logits, uniforms[None, column], requests.sampling)
             buffer.ids[row, column], buffer.logprobs[row, column] = drawn.tokens, drawn.logprobs
             buffer.mask[row, column], turns[row, column] = True, number
             if drawn.candidate_ids is not None:
@@ -86,7 +86,7 @@ class ReferenceEngine(RolloutEngine):
         eos_ids = torch.tensor(requests.end_ids, device=device)
         for column in range(uniforms.shape[1]):
             logits = policy.dense_logits(prompt_ids, prompt_mask, buffer.ids[:, :column])[:, -1]
-            drawn = sample(logits, uniforms[:, column], requests.sampling)
+            drawn = draw_tokens(logits, uniforms[:, column], requests.sampling)
             write_column(buffer, column, rows, drawn, eos_ids)
             if bool(buffer.ended.all()):
                 break

@@ -6,7 +6,7 @@ import torch
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.sampling import Sampling, draw_uniforms, sample
+from litgrpo.rollout.sampling import Sampling, draw_tokens, draw_uniforms
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.reference_engine import ReferenceEngine
 from tests.xla.own_process import own_process
@@ -110,10 +110,10 @@ def test_draws_from_a_large_vocabulary_are_those_of_the_host():
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 64)[0]
     device = torch_xla.device()
     for sampling in (Sampling(), Sampling(top_k=64, top_p=0.9, min_p=0.01)):
-        plain = sample(logits, uniforms, sampling)
+        plain = draw_tokens(logits, uniforms, sampling)
         there = logits.to(device), uniforms.to(device)
         metrics.clear_counters()
-        static = sample(*there, sampling, static_shapes=True)
+        static = draw_tokens(*there, sampling, static_shapes=True)
         assert torch.equal(static.tokens.cpu(), plain.tokens)
         torch.testing.assert_close(static.logprobs.cpu(), plain.logprobs, atol=1e-5, rtol=1e-5)
         assert not [name for name in metrics.counter_names() if name.startswith("aten::")]

@@ -36,7 +36,7 @@ class DryRun:
         probe: reward function that records its inputs.
 
     Example:
-        `DryRun.from_run(module.rollouter, module.learner).sample(prompts)`
+        `DryRun.from_run(module.rollouter, module.learner).generate(prompts)`
     """
 
     rollouter: Rollouter
@@ -60,7 +60,7 @@ class DryRun:
             rollouter = replace(rollouter, episodes=small_episodes(policy))
         return DryRun(replace(rollouter, **sizes), learner, RecordingReward())
 
-    def sample(self, prompts: PromptBatch) -> Rollout:
+    def generate(self, prompts: PromptBatch) -> Rollout:
         """Generate completions as in the first iteration."""
         return self.rollouter.generate(prompts, "train")
 

@@ -249,7 +249,7 @@ def sampling_errors(
     """Measure completions and their log-probabilities; return a padded rollout and the errors."""
     policy = dry.learner.policy
     policy.train()  # the mode after an update; generation must switch to eval mode
-    alone = dry.sample(prompts.select([0]))
+    alone = dry.generate(prompts.select([0]))
     true = true_logprobs(dry, alone, limit)
     errors = {
         Invariant.END_TOKEN: count_bad_ends(dry, alone),
@@ -257,7 +257,7 @@ def sampling_errors(
         Invariant.DECODING: true.sampler_error(alone),
     }
     policy.train().eos_ids = pick_end_tokens(policy, alone)
-    rollout = dry.sample(pad_prompts(prompts))
+    rollout = dry.generate(pad_prompts(prompts))
     true = true_logprobs(dry, rollout, limit)
     errors[Invariant.END_TOKEN] += count_bad_ends(dry, rollout)
     errors[Invariant.GROUPS] = count_mismatched_rows(dry, rollout, true, limit)

@@ -124,7 +124,9 @@ class Rollouter:
         if self.episodes is not None:  # the environments of a rollout are reset for the next one
             self.pending.wait()
         self.prepare(iteration)
-        return self.finish(replace(self.sample(request, key), policy_version=iteration), purpose)
+        return self.finish(
+            replace(self.run_engine(request, key), policy_version=iteration), purpose
+        )
 
     def finish(self, rollout: Rollout, purpose: Purpose = "train") -> Rollout:
         """Return a rollout with its texts; count the tokens of training."""
@@ -182,7 +184,7 @@ class Rollouter:
         """Hand the weights to the engine again before the next rollout, as after a checkpoint."""
         self._synced_iteration = None
 
-    def sample(self, request: RolloutRequest, key: RolloutKey) -> Rollout:
+    def run_engine(self, request: RolloutRequest, key: RolloutKey) -> Rollout:
         """Generate the tokens of a rollout, with fewer rows at once after out-of-memory errors.
 
         The completions do not change: no row depends on the rows beside it. Episodes start again.

@@ -195,7 +195,7 @@ class Drawn(NamedTuple):
     candidate_ids: Tensor | None = None
 
 
-def sample(
+def draw_tokens(
     logits: Tensor, uniforms: Tensor, sampling: Sampling, *, static_shapes: bool = False
 ) -> Drawn:
     """Draw one token per row: the first, in vocabulary order, whose cumulative sum exceeds u.
@@ -215,7 +215,7 @@ def sample(
 
     Example:
         >>> probs = torch.tensor([[0.2, 0.5, 0.3]])
-        >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling()).tokens
+        >>> draw_tokens(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling()).tokens
         tensor([1])
     """
     uniforms = uniforms.clamp(max=BELOW_1)[:, None]
@@ -315,7 +315,9 @@ def draw_uniforms(
         return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(length)
 
     prompts = index.tolist()
-    rows = [stream(prompt, sample) for prompt in prompts for sample in range(group_size)]
+    rows = [
+        stream(prompt, sample_index) for prompt in prompts for sample_index in range(group_size)
+    ]
     return torch.from_numpy(np.stack(rows))
 
 

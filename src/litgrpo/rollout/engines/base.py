@@ -58,8 +58,9 @@ class RolloutRequest:
         policy: model to sample from, in eval mode; a remote engine reads its token ids only.
         prompts: B prompts.
         group_size: completions per prompt, G.
-        uniforms: [N, C] one random number in [0, 1) per token, from which `sampling.sample` draws
-            the token by inverting the cumulative distribution; C is the maximal completion length.
+        uniforms: [N, C] one random number in [0, 1) per token, from which
+            `sampling.draw_tokens` draws the token by inverting the cumulative distribution; C is
+            the maximal completion length.
         sampling: temperature and filters.
         max_rows: decode at most this many rows at once, after an out-of-memory error; None: no
             limit.

@@ -18,7 +18,7 @@ from litgrpo.distributed.device import Backend
 from litgrpo.models.decode.fixed import FixedState, index_copy
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.sampling import Drawn, Sampling, sample
+from litgrpo.rollout.sampling import Drawn, Sampling, draw_tokens
 from litgrpo.types import PromptBatch, Rollout
 
 # Attention reads own columns in multiples of this number, or in larger steps once it reads many:
@@ -57,7 +57,7 @@ class TokenSampler(NamedTuple):
     def draw(self, logits: Tensor, column: Tensor) -> Drawn:
         """Draw the tokens of a column [1] from their logits [N, V]."""
         uniforms = self.uniforms.index_select(1, column).squeeze(1)
-        return sample(logits, uniforms, self.sampling, static_shapes=True)
+        return draw_tokens(logits, uniforms, self.sampling, static_shapes=True)
 
     def num_candidates(self, vocab_size: int) -> int:
         """Return S, the size of the candidate set; 0 if every token is a candidate."""

@@ -25,7 +25,7 @@ from litgrpo.models.decode.shared_prefix import RowOffloader
 from litgrpo.models.policy import DecodeState
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.fixed import FixedRows, FixedShapeLoop
-from litgrpo.rollout.sampling import Drawn, sample
+from litgrpo.rollout.sampling import Drawn, draw_tokens
 from litgrpo.tensors import compact_rows
 from litgrpo.types import PromptBatch, Rollout
 
@@ -91,12 +91,12 @@ class LocalEngine(RolloutEngine):
         rows = min(slots, request.num_rows)
         with policy.decoding(rows, dtype=dtype, fused=self.fused_decode):
             if request.listener is not None:
-                return TurnDecoder(request, slots).rollout()
+                return TurnDecoder(request, slots).decode()
             if self._can_record(request):
                 return self._decode_recorded(request, slots)
             # Ended rows hold slots until the next check, so short completions check more often.
             check_every = min(self._sync_every(request), max(1, request.uniforms.shape[1] // 4))
-            return SingleTurnDecoder(request, slots, check_every, self.compaction_frac).rollout()
+            return SingleTurnDecoder(request, slots, check_every, self.compaction_frac).decode()
 
     def _sync_every(self, request: RolloutRequest) -> int:
         """Return the number of tokens between checks for finished rows."""
@@ -210,7 +210,7 @@ class RowDecoder(ABC):
         self.waiting = len(self.request.prompts)  # groups that have not begun
         self.step = 0
 
-    def rollout(self) -> Rollout:
+    def decode(self) -> Rollout:
         """Decode all rows."""
         steps = list(self._decode_steps())  # runs the decoding loop
         self.buffer.write_steps(steps, self.request.is_end)
@@ -250,7 +250,7 @@ class RowDecoder(ABC):
     def _draw(self, batch: DecodingBatch) -> Drawn:
         """Draw the next token of each row."""
         uniforms = self.request.uniforms.reshape(-1).index_select(0, batch.cursor)
-        return sample(batch.logits, uniforms, self.request.sampling)
+        return draw_tokens(batch.logits, uniforms, self.request.sampling)
 
     @abstractmethod
     def _finish_rows(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
@@ -425,9 +425,9 @@ class TurnDecoder(RowDecoder):
         self.offloaded: dict[int, PausedRow] = {}  # in the order in which the rows left
         self.store: RowOffloader | None = None  # their keys and values, in the same order
 
-    def rollout(self) -> Rollout:
+    def decode(self) -> Rollout:
         """Decode all rows."""
-        rollout = super().rollout()
+        rollout = super().decode()
         columns = rollout.completion_ids.shape[1]
         turns, truncated = self.rows.turns[:, :columns], self.rows.truncated
         return replace(rollout, truncated=truncated, turns=turns)

@@ -88,7 +88,7 @@ class SampleRequest:
         stops: the turn may end with one of these texts; the rest is cut off in any case.
         seed: of the turn, for servers with random numbers of their own.
         uniforms: [max_tokens] random numbers in [0, 1), for servers that draw tokens with them as
-            `sampling.sample` does; None: the server draws by its `seed`.
+            `sampling.draw_tokens` does; None: the server draws by its `seed`.
     """
 
     row: int
@@ -200,7 +200,7 @@ def check_result(request: SampleRequest, result: SampleResult) -> None:
         check(valid, f"log-probability {repr_of(value)}; expected a finite number up to 0")
     check(not ends.intersection(ids[:-1]), "tokens after an end token")
     check(reason in ("stop", "length"), f"finish_reason {repr_of(reason)}")
-    # Where a stop string ends is decided by litgrpo's tokenizer, see `ServedRows.add_turn`.
+    # Where a stop string ends is decided by litgrpo's tokenizer, see `RowsInProgress.add_turn`.
     check(
         reason != "stop" or ids[-1] in ends or bool(request.stops),
         "finish_reason 'stop' without an end token",

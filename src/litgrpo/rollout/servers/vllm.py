@@ -28,7 +28,7 @@ from litgrpo.rollout.servers.client import (
     ServerFailure,
     check_result,
 )
-from litgrpo.rollout.servers.served import RemoteEngine, SampleTurns, ServedEngine
+from litgrpo.rollout.servers.external import ExternalEngine, RemoteEngine, SampleTurns
 from litgrpo.rollout.servers.vllm_client import VllmServer, sampling_params
 from litgrpo.rollout.servers.vllm_head import has_head, iterate_with_head, write_head
 from litgrpo.rollout.servers.weight_transfer import (
@@ -48,7 +48,7 @@ class ServerEngine(RemoteEngine):
     """Samples with vLLM servers, which receive the policy's weights before each rollout.
 
     Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/explanation/scale.md). Further
-    options, such as `urls`, are those of `RemoteEngine`.
+    options, such as `urls`, are those of the base class `RemoteEngine`.
 
     Args:
         send_uniforms: send each row's random numbers to servers that sample with them
@@ -88,7 +88,7 @@ class RunningVllm:
 
 @check_field_types
 @dataclass(frozen=True)
-class ColocatedEngine(ServedEngine):
+class ColocatedEngine(ExternalEngine):
     """Samples with vLLM inside the trainer's process.
 
     Needs `pip install vllm` in the trainer's environment, and a single process. Prompt and
@@ -229,8 +229,8 @@ class ColocatedEngine(ServedEngine):
         running.has_weights = True
 
     @contextmanager
-    def sampling(self, request: RolloutRequest) -> Iterator[SampleTurns]:
-        """See `ServedEngine.sampling`; requests that begin together are one batch."""
+    def open_sampler(self, request: RolloutRequest) -> Iterator[SampleTurns]:
+        """See `ExternalEngine.open_sampler`; requests that begin together are one batch."""
         device = request.policy.model.device
         devices = [device.index] if device.type == "cuda" else []
         with self.awake(request.policy) as llm, torch.random.fork_rng(devices):

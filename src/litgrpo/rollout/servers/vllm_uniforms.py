@@ -13,11 +13,11 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 
-from litgrpo.rollout.sampling import Sampling, sample
+from litgrpo.rollout.sampling import Sampling, draw_tokens
 
 
 class Uniforms(LogitsProcessor):
-    """Masks all tokens of a row but the one that `litgrpo.rollout.sampling.sample` draws.
+    """Masks all tokens of a row but the one that `litgrpo.rollout.sampling.draw_tokens` draws.
 
     Token t of a request is drawn with entry t of `extra_args["uniforms"]`; requests without it do
     not change. After masking the drawn token has probability 1, so the server must return
@@ -54,7 +54,7 @@ class Uniforms(LogitsProcessor):
         places = torch.tensor(list(self.rows), device=logits.device)
         numbers = [numbers[len(generated)] for numbers, generated in self.rows.values()]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-        tokens = sample(logits[places], uniforms, Sampling()).tokens
+        tokens = draw_tokens(logits[places], uniforms, Sampling()).tokens
         drawn_logits = logits[places, tokens]
         logits[places] = -torch.inf
         logits[places, tokens] = drawn_logits

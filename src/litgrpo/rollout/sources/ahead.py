@@ -102,7 +102,7 @@ class AheadOfTraining(RolloutSource):
             request = rollouter.build_request(self.parts.next_prompts(iteration - now), key)
 
         def sample() -> Rollout:
-            return replace(rollouter.sample(request, key), policy_version=now)
+            return replace(rollouter.run_engine(request, key), policy_version=now)
 
         if rollouter.engine.samples_in == "servers":
             # The environments of a rollout are reset for the next one.

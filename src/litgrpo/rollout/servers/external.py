@@ -1,5 +1,8 @@
 """Base classes for engines backed by an external sampler, in this process or behind HTTP.
 
+`ExternalEngine` is the base of all: of `RemoteEngine`, the base of engines with servers such as
+`ServerEngine`, and of `ColocatedEngine`, which samples with vLLM in this process.
+
 litgrpo applies limits, turns and random numbers; the sampler holds weights, caches and batches.
 """
 
@@ -31,14 +34,16 @@ POLL_S = 0.02
 SampleTurns = Callable[[Sequence[SampleRequest]], Sequence[Future[SampleResult]]]
 
 
-class ServedEngine(RolloutEngine):
-    """Generates with an external sampler, one request per turn of a row.
+class ExternalEngine(RolloutEngine):
+    """Base of engines that generate with an external sampler, one request per turn of a row.
+
+    Subclasses: `RemoteEngine` for servers, and `ColocatedEngine` for vLLM in this process.
 
     The request for a later turn contains the whole row so far, so the sampler's prefix cache
     applies.
     """
 
-    allows = frozenset({"episodes"})  # see `ServedRows`
+    allows = frozenset({"episodes"})  # see `RowsInProgress`
     # True if a row's random numbers are sent to the sampler, instead of a seed derived from them.
     takes_uniforms = False
 
@@ -48,20 +53,20 @@ class ServedEngine(RolloutEngine):
         return self.takes_uniforms
 
     @abstractmethod
-    def sampling(self, request: RolloutRequest) -> AbstractContextManager[SampleTurns]:
+    def open_sampler(self, request: RolloutRequest) -> AbstractContextManager[SampleTurns]:
         """Open the sampler for one rollout."""
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
         check_request(request, self.takes_uniforms)
-        rows = ServedRows(request, self.takes_uniforms)
+        rows = RowsInProgress(request, self.takes_uniforms)
         in_flight: dict[Future[SampleResult], int] = {}  # {turn that is being sampled: its row}
         finished: queue.SimpleQueue[Future[SampleResult]] = queue.SimpleQueue()
-        with self.sampling(request) as sample:
+        with self.open_sampler(request) as sample_turns:
 
             def start(numbers: Sequence[int]) -> None:
-                turns = sample([rows.next_request(row) for row in numbers]) if numbers else ()
+                turns = sample_turns([rows.next_request(row) for row in numbers]) if numbers else ()
                 in_flight.update(zip(turns, numbers, strict=True))
                 for turn in turns:
                     turn.add_done_callback(finished.put)
@@ -108,7 +113,7 @@ def check_request(request: RolloutRequest, takes_uniforms: bool) -> None:
 
 
 @dataclass
-class ServedRow:
+class RowInProgress:
     """Tokens of a row so far; in observations their log-probability is 0, turn and version are -1.
 
     `versions` are numbers of finished iterations of the weights, or -1 if the sampler does not say.
@@ -132,7 +137,7 @@ class ServedRow:
         self.versions += versions or [-1] * len(ids)
 
 
-class ServedRows:
+class RowsInProgress:
     """The rows of a rollout while they are sampled."""
 
     def __init__(self, request: RolloutRequest, takes_uniforms: bool) -> None:
@@ -141,7 +146,7 @@ class ServedRows:
         prompts = request.prompts
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         prompt_ids = [ids[mask].tolist() for ids, mask in pairs]
-        self.rows = [ServedRow(ids) for ids in prompt_ids for _ in range(request.group_size)]
+        self.rows = [RowInProgress(ids) for ids in prompt_ids for _ in range(request.group_size)]
         limits = request.row_limits or [request.uniforms.shape[1]] * request.num_rows
         rows = zip(request.uniforms.tolist(), limits, strict=True)
         self.uniforms: list[list[float]] = [numbers[:limit] for numbers, limit in rows]
@@ -224,11 +229,12 @@ class ServedRows:
 
 @check_field_types
 @dataclass(frozen=True)
-class RemoteEngine(ServedEngine):
-    """Samples with servers, which receive the policy's weights before each rollout.
+class RemoteEngine(ExternalEngine):
+    """Base of engines that sample with servers, of any kind; `ServerEngine` is the one for vLLM.
 
-    A subclass connects to one kind of server with `connect`, and sets `takes_uniforms` if its
-    servers can draw with litgrpo's random numbers; tests/support/other_server.py is an example.
+    Servers receive the policy's weights before each rollout. A subclass connects to one kind of
+    server with `connect`, and sets `takes_uniforms` if its servers can draw with litgrpo's random
+    numbers; tests/support/other_server.py is an example.
     Every reply names the version of the weights that sampled it, and replies of another version are
     rejected. A restarted server gets the weights again, and its rows are requested again.
 
@@ -287,8 +293,8 @@ class RemoteEngine(ServedEngine):
         self.servers.publish(policy, version, in_flight=True)
 
     @contextmanager
-    def sampling(self, request: RolloutRequest) -> Iterator[SampleTurns]:
-        """See `ServedEngine.sampling`; has up to `max_concurrent_requests` threads."""
+    def open_sampler(self, request: RolloutRequest) -> Iterator[SampleTurns]:
+        """See `ExternalEngine.open_sampler`; has up to `max_concurrent_requests` threads."""
         num_threads = min(self.max_concurrent_requests, request.num_rows)
         with self.servers.requests(num_threads) as submit:
             yield lambda requests: [self.servers.sample(submit, turn) for turn in requests]
