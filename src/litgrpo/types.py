@@ -30,6 +30,10 @@ Stats = dict[str, Tensor]
 # Where completions come from: sampled with the current weights, with earlier ones, by another run,
 # or not sampled but part of the data.
 Provenance = Literal["fresh", "stale", "stored", "data"]
+FRESH: Provenance = "fresh"
+STALE: Provenance = "stale"
+STORED: Provenance = "stored"
+FROM_DATA: Provenance = "data"
 
 # Column of the token ids of a prompt as the reference reads it (`data.reference_template`).
 REFERENCE_PROMPT = "reference_prompt_ids"
@@ -472,7 +476,7 @@ class Rollout:
     turns: Tensor | None = None
     segments: Tensor | None = None
     episodes: list[Episode] = field(default_factory=list)
-    provenance: Provenance = "fresh"
+    provenance: Provenance = FRESH
 
     def __post_init__(self) -> None:
         rows, length = len(self.prompts) * self.group_size, self.completion_ids.shape[1]
@@ -882,8 +886,9 @@ class Experience:
     """Completions with their rewards, as an iteration trains on them.
 
     Args:
-        prompts: B prompts of the iteration, before an environment added its openings.
-        rollout: N completions; stored ones have prompts of their own.
+        prompts: B prompts that the completions continue, before an environment added its openings;
+            those of stored rollouts have them already.
+        rollout: N completions.
         rewards: [B, G] theirs.
         logprobs: [N, C] theirs before the update, and under the reference.
         sampled: all rollouts and rewards of the iteration: first those of the rollout as it was

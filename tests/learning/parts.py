@@ -35,7 +35,7 @@ def rollouter_of(policy: Policy, **settings: Any) -> Rollouter:
 def learner_of(
     policy: Policy,
     objective: Objective = PLAIN,
-    config: UpdateConfig = ONE_PASS,
+    update_config: UpdateConfig = ONE_PASS,
     *,
     sampling: Sampling | None = None,
     reference: Reference | None = None,
@@ -44,7 +44,7 @@ def learner_of(
     """Learns from the same."""
     sampling = Sampling() if sampling is None else sampling
     sizes = (GROUP, LENGTH)
-    return Learner(policy, objective, config, sampling, *sizes, reference, **settings)
+    return Learner(policy, objective, update_config, sampling, *sizes, reference, **settings)
 
 
 def rewards_of(rollout: Rollout, function=letters) -> RewardTable:

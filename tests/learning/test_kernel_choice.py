@@ -89,7 +89,7 @@ def test_a_checkpoint_of_a_time_before_kernels_computes_plainly():
 
 
 def sizes_of(grpo):
-    return grpo.learner.config.max_tokens, grpo.policy.few_logits
+    return grpo.learner.update_config.max_tokens, grpo.policy.few_logits
 
 
 def give_memory(monkeypatch, free_bytes):

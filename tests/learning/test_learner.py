@@ -118,7 +118,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, ki
     for limits in LIMITS:
         config = replace(ONE_PASS, **limits)
         for batching in (learner.micro_batching, STATIC):
-            other = replace(learner, config=config, micro_batching=batching)
+            other = replace(learner, update_config=config, micro_batching=batching)
             assert difference(gradient_of(other, training_batch), expected) < 1e-5
 
 
@@ -153,7 +153,7 @@ def test_equal_rewards_leave_the_gradient_at_zero():
 def test_the_gradient_is_clipped_and_its_norm_is_that_before():
     learner, training_batch = build_case("qwen2", Objective())
     norm = float(gradient_of(learner, training_batch).norm())
-    clipped = replace(learner, config=replace(ONE_PASS, max_grad_norm=norm / 2))
+    clipped = replace(learner, update_config=replace(ONE_PASS, max_grad_norm=norm / 2))
     stepper = recording(learner.policy)
     report = clipped.take_optimizer_step(training_batch, stepper)
     assert float(stepper.optimizer.seen[0].norm()) == pytest.approx(norm / 2, rel=1e-4)
@@ -185,10 +185,10 @@ def test_old_logprobs_are_needed_for_several_steps_only():
         (UpdateConfig(epochs_per_rollout=2), True),
         (UpdateConfig(num_mini_batches=2), True),
     ]:
-        reused = learner_of(policy, config=config).old_and_reference_logprobs(rollout)
+        reused = learner_of(policy, update_config=config).old_and_reference_logprobs(rollout)
         assert (reused.old is rollout.sampler_logprobs) == needed
         assert reused.ref is None
-        computed = learner_of(policy, config=config, reuse_sampler_logprobs=False)
+        computed = learner_of(policy, update_config=config, reuse_sampler_logprobs=False)
         fresh = computed.old_and_reference_logprobs(rollout).old
         assert (fresh is not None) == needed
         if needed:
@@ -203,7 +203,7 @@ def test_old_logprobs_of_greedy_completions_are_those_of_the_policy(sampling):
     for reuse in (True, False):
         learner = learner_of(
             policy,
-            config=UpdateConfig(epochs_per_rollout=2),
+            update_config=UpdateConfig(epochs_per_rollout=2),
             sampling=sampling,
             reuse_sampler_logprobs=reuse,
         )
@@ -258,7 +258,7 @@ def test_a_ratio_to_the_sampler_needs_no_pass_before_the_update():
     learner = learner_of(
         policy,
         Objective(old_policy="sampler"),
-        config=UpdateConfig(epochs_per_rollout=2),
+        update_config=UpdateConfig(epochs_per_rollout=2),
         reuse_sampler_logprobs=False,
     )
     assert learner.old_and_reference_logprobs(rollout).old is None
@@ -289,7 +289,7 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_mo
     learner, training_batch = build_case(
         "qwen2", Objective(importance_correction=ImportanceCorrection())
     )
-    learner = replace(learner, config=UpdateConfig(epochs_per_rollout=2))
+    learner = replace(learner, update_config=UpdateConfig(epochs_per_rollout=2))
     off = replace(training_batch, sampler_logprobs=training_batch.sampler_logprobs - 0.25)
     first, second = learner.update(off, recording(learner.policy))
     total, count = first.sums["policy/sampler_mismatch"]
@@ -304,7 +304,7 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_mo
 
 def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
     config = UpdateConfig(epochs_per_rollout=2, num_mini_batches=3)
-    learner = learner_of(tiny_policy("qwen2"), config=config)
+    learner = learner_of(tiny_policy("qwen2"), update_config=config)
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -508,7 +508,7 @@ def test_an_optimizer_state_that_does_not_fit_says_what_to_do():
 def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
     learner, training_batch = build_case("qwen2", Objective())
     whole = gradient_of(learner, training_batch)
-    tight, _ = build_case("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
+    tight, _ = build_case("qwen2", Tight(), update_config=replace(ONE_PASS, micro_batch_size=5))
     said = "model.update.micro_batch_size = 2"
     with pytest.warns(UserWarning, match=said):
         found = gradient_of(tight, training_batch)
@@ -532,7 +532,7 @@ def test_the_gradient_of_an_attempt_that_ran_out_of_memory_is_dropped():
             return super().loss(new, training_batch)
 
     learner, training_batch = build_case("qwen2", Objective())
-    late, _ = build_case("qwen2", Late(), config=replace(ONE_PASS, micro_batch_size=4))
+    late, _ = build_case("qwen2", Late(), update_config=replace(ONE_PASS, micro_batch_size=4))
     assert (
         difference(gradient_of(late, training_batch), gradient_of(learner, training_batch)) < 1e-6
     )

@@ -79,7 +79,7 @@ class Learner:
     Args:
         policy: is trained.
         objective: is minimized; callbacks may replace it by one with other coefficients.
-        config: how the optimizer uses one rollout.
+        update_config: how the optimizer uses one rollout.
         sampling: how the completions were sampled.
         group_size: completions per prompt, G.
         max_completion_length: limit on the tokens of a completion.
@@ -94,7 +94,7 @@ class Learner:
 
     policy: Policy
     objective: Objective
-    config: UpdateConfig
+    update_config: UpdateConfig
     sampling: Sampling
     group_size: int
     max_completion_length: int
@@ -146,7 +146,7 @@ class Learner:
     @property
     def _updates_from_old(self) -> bool:
         """True if the ratio needs the log-probabilities before the update, see `old_policy`."""
-        return self.config.num_steps > 1 and self.objective.old_policy != "sampler"
+        return self.update_config.num_steps > 1 and self.objective.old_policy != "sampler"
 
     def _kl_logprobs(self, rollout: Rollout, logprobs: RolloutLogprobs) -> Tensor:
         """Return the [N, C] log-probabilities that `kl_in_reward` compares with the reference."""
@@ -230,7 +230,7 @@ class Learner:
         if self.objective.mean_terms:
             term_weights = loss_weights.new_zeros(*mask.shape, len(self.objective.mean_terms))
         observed = rollout.completion_mask & ~mask
-        for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
+        for rows in mini_batches(len(mask), self.group_size, self.update_config.num_mini_batches):
             loss_weights[rows] = self.objective.loss_weights(
                 mask[rows],
                 rollout.truncated[rows],
@@ -285,9 +285,11 @@ class Learner:
     def update(self, batch: TrainingBatch, stepper: Stepper) -> list[StepReport]:
         """Take all optimizer steps of an iteration on N rows; report each, in order."""
         self.policy.train()
-        mini_batch_rows = mini_batches(len(batch), self.group_size, self.config.num_mini_batches)
+        mini_batch_rows = mini_batches(
+            len(batch), self.group_size, self.update_config.num_mini_batches
+        )
         reports: list[StepReport] = []
-        for _ in range(self.config.epochs_per_rollout):
+        for _ in range(self.update_config.epochs_per_rollout):
             for rows in mini_batch_rows:
                 mini_batch = self.micro_batching.select_mini_batch(batch, rows)
                 report = self.take_optimizer_step(mini_batch, stepper)
@@ -363,7 +365,7 @@ class Learner:
         Returns:
             {name: [2] sum and count}, or None if the gradient was dropped.
         """
-        stats, loss, norm = sums.read(clip_to_norm(trained, self.config.max_grad_norm))
+        stats, loss, norm = sums.read(clip_to_norm(trained, self.update_config.max_grad_norm))
         inputs = batch.sampler_logprobs.isfinite() & batch.advantages.isfinite()
         finite = inputs.all() & loss.isfinite() & norm.isfinite()
         if self.comm.sum((~finite).float()) != 0:
@@ -437,8 +439,10 @@ class Learner:
         return self._limits(self.row_limit.max_rows, self.policy.computes_prompts_once)
 
     def _limits(self, max_rows: int | None, shared: bool) -> BatchLimits:
-        row_limits = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
-        return BatchLimits(min(row_limits, default=None), self.config.max_tokens, shared)
+        row_limits = [
+            rows for rows in (self.update_config.micro_batch_size, max_rows) if rows is not None
+        ]
+        return BatchLimits(min(row_limits, default=None), self.update_config.max_tokens, shared)
 
     def retry(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
         """Return the result of an attempt on rows, in smaller micro-batches if memory needs it."""

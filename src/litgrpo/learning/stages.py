@@ -11,7 +11,6 @@ import torch
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.sources.base import STORED
 from litgrpo.types import Experience
 
 
@@ -49,11 +48,9 @@ class GreedyBaseline(Stage):
 
     def __call__(self, experience: Experience, iteration: int) -> Experience:
         """Sample the greedy completions with the current weights, and score them."""
-        rollout, prompts = experience.rollout, experience.prompts
-        if rollout.provenance == STORED:
-            prompts = rollout.prompts
+        greedy_sampling = Sampling(temperature=0.0)
         greedy = self.rollouter.generate(
-            prompts, "train", iteration, group_size=1, sampling=Sampling(temperature=0.0)
+            experience.prompts, "train", iteration, group_size=1, sampling=greedy_sampling
         )
         with self.rollouter.clock.phase("time/reward_s"):
             rewards = self.scorer.start(greedy, iteration).wait()

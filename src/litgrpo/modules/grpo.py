@@ -487,6 +487,7 @@ class GRPO(LanguageModule):
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         with self.clock.phase("time/reward_s"):
             rewards = pending.wait()
+        prompts = self.source.prompts_of(rollout, prompts)
         experience = Experience(prompts, rollout, rewards, logprobs, sampled=((rollout, rewards),))
 
         # 3. Dynamic sampling replaces groups without a gradient; ReMax adds the reward of a greedy
@@ -548,14 +549,14 @@ class GRPO(LanguageModule):
         return averages
 
     def stop_if_done(self) -> None:
-        """End the training after the limits of the run, and after the last stored rollout."""
-        iterations, stored = self.max_iterations or torch.inf, self.source.last_iteration
-        tokens = self.max_generated_tokens or torch.inf
-        if self.iteration >= iterations or self.generated_tokens >= tokens:
+        """End the training at the limits of the run, or if its source has no more completions."""
+        max_iterations = self.max_iterations or torch.inf
+        max_tokens = self.max_generated_tokens or torch.inf
+        if self.iteration >= max_iterations or self.generated_tokens >= max_tokens:
             self.trainer.should_stop = True
-        elif stored is not None and self.iteration >= stored:
+        elif reason := self.source.find_end(self.iteration):
             self.trainer.should_stop = True
-            rank_zero_info(f"Trained on all {stored} stored rollouts: training ends.")
+            rank_zero_info(f"{reason}: training ends.")
 
     def _seed_device(self) -> None:
         # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration
@@ -630,7 +631,7 @@ class GRPO(LanguageModule):
             "generated_tokens": self.generated_tokens,
             "judges": self.scorer.state_dict(),
             "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
-            "micro_batch_tokens": self.learner.config.max_tokens,
+            "micro_batch_tokens": self.learner.update_config.max_tokens,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -652,7 +653,9 @@ class GRPO(LanguageModule):
         super().on_load_checkpoint(checkpoint)
         if self.update.micro_batch_tokens == "auto" and kernel_choice.follows_memory(self):
             tokens = checkpoint["micro_batch_tokens"]
-            self.learner.config = replace(self.learner.config, micro_batch_tokens=tokens)
+            self.learner.update_config = replace(
+                self.learner.update_config, micro_batch_tokens=tokens
+            )
 
     def _changing_weights(self) -> dict[str, Tensor]:
         """Return {name: tensor} of the weights that training changes."""

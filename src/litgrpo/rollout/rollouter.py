@@ -40,8 +40,8 @@ class PendingRollouts:
     """Rollouts that are sampled in the background, which others must not disturb."""
 
     queue: deque[PendingRollout] = field(default_factory=deque)  # in the order of iterations
-    # That of the current iteration. A signal may drop this iteration; it then repeats with the same
-    # rollout, which the checkpoint holds.
+    # The rollout that the current iteration trains on. A checkpoint holds it as well: if a signal
+    # interrupts the iteration, the resumed run repeats it with the same rollout.
     current: PendingRollout | None = None
     in_flight: bool = False  # the engine gets new weights while it samples
 
@@ -169,15 +169,15 @@ class Rollouter:
     def prepare(self, iteration: int) -> None:
         """Hand the policy's weights to an engine that has its own copy, once per iteration.
 
-        Unless they may change while the engine samples, that waits for pending rollouts.
+        Wait for pending rollouts before, unless the engine may get weights while it samples.
         """
         self.policy.eval()
         if iteration != self._synced_iteration:
-            update = self.engine.update_in_flight
-            if not self.pending.in_flight:
+            if self.pending.in_flight:
+                self.engine.update_in_flight(self.policy, iteration)
+            else:
                 self.pending.wait()
-                update = self.engine.sync_weights
-            update(self.policy, iteration)
+                self.engine.sync_weights(self.policy, iteration)
             self._synced_iteration = iteration
 
     def forget_weights(self) -> None:

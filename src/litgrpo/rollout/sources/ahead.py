@@ -35,9 +35,9 @@ from litgrpo.rollout.groups import (
     with_token_versions,
 )
 from litgrpo.rollout.rollouter import PendingRollout, PendingRollouts
-from litgrpo.rollout.sources.base import STALE, RolloutSource, SourceParts
+from litgrpo.rollout.sources.base import RolloutSource, SourceParts
 from litgrpo.run_options import RunOptions
-from litgrpo.types import PromptBatch, Rollout, Stats
+from litgrpo.types import STALE, PromptBatch, Rollout, Stats
 
 
 class AheadOfTraining(RolloutSource):

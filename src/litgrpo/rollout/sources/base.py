@@ -14,15 +14,11 @@ from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.run_options import RunOptions
-from litgrpo.types import PromptBatch, Provenance, Rollout, Stats
+from litgrpo.types import FRESH, STALE, STORED, PromptBatch, Rollout, Stats
 
 if TYPE_CHECKING:
     from litgrpo.models.loading.load import Precision
 
-FRESH: Provenance = "fresh"
-STALE: Provenance = "stale"
-STORED: Provenance = "stored"
-DATA: Provenance = "data"
 EXACT_DTYPES = ("float32", "float64")
 
 
@@ -48,8 +44,12 @@ class RolloutSource(ABC):
     """Where the completions come from that an iteration trains on; an option of `GRPO`.
 
     Evaluations, and stages that need further completions, always sample with the current weights.
-    A source has its options as arguments; the run calls `check`, `setup` before a fit, and
-    `connect` with the parts that it needs, in this order.
+    A source has its options as arguments. It gets what it depends on in three calls, each as early
+    as that exists, so that a mistake is reported before the work that it would waste:
+
+    1. `check`, when the module is built: the other options.
+    2. `setup`, when a fit begins, before the model is loaded: trainer and data.
+    3. `connect`, when the model is loaded, and again if it moves to another device.
     """
 
     # Without annotations, whose names jsonargparse would look up in the modules of subclasses.
@@ -57,7 +57,6 @@ class RolloutSource(ABC):
     # weights, `stored` ones by another run; those of the `data` were not sampled.
     provenance = FRESH
     fixed_shapes = True  # completions are padded to the limit where XLA needs that
-    last_iteration: int | None = None  # that has completions; None: there is no last one
 
     @property
     def is_off_policy(self) -> bool:
@@ -65,14 +64,14 @@ class RolloutSource(ABC):
         return self.provenance in (STALE, STORED)
 
     def check(self, run: RunOptions) -> None:  # noqa: B027 (optional)
-        """Check that the options of a run go together with this source.
+        """Check that the other options of a run go together with this source.
 
         Raises:
             ValueError: they do not; the message names both options.
         """
 
     def setup(self, module: Any) -> None:  # noqa: B027 (optional)
-        """Check, before a fit loads a model, that completions are there.
+        """Check, before a fit loads the model, that completions are there.
 
         Args:
             module: a `GRPO`, attached to its trainer.
@@ -93,6 +92,19 @@ class RolloutSource(ABC):
             prompts: B prompts of the iteration.
             iteration: number of finished iterations.
         """
+
+    def prompts_of(self, rollout: Rollout, prompts: PromptBatch) -> PromptBatch:
+        """Return the prompts of the data that a rollout of this source continues.
+
+        Args:
+            rollout: result of `take`.
+            prompts: those of the iteration.
+        """
+        return prompts
+
+    def find_end(self, iteration: int) -> str:
+        """Return why there are no completions after this many iterations; "" if there are."""
+        return ""
 
     def stats(self, rollout: Rollout, iteration: int) -> Stats:
         """Return what to log about a rollout of this source."""

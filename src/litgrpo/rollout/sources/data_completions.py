@@ -16,9 +16,9 @@ from litgrpo.data.prompts import PromptSet
 from litgrpo.data.tokenization import encode_pieces, tokenize
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.sampling import PURPOSES
-from litgrpo.rollout.sources.base import DATA, RolloutSource
+from litgrpo.rollout.sources.base import RolloutSource
 from litgrpo.run_options import RunOptions
-from litgrpo.types import PromptBatch, Rollout, Stats, pad_rows
+from litgrpo.types import FROM_DATA, PromptBatch, Rollout, Stats, pad_rows
 
 
 @check_field_types
@@ -43,7 +43,7 @@ class DataCompletions(RolloutSource):
 
     column: str
     on_policy_frac: float = 0.5
-    provenance = DATA
+    provenance = FROM_DATA
     fixed_shapes = False
 
     def __post_init__(self) -> None:

@@ -22,11 +22,11 @@ from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import require
 from litgrpo.rollout.groups import unpack_rollout
 from litgrpo.rollout.servers.client import MAX_LOGPROB
-from litgrpo.rollout.sources.base import STORED, RolloutSource
+from litgrpo.rollout.sources.base import RolloutSource
 from litgrpo.run_folder import LOCK, ROLLOUTS
 from litgrpo.run_options import RunOptions
 from litgrpo.tensor_files import read_file
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.types import STORED, PromptBatch, Rollout
 
 NAME = re.compile(r"iteration-(\d{6,})-rank-(\d+)\.pt")
 OPTION = "model.source (StoredRollouts)"
@@ -160,6 +160,16 @@ class StoredRollouts(RolloutSource):
         require(not problem, f"{OPTION}: {path} cannot be trained on: {problem}.")
         rollouter.count_tokens(rollout)
         return replace(rollout, provenance=self.provenance)
+
+    def prompts_of(self, rollout: Rollout, prompts: PromptBatch) -> PromptBatch:
+        """Return the prompts of the file, which need not be those of the iteration."""
+        return rollout.prompts
+
+    def find_end(self, iteration: int) -> str:
+        """Return that all stored rollouts have been used, after the last one."""
+        if iteration < self.last_iteration:
+            return ""
+        return f"Trained on all {self.last_iteration} stored rollouts"
 
     def _read_values(self, path: Path) -> dict[str, Any]:
         content = read_file(path)
