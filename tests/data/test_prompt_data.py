@@ -204,7 +204,7 @@ def test_unshuffled_rows_that_fill_no_batch_are_the_first_of_the_next_epoch(
         "curriculum": {"curriculum": Curriculum()},
         "weights": {"task_weights": {"a": 1, "b": 1}},
     }
-    monkeypatch.setattr(PromptData, "process", (1, 2) if kind == "ranks" else (0, 1))
+    monkeypatch.setattr(PromptData, "rank_and_world_size", (1, 2) if kind == "ranks" else (0, 1))
     monkeypatch.setattr("litgrpo.data.files.IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("litgrpo.data.prompts.MAX_KEPT", 3)
     rows = train_and_record(
@@ -417,7 +417,7 @@ def test_data_that_make_no_batch_are_refused_before_the_first_evaluation(tmp_pat
 
 
 def test_a_batch_that_is_not_divisible_by_the_processes_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(PromptData, "process", (0, 2))
+    monkeypatch.setattr(PromptData, "rank_and_world_size", (0, 2))
     monkeypatch.setattr(PromptData, "find_tokenizer", lambda *_: byte_tokenizer())
     with pytest.raises(ValueError, match=r"batch_size 3 .* not divisible by 2 processes"):
         PromptData(SUMS, batch_size=3).setup("fit")

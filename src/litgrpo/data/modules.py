@@ -117,8 +117,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         self.final_format: tuple[PromptFormat, PreTrainedTokenizerBase] | None = None
 
     @property
-    def process(self) -> tuple[int, int]:
-        """Rank and number of processes; (0, 1) without a trainer."""
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Rank and number of ranks; (0, 1) without a trainer."""
         trainer = self.trainer
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
@@ -250,7 +250,9 @@ class SourceData(LightningDataModule, Generic[Batch]):
 
     def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
         """Return a loader of the same batches of a set in every epoch."""
-        return BatchLoader(self.sets[name], BatchOrder(lambda _: batches, *self.process))
+        return BatchLoader(
+            self.sets[name], BatchOrder(lambda _: batches, *self.rank_and_world_size)
+        )
 
 
 class PromptData(SourceData[PromptBatch]):
@@ -367,7 +369,7 @@ class PromptData(SourceData[PromptBatch]):
     def setup(self, stage: str) -> None:
         """Read, split and tokenize the sets of a stage: fit, validate, test or predict."""
         self._stage = stage
-        rows = self._read(stage)
+        rows = self._read_sets(stage)
         texts = (text for part in rows.values() for text in self.prompt_format.plain_texts(part))
         tokenizer = self.find_tokenizer(texts)
         prompt_format = self.add_tools(tokenizer)
@@ -393,16 +395,16 @@ class PromptData(SourceData[PromptBatch]):
 
     def _check_batches(self) -> None:
         """Check before any evaluation that the training prompts make batches."""
-        count, (_, processes) = len(self.sets["train"]), self.process
+        count, (_, world_size) = len(self.sets["train"]), self.rank_and_world_size
         require(
             count >= self.batch_size,
             f"{count} training prompts do not fill one batch of {self.batch_size}; "
             "lower batch_size or add prompts",
         )
         require(
-            self.batch_size % processes == 0,
+            self.batch_size % world_size == 0,
             f"batch_size {self.batch_size} (prompts of all processes together) is not divisible by "
-            f"{processes} processes",
+            f"{world_size} processes",
         )
         if self.weights is not None:
             self._plan_epoch(0)  # each source needs a row of it
@@ -427,9 +429,9 @@ class PromptData(SourceData[PromptBatch]):
         return self.train_loader(self._train_order(), identity)
 
     def _train_order(self) -> BatchOrder:
-        rank, processes = self.process
+        rank, world_size = self.rank_and_world_size
         if self.curriculum is None:
-            return BatchOrder(self._plan_epoch, rank, processes)
+            return BatchOrder(self._plan_epoch, rank, world_size)
         prompts: PromptSet = self.sets["train"]
         return CurriculumOrder(
             self._plan_epoch,
@@ -439,7 +441,7 @@ class PromptData(SourceData[PromptBatch]):
             num_prompts=len(prompts),
             seed=self.seed,
             rank=rank,
-            world_size=processes,
+            world_size=world_size,
         )
 
     def val_dataloader(self) -> BatchLoader[PromptBatch]:
@@ -471,7 +473,7 @@ class PromptData(SourceData[PromptBatch]):
         )
         return [rows[n : n + size] for n in range(0, len(rows), size)]
 
-    def _read(self, stage: str) -> dict[str, Rows]:
+    def _read_sets(self, stage: str) -> dict[str, Rows]:
         needed_by_template = self.prompt_format.template.required
         required = needed_by_template | self.reader.required
         if stage == "predict":  # prompts to answer need no reference answer
@@ -645,7 +647,7 @@ class PairData(SourceData[PairBatch]):
             "group_by_length": self.group_by_length,
             "seed": self.seed,
         }
-        return self.train_loader(BatchOrder(self._plan_epoch, *self.process), identity)
+        return self.train_loader(BatchOrder(self._plan_epoch, *self.rank_and_world_size), identity)
 
     def val_dataloader(self) -> BatchLoader[PairBatch]:
         """Return the validation pairs, each once, in batches of one set."""

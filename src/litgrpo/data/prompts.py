@@ -96,13 +96,13 @@ class PromptSet(Dataset[PromptBatch]):
     @property
     def index(self) -> list[int]:
         """Position of each prompt in its source."""
-        index: list[int] = self.rows.numbers.tolist()
+        index: list[int] = self.rows.indices.tolist()
         return index
 
     @property
     def num_indices(self) -> int:
         """A number above every position of a prompt in its source."""
-        return int(self.rows.numbers[-1]) + 1
+        return int(self.rows.indices[-1]) + 1
 
     @property
     def ids(self) -> list[list[int]]:
@@ -121,7 +121,7 @@ class PromptSet(Dataset[PromptBatch]):
 
     def index_of(self, row: int) -> int:
         """Return the position in its source of the prompt of a row."""
-        return int(self.rows.numbers[row % len(self)])
+        return int(self.rows.indices[row % len(self)])
 
     def encode(self, rows: list[SourceRow]) -> list[Prompt]:
         """Render and tokenize rows."""

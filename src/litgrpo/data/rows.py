@@ -78,15 +78,16 @@ class RowReader:
         return {"answer", *self.columns, *self.extract} - {"prompt", "completion", "messages"}
 
     def read(self, source: SetsLike, required: Iterable[str] | None = None) -> Rows:
-        """Read all rows of a source once, and return them with their columns renamed.
+        """Check all rows of a source, and return them with their columns renamed.
 
+        The rows of large files are read here for the checks, and again on each access.
         `required` are the columns that every row needs; None means all of `columns` and `extract`.
         """
-        return self._read(source, required).rows
+        return self._check_rows(source, required).rows
 
-    def _read(self, source: SetsLike, required: Iterable[str] | None) -> _ReadRows:
+    def _check_rows(self, source: SetsLike, required: Iterable[str] | None) -> _CheckedRows:
         needed = self.required if required is None else set(required)
-        rows = replace(read_rows(source), change=partial(self.rename, required=needed))
+        rows = replace(read_rows(source), convert=partial(self.convert, required=needed))
         prompts, groups, identified, ids = (array("q") for _ in range(4))
         empty = EmptyColumns(self.compared if needed >= self.required else ())
         for number, row in enumerate(rows):
@@ -104,7 +105,7 @@ class RowReader:
                 "of them, or set `columns: {number: id}` if it does not identify rows"
             )
         empty.warn(len(rows))
-        return _ReadRows(rows, np.array(prompts), np.array(groups))
+        return _CheckedRows(rows, np.array(prompts), np.array(groups))
 
     def _group(self, row: SourceRow) -> int:
         """Return a number that is the same in rows that are held out together."""
@@ -112,7 +113,7 @@ class RowReader:
         require(has_column, f"{row.place}: no field {self.split_by!r}, which split_by names")
         return digest(identity(row, self.split_by))
 
-    def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
+    def convert(self, row: SourceRow, required: set[str]) -> SourceRow:
         """Return a row with columns renamed and extracted."""
         sources = [*filter(None, (self.tasks.get(row.set_name), row.origin))]
         of_source = {name: column for source in sources for name, column in source.columns.items()}
@@ -154,9 +155,9 @@ class RowReader:
         """Read the rows to train on and those to validate on (None without `val` or a fraction)."""
         # With `val_fraction` the side of a prompt depends on the prompt alone: not on other rows,
         # their order, the seed or the template. A larger fraction only adds to the held-out rows.
-        rows = self._read(train, required)
+        rows = self._check_rows(train, required)
         if val is not None:
-            held_out = self._read(val, required)
+            held_out = self._check_rows(val, required)
             training = self._without_overlap(rows, held_out)
         elif self.val_fraction:
             is_held_out = rows.groups.astype(np.uint64) < self.val_fraction * 2.0**64
@@ -173,7 +174,7 @@ class RowReader:
         )
         return training.rows, held_out.rows
 
-    def _without_overlap(self, train: _ReadRows, val: _ReadRows) -> _ReadRows:
+    def _without_overlap(self, train: _CheckedRows, val: _CheckedRows) -> _CheckedRows:
         shared = np.flatnonzero(np.isin(train.prompts, val.prompts))
         if not len(shared):
             return train
@@ -192,16 +193,16 @@ class RowReader:
 
 
 @dataclass(frozen=True)
-class _ReadRows:
-    """Rows that were read once, with what was computed of each."""
+class _CheckedRows:
+    """Rows that were checked, with digests by which they are compared and held out."""
 
     rows: Rows
     prompts: np.ndarray  # [rows] digests of their prompts
     groups: np.ndarray  # [rows] digests by which `val_fraction` holds rows out
 
-    def select(self, mask: np.ndarray) -> _ReadRows:
+    def select(self, mask: np.ndarray) -> _CheckedRows:
         """Return the rows that a mask chooses."""
-        return _ReadRows(self.rows.select(mask), self.prompts[mask], self.groups[mask])
+        return _CheckedRows(self.rows.select(mask), self.prompts[mask], self.groups[mask])
 
 
 def find_value(values: Mapping[str, Any], name: str) -> Any:

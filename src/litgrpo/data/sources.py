@@ -39,7 +39,6 @@ from litgrpo.types import TASK
 from litgrpo.workers.sandbox.wire import dumps
 
 PYTHON = "python:"
-GIVEN = "the given list"
 CHUNK = 1000  # rows that are rendered and tokenized together
 EPISODE_NUMBER = "episode_number"  # column that distinguishes rows with the same prompt
 # Files that `save_to_disk` of a Dataset and of a DatasetDict writes.
@@ -258,7 +257,7 @@ class SourceRow:
 
     values: dict[str, Any]  # the fields by name
     place: str  # file and line (or row), such as `data/a.jsonl, line 7`
-    index: int  # position among all rows that were read together
+    index: int  # of the row in its sources, see `Rows`
     set_name: str = ""  # name of its set, if there are several
     # its source, whose `columns` and `extract` apply to this row; None: only those of the data do
     origin: Source | None = None
@@ -281,15 +280,15 @@ def _unchanged(row: SourceRow) -> SourceRow:
 class Rows(Sequence[SourceRow]):
     """Rows of one source or of several sets, each read from its part on access."""
 
+    # A row has a position among all rows of the parts, an index among those within the limits of
+    # their sources (`SourceRow.index`), and a number among those of this set: `rows[number]`.
     parts: Sequence[Part]  # one after the other
-    # [all] positions in the parts of the rows within the limits of their sources
-    positions: np.ndarray
-    numbers: np.ndarray  # [rows] which of those belong here, ascending
-    # applied to each row that is read, such as renaming of columns
-    change: Callable[[SourceRow], SourceRow] = _unchanged
+    positions: np.ndarray  # [indices] position of the row of each index, ascending
+    indices: np.ndarray  # [rows] index of the row of each number, ascending
+    convert: Callable[[SourceRow], SourceRow] = _unchanged  # applied to each row that is read
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     @overload
     def __getitem__(self, number: int) -> SourceRow: ...
@@ -297,23 +296,23 @@ class Rows(Sequence[SourceRow]):
     def __getitem__(self, number: slice) -> list[SourceRow]: ...
     def __getitem__(self, number: int | slice) -> SourceRow | list[SourceRow]:
         if isinstance(number, slice):
-            return [self._read(int(index)) for index in self.numbers[number]]
-        return self._read(int(self.numbers[number]))
+            return [self._read_row(int(index)) for index in self.indices[number]]
+        return self._read_row(int(self.indices[number]))
 
     def __iter__(self) -> Iterator[SourceRow]:
-        return (self._read(int(index)) for index in self.numbers)
+        return (self._read_row(int(index)) for index in self.indices)
 
     def chunks(self) -> Iterator[list[SourceRow]]:
         """Read the rows in their order, several at a time, for what is faster together."""
         return (self[start : start + CHUNK] for start in range(0, len(self), CHUNK))
 
-    def _read(self, index: int) -> SourceRow:
+    def _read_row(self, index: int) -> SourceRow:
         position = int(self.positions[index])
-        number = int(np.searchsorted(self._ends, position, side="right"))
-        part = self.parts[number]
-        values, place = part.rows[position - int(self._ends[number]) + len(part.rows)]
+        part_number = int(np.searchsorted(self._ends, position, side="right"))
+        part = self.parts[part_number]
+        values, place = part.rows[position - int(self._ends[part_number]) + len(part.rows)]
         task = {TASK: part.set_name} if part.set_name else {}
-        return self.change(SourceRow(task | values, place, index, part.set_name, part.origin))
+        return self.convert(SourceRow(task | values, place, index, part.set_name, part.origin))
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -322,12 +321,12 @@ class Rows(Sequence[SourceRow]):
     @property
     def set_names(self) -> list[str]:
         """Name of each row's set; "" for sets without names."""
-        numbers = np.searchsorted(self._ends, self.positions[self.numbers], side="right")
-        return [self.parts[number].set_name for number in numbers]
+        part_numbers = np.searchsorted(self._ends, self.positions[self.indices], side="right")
+        return [self.parts[number].set_name for number in part_numbers]
 
     def select(self, selection: Any) -> Rows:
         """Return the rows that a mask or ascending numbers choose."""
-        return replace(self, numbers=self.numbers[selection])
+        return replace(self, indices=self.indices[selection])
 
 
 def resolve_source(source: Any, columns: Iterable[str], role: str) -> Any:
@@ -395,8 +394,8 @@ def read_rows(sets: Any) -> Rows:
         count = sum(map(len, opened))
         positions.append(start + _sample_rows(count, origin))
         start += count
-    selected = np.concatenate(positions)
-    return Rows(parts, selected, np.arange(len(selected)))
+    positions_of_all = np.concatenate(positions)
+    return Rows(parts, positions_of_all, indices=np.arange(len(positions_of_all)))
 
 
 def _open(source: Any) -> list[Sequence[PlacedRow]]:
@@ -408,7 +407,8 @@ def _open(source: Any) -> list[Sequence[PlacedRow]]:
         source = source if isinstance(source, Source) else Source(str(source))
         name, parts = source.path, _open_path(source)
     else:
-        name = GIVEN if isinstance(source, list) else f"the given {type(source).__name__}"
+        kind = "list" if isinstance(source, list) else type(source).__name__
+        name = f"the given {kind}"
         reject_sources(source)
         is_mapped = is_table(source) and hasattr(source, "to_iterable_dataset")
         parts = [
