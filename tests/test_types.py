@@ -32,7 +32,7 @@ def training_batch() -> TrainingBatch:
 
 def test_lengths_count_real_tokens():
     assert rollout().lengths.tolist() == [1, 3, 2, 3]
-    assert training_batch().tokens.lengths.tolist() == [4, 1, 2, 3]
+    assert training_batch().tokens.completion_mask.sum(1).tolist() == [4, 1, 2, 3]
     assert (len(prompts()), len(training_batch())) == (2, 4)
     assert len(rollout().tokens) == 4
 
@@ -40,7 +40,7 @@ def test_lengths_count_real_tokens():
 def test_lengths_count_generated_tokens_and_models_read_all_tokens():
     given = with_turns()
     assert given.lengths.tolist() == [1, 2, 2, 2]
-    assert given.tokens.lengths.tolist() == [1, 3, 2, 3]
+    assert given.tokens.completion_mask.sum(1).tolist() == [1, 3, 2, 3]
     assert [len(ids) for ids in given.token_lists()] == [1, 3, 2, 3]
 
 

@@ -168,8 +168,8 @@ class TokenRows:
         ...     completion_ids=torch.tensor([[7, 8, 2], [9, 2, 0]]),
         ...     completion_mask=torch.tensor([[True, True, True], [True, True, False]]),
         ... )
-        >>> rows.lengths
-        tensor([3, 2])
+        >>> len(rows)
+        2
         >>> rows.select(torch.tensor([1])).completion_ids
         tensor([[9, 2]])
     """
@@ -190,11 +190,6 @@ class TokenRows:
     def __len__(self) -> int:
         """Number of completions, M."""
         return self.completion_ids.shape[0]
-
-    @property
-    def lengths(self) -> Tensor:
-        """[M] tokens of each completion that a model reads."""
-        return self.completion_mask.sum(1)
 
     def row_fields(self) -> dict[str, Tensor]:
         """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
@@ -335,26 +330,25 @@ class PromptBatch:
         """Number of prompts, B."""
         return self.prompt_ids.shape[0]
 
-    def take(self, rows: Sequence[int]) -> PromptBatch:
-        """Select prompts with all of their columns."""
+    def select(self, rows: Sequence[int], *, trim: bool = True) -> PromptBatch:
+        """Select prompts.
+
+        Args:
+            rows: their numbers, in any order.
+            trim: leave out token columns that are all padding.
+        """
         index = torch.tensor(rows, dtype=torch.long, device=self.prompt_ids.device)
+        prompt_ids, prompt_mask = self.prompt_ids[index], self.prompt_mask[index]
+        if trim:
+            first = prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
+            prompt_ids, prompt_mask = prompt_ids[:, first:], prompt_mask[:, first:]
         return PromptBatch(
-            prompt_ids=self.prompt_ids[index],
-            prompt_mask=self.prompt_mask[index],
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
             prompts=[self.prompts[row] for row in rows],
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
             index=self.index[index],
             set_name=self.set_name,
-        )
-
-    def select(self, rows: Sequence[int]) -> PromptBatch:
-        """Select prompts, trimming columns that are all padding."""
-        prompts = self.take(rows)
-        first = prompts.prompt_mask.shape[1] - int(prompts.prompt_mask.sum(1).max())
-        return replace(
-            prompts,
-            prompt_ids=prompts.prompt_ids[:, first:],
-            prompt_mask=prompts.prompt_mask[:, first:],
         )
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:

@@ -39,7 +39,7 @@ def teacher_of(architecture="qwen2"):
 def plain_divergence(policy, teacher, training_batch, divergence: Divergence):
     """Mean over tokens of the divergence of whole rows of logits, by transformers alone."""
     total, tokens = 0.0, training_batch.tokens
-    for row, length in enumerate(tokens.lengths.tolist()):
+    for row, length in enumerate(tokens.completion_mask.sum(1).tolist()):
         of = tokens.prompt_of[row]
         prompt = tokens.prompt_ids[of][tokens.prompt_mask[of]][None]
         ids = tokens.completion_ids[row : row + 1, :length]
@@ -48,7 +48,7 @@ def plain_divergence(policy, teacher, training_batch, divergence: Divergence):
             for each in (policy, teacher.policy)
         )
         total = total + divergence(one, two.detach()).sum()
-    return total / tokens.lengths.sum()
+    return total / tokens.completion_mask.sum()
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -119,7 +119,7 @@ def test_the_divergence_is_over_the_tokens_that_could_be_sampled():
     learner = learner_of(policy, distilling(), sampling=sampling, reference=teacher)
     training_batch = build_training_batch(learner, prompt_batch(*BATCH))
     new = learner.logprobs(training_batch.tokens, training_batch.ref_hidden)
-    row = int(training_batch.tokens.lengths.argmax())
+    row = int(training_batch.tokens.completion_mask.sum(1).argmax())
     of = training_batch.tokens.prompt_of[row]
     prompt = training_batch.tokens.prompt_ids[of][training_batch.tokens.prompt_mask[of]][None]
     first = training_batch.tokens.completion_ids[row : row + 1, :0]

@@ -112,14 +112,14 @@ class DynamicSampling(Stage):
                 count = min(num_prompts, math.ceil(missing / fraction))
             count = self._max_over_ranks(count)
             prompts = self.draw_prompts(count).to(self.device.data_device)
-            fresh = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
+            new_rollout = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
             with self.rollouter.clock.phase("time/reward_s"):
-                fresh_rewards = self.scorer.start(fresh, iteration).wait()
-            donors = self._find_informative(fresh_rewards, fresh).nonzero().squeeze(1)
+                new_rewards = self.scorer.start(new_rollout, iteration).wait()
+            donors = self._find_informative(new_rewards, new_rollout).nonzero().squeeze(1)
             num_sampled, num_informative = num_sampled + count, num_informative + len(donors)
             replaced = (~informative).nonzero().squeeze(1)[: len(donors)]
             experience = self._replace_groups(
-                experience, replaced, fresh, fresh_rewards, donors[: len(replaced)]
+                experience, replaced, new_rollout, new_rewards, donors[: len(replaced)]
             )
             informative[replaced] = True
         numbers = {
@@ -135,25 +135,25 @@ class DynamicSampling(Stage):
         self,
         experience: Experience,
         replaced: Tensor,
-        fresh: Rollout,
-        fresh_rewards: RewardTable,
+        new_rollout: Rollout,
+        new_rewards: RewardTable,
         donors: Tensor,
     ) -> Experience:
         """Replace groups `replaced` [k] by groups `donors` [k] of a new rollout."""
-        sampled = (*experience.sampled, (fresh, fresh_rewards))
+        sampled = (*experience.sampled, (new_rollout, new_rewards))
         if not len(donors) and self.learner.comm.world_size == 1:
             return replace(experience, sampled=sampled)
-        source, groups = fresh, donors
+        source, groups = new_rollout, donors
         if not self.device.static_shapes:
             # Sharded weights need every rank in each pass, also one without a donor.
-            source = select_groups(fresh, donors.tolist() or [0])
+            source = select_groups(new_rollout, donors.tolist() or [0])
             groups = torch.arange(len(donors))
         logprobs = self.learner.old_and_reference_logprobs(source)
-        into, rows = (rows_of_groups(x, fresh.group_size) for x in (replaced, groups))
+        into, rows = (rows_of_groups(x, new_rollout.group_size) for x in (replaced, groups))
         return replace(
             experience,
             rollout=with_groups(experience.rollout, replaced, source, groups),
-            rewards=with_rewards(experience.rewards, replaced, fresh_rewards, donors),
+            rewards=with_rewards(experience.rewards, replaced, new_rewards, donors),
             logprobs=with_logprobs(experience.logprobs, into, logprobs, rows),
             sampled=sampled,
         )
@@ -169,11 +169,11 @@ class DynamicSampling(Stage):
 
 
 def with_logprobs(
-    logprobs: RolloutLogprobs, into: Tensor, fresh: RolloutLogprobs, rows: Tensor
+    logprobs: RolloutLogprobs, into: Tensor, new_logprobs: RolloutLogprobs, rows: Tensor
 ) -> RolloutLogprobs:
     """Replace rows `into` [n] of log-probabilities by rows `rows` [n] of others."""
     replaced = {
-        name: put_rows(values, into, getattr(fresh, name), rows)
+        name: put_rows(values, into, getattr(new_logprobs, name), rows)
         for name, values in vars(logprobs).items()
         if values is not None
     }
@@ -181,24 +181,24 @@ def with_logprobs(
 
 
 def with_rewards(
-    rewards: RewardTable, replaced: Tensor, fresh: RewardTable, donors: Tensor
+    rewards: RewardTable, replaced: Tensor, new_rewards: RewardTable, donors: Tensor
 ) -> RewardTable:
     """Replace groups `replaced` [k] of a reward table by groups `donors` [k] of another one."""
 
-    def put(columns: dict[str, Tensor], fresh_columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    def put(columns: dict[str, Tensor], new_columns: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: put_rows(column, replaced, fresh_columns[name], donors)
+            name: put_rows(column, replaced, new_columns[name], donors)
             for name, column in columns.items()
         }
 
     tasks = list(rewards.tasks)
     for to, row in zip(replaced.tolist(), donors.tolist(), strict=True) if tasks else ():
-        tasks[to] = fresh.tasks[row]
+        tasks[to] = new_rewards.tasks[row]
     return replace(
         rewards,
-        components=put(rewards.components, fresh.components),
-        processed=put(rewards.processed, fresh.processed),
-        total=put_rows(rewards.total, replaced, fresh.total, donors),
-        valid=put_rows(rewards.valid, replaced, fresh.valid, donors),
+        components=put(rewards.components, new_rewards.components),
+        processed=put(rewards.processed, new_rewards.processed),
+        total=put_rows(rewards.total, replaced, new_rewards.total, donors),
+        valid=put_rows(rewards.valid, replaced, new_rewards.valid, donors),
         tasks=tasks,
     )

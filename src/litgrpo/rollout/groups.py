@@ -90,19 +90,24 @@ def select_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     return replace(selected, **trimmed)
 
 
-def with_groups(rollout: Rollout, replaced: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
+def with_groups(
+    rollout: Rollout, replaced: Tensor, new_rollout: Rollout, donors: Tensor
+) -> Rollout:
     """Replace groups `replaced` [k] of a rollout by groups `donors` [k] of another one.
 
     Both are padded to one size, and no column is trimmed: shapes of static-shape devices stay.
     """
-    joined = join_rollouts([rollout, fresh])
+    joined = join_rollouts([rollout, new_rollout])
     groups = _replace_numbers(len(rollout.prompts), replaced, donors).tolist()
-    return _take_groups(joined, groups, joined.prompts.take(groups))
+    return _take_groups(joined, groups, joined.prompts.select(groups, trim=False))
 
 
-def put_rows(values: Tensor, into: Tensor, fresh: Tensor, rows: Tensor) -> Tensor:
-    """Return `values` with rows `into` [k] replaced by rows [k] of `fresh`, padded to one size."""
-    joined = stack_rows([values, fresh], 0)
+def put_rows(values: Tensor, into: Tensor, new_values: Tensor, rows: Tensor) -> Tensor:
+    """Return `values` with rows `into` [k] replaced by rows `rows` [k] of `new_values`.
+
+    Both are padded to one size.
+    """
+    joined = stack_rows([values, new_values], 0)
     return joined[_replace_numbers(len(values), into, rows).to(joined.device)]
 
 
