@@ -49,7 +49,7 @@ def with_comparable_loss(learner):
         learner: of the run, in small.
     """
     objective = replace(learner.objective, observation_nll_coef=0.0)
-    if isinstance(objective.aggregation, MicroBatchTokenMean):
+    if isinstance(objective.resolved_aggregation, MicroBatchTokenMean):
         objective = replace(objective, loss_aggregation="token_mean")
     if objective == learner.objective:
         return learner

@@ -71,12 +71,14 @@ class ImportanceCorrection:
     ) -> Tensor:
         """[M, 1] weights of terms that do not depend on the token sampled at their position.
 
-        These are sums over the vocabulary and observations. Those of a completion weight all of it.
-        The weight of a token has the mean 1 for them after any prefix, so `token` leaves their
-        mean unchanged without it; only `token_min` drops them. Arguments as of a call.
+        Such terms are sums over the vocabulary, or about observations. With a weight per completion
+        they have the same one. With a weight per token they have 1, or 0 if `token_min` drops the
+        completion: after any prefix the mean of that weight is 1, so it would not change their
+        mean. Arguments as of a call.
         """
         weights = self
         if self.level == "token":
+            # Weights of completions, all truncated to 1, or 0 where `token_min` drops one.
             weights = replace(self, level="geometric_mean", mode="truncate", min=1.0, max=1.0)
         return weights(old_logprobs, sampler_logprobs, mask)
 

@@ -66,8 +66,9 @@ class LossInputs(SurrogateInputs):
 
     Args:
         entropy: [M, C] of the current policy; 0 on padding.
-        completion_weight: [M, 1] the same for a value that does not depend on the token sampled at
-            its position, see `ImportanceCorrection.completion_weight`.
+        completion_weight: [M, 1] importance weight in place of `sampler_weight` for a value that
+            does not depend on the token sampled at its position, see
+            `ImportanceCorrection.completion_weight`.
         new: what the current policy computes of the rows; anything on padding.
         batch: M completions.
     """

@@ -214,14 +214,14 @@ class Objective:
                 "use kl_coef, or other advantages"
             )
         by_metric: dict[str, Term] = {}
-        for term in self.loss_terms:
+        for term in self.all_terms:
             if term.metric and by_metric.setdefault(term.metric, term) is not term:
                 names = f"{name_of(by_metric[term.metric])} and {name_of(term)}"
                 raise ValueError(
                     f"{names} are both logged as policy/{term.metric}; leave one of them out, or "
                     "give its class another metric"
                 )
-        compared = [name_of(term) for term in self.loss_terms if term.of_vocabulary is not None]
+        compared = [name_of(term) for term in self.all_terms if term.of_vocabulary is not None]
         if len(compared) > 1:
             raise ValueError(
                 f"{' and '.join(compared)} each compare the policy with the reference over the "
@@ -281,7 +281,7 @@ class Objective:
     # --- its parts ---
 
     @property
-    def aggregation(self) -> LossAggregation:
+    def resolved_aggregation(self) -> LossAggregation:
         """The loss aggregation, looked up if it was given by name."""
         if isinstance(self.loss_aggregation, str):
             return LOSS_AGGREGATIONS[self.loss_aggregation]
@@ -295,7 +295,7 @@ class Objective:
         return self.importance_correction
 
     @cached_property
-    def loss_terms(self) -> tuple[Term, ...]:
+    def all_terms(self) -> tuple[Term, ...]:
         """All terms in use beside the surrogate loss: those of options, then `terms`."""
         kl: Term
         estimator = self.kl_estimator
@@ -317,10 +317,10 @@ class Objective:
     @cached_property
     def mean_terms(self) -> tuple[MeanTerm, ...]:
         """Terms that are means over tokens of their own, in the order of their weights."""
-        return tuple(term for term in self.loss_terms if isinstance(term, MeanTerm))
+        return tuple(term for term in self.all_terms if isinstance(term, MeanTerm))
 
     @cached_property
-    def loss_masks(self) -> tuple[Mask, ...]:
+    def all_masks(self) -> tuple[Mask, ...]:
         """All masks in use: those of options, then `masks`."""
         options: list[Mask] = []
         if self.mask_truncated_completions:
@@ -339,7 +339,7 @@ class Objective:
     def needs(self) -> frozenset[Need]:
         """All that the surrogate, masks, terms and the KL in the reward need."""
         needs = self.surrogate.needs.union(
-            *(mask.needs for mask in self.loss_masks), *(term.needs for term in self.loss_terms)
+            *(mask.needs for mask in self.all_masks), *(term.needs for term in self.all_terms)
         )
         if self.kl_in_reward is not None:
             needs |= self.kl_in_reward.needs
@@ -355,7 +355,7 @@ class Objective:
     @property
     def divergence(self) -> Divergence | None:
         """Divergence over the vocabulary that a term needs; None: no term does."""
-        divergences = (term.of_vocabulary for term in self.loss_terms)
+        divergences = (term.of_vocabulary for term in self.all_terms)
         return next((divergence for divergence in divergences if divergence is not None), None)
 
     @property
@@ -380,7 +380,7 @@ class Objective:
         parts: dict[str, Surrogate | Term] = {}
         if self.reward_coef > 0:
             parts["the surrogate loss"] = self.surrogate
-        parts |= {name_of(term): term for term in self.loss_terms}
+        parts |= {name_of(term): term for term in self.all_terms}
         return [name for name, part in parts.items() if not is_weighted(part)]
 
     # --- before the update ---
@@ -433,7 +433,7 @@ class Objective:
         """
         counted = torch.ones_like(truncated)
         completions = Completions(truncated, counted if informative is None else informative)
-        for completion_mask in self.loss_masks:
+        for completion_mask in self.all_masks:
             if isinstance(completion_mask, CompletionMask):
                 in_loss = completion_mask(completions)
                 loss_mask = loss_mask & in_loss[:, None]
@@ -441,7 +441,7 @@ class Objective:
         mask = loss_mask.to(dtype)
         num_completions = comm.sum(counted.to(dtype).sum()).clamp(min=1)
         num_tokens = comm.sum(mask.sum()).clamp(min=1)
-        return self.aggregation(mask, num_completions, num_tokens, max_completion_length)
+        return self.resolved_aggregation(mask, num_completions, num_tokens, max_completion_length)
 
     def subtract_kl(
         self, rewards: RewardTable, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor
@@ -475,7 +475,10 @@ class Objective:
         return torch.stack([_mean_weights(mask, comm) for mask in selected], -1)
 
     def prepare_step(
-        self, batch: TrainingBatch, before: TokenLogprobs | None = None, comm: Comm = ALONE
+        self,
+        batch: TrainingBatch,
+        step_logprobs: TokenLogprobs | None = None,
+        comm: Comm = ALONE,
     ) -> TrainingBatch:
         """Return all rows of an optimizer step with what depends on all of its tokens.
 
@@ -484,7 +487,8 @@ class Objective:
 
         Args:
             batch: all rows of the step on this rank.
-            before: [M, C] before the step; needed only if `needs` has `before_step`.
+            step_logprobs: [M, C] log-probabilities and entropies before the step; needed only if
+                `needs` has `before_step`.
             comm: of the ranks that share the step.
         """
         if batch.term_weights is None and self.mean_terms:
@@ -494,13 +498,15 @@ class Objective:
             batch = batch.with_term_weights(self.term_weights(tokens, comm, dtype))
         if "before_step" not in self.needs:
             return batch
-        assert before is not None, "the surrogate or a mask needs log-probabilities of the step"
+        assert step_logprobs is not None, (
+            "the surrogate or a mask needs log-probabilities of the step"
+        )
         with torch.no_grad():
-            inputs = self._inputs(before, batch)
+            inputs = self._inputs(step_logprobs, batch)
             selected, step_mask = None, inputs.mask
             if "before_step" in self.surrogate.needs:
                 selected = self.surrogate.select(inputs, token_keys(batch.tokens), comm)
-            for mask in self.loss_masks:
+            for mask in self.all_masks:
                 if isinstance(mask, StepMask):
                     step_mask = step_mask & mask(inputs, comm)
             if batch.term_weights is not None:
@@ -552,13 +558,13 @@ class Objective:
         # The weights u and v contain the denominators of the whole optimizer step, so micro-batches
         # add up.
         token_loss = self.reward_coef * torch.where(surrogate_mask, self.surrogate(inputs), 0.0)
-        for term in self.loss_terms:
+        for term in self.all_terms:
             if not isinstance(term, MeanTerm):
                 value = term(inputs) * self._sampler_weight(term, inputs)
                 token_loss = token_loss + term.coef * value
                 if term.metric:
                     stats[f"policy/{term.metric}"] = value
-        weights = self.aggregation.rescale_micro_batch(batch.loss_weights, in_loss)
+        weights = self.resolved_aggregation.rescale_micro_batch(batch.loss_weights, in_loss)
         loss = (weights * token_loss).sum()
         count = in_loss.sum()
         pairs = {
@@ -585,7 +591,7 @@ class Objective:
     def _surrogate_mask(self, inputs: LossInputs) -> Tensor:
         """[M, C] tokens with a surrogate loss; `inputs.mask` itself without a mask of tokens."""
         surrogate_mask = inputs.mask
-        for mask in self.loss_masks:
+        for mask in self.all_masks:
             if isinstance(mask, StepMask):
                 assert inputs.batch.step_mask is not None
                 surrogate_mask = surrogate_mask & inputs.batch.step_mask
@@ -613,8 +619,10 @@ class Objective:
         correction = self.resolved_correction
         if correction is not None:
             # Of all generated tokens: those without a weight in the loss may be imitated.
-            before = new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-            arguments = before, batch.sampler_logprobs, batch.loss_mask
+            trainer_logprobs = batch.old_logprobs
+            if trainer_logprobs is None:
+                trainer_logprobs = new.logprobs.detach()
+            arguments = trainer_logprobs, batch.sampler_logprobs, batch.loss_mask
             sampler_weight = correction(*arguments)
             completion_weight = correction.completion_weight(*arguments)
         return LossInputs(

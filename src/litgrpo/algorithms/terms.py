@@ -21,9 +21,10 @@ from litgrpo.argument_types import check_field_types
 class Term(ABC):
     """A term of the loss, over the tokens and with the weights of the surrogate loss.
 
-    The class says what it is computed from (see `inputs.Need`), the name of its metric, if it has
-    one, and whether its value does not depend on the token sampled at its position. The importance
-    correction weights such a value by its completion, others by their token.
+    A subclass sets `needs` to what it is computed from (see `inputs.Need`) and `metric` to the name
+    under which it is logged. It sets `ignores_token` if its value does not depend on the token
+    sampled at its position: the importance correction then uses the weight of the completion
+    instead of that of the token.
 
     Example:
         Pull the log-probability of every token towards a constant::

@@ -280,7 +280,7 @@ def learning_errors(
     if learner.reference is not None and not learner.reference.computes_elsewhere:
         errors |= reference_errors(learner, batch, now, conditions)
     if not isinstance(
-        learner.objective.aggregation, MicroBatchTokenMean
+        learner.objective.resolved_aggregation, MicroBatchTokenMean
     ):  # that loss is defined by the split
         errors[Invariant.SPLIT] = split_error(learner, batch)
     return errors

@@ -111,13 +111,13 @@ class Learner:
     def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
         """Compute the log-probabilities that the objective compares with.
 
-        With one optimizer step per rollout `old` is None: the current policy is the old one (ratio
-        1). It is None as well if the old policy of the objective is the sampler. With several steps
-        it is the sampler's, without a forward pass, if that is exact in full precision and
-        on-policy (`reuse_sampler_logprobs`). A stale or inexact sampler is handled by
-        `importance_correction`. Without a KL term `ref` is None. Advantages that need
-        the norms of scores cost one forward pass in any case, and `kl_in_reward` if its sampler is
-        not the policy.
+        `old` is None with one optimizer step per rollout: the current policy is the old one (ratio
+        1). It is also None with `old_policy: sampler`. With several steps it costs a forward pass,
+        unless the sampler's are the same (`reuse_sampler_logprobs`). Some objectives need this
+        pass even with one step: advantages with `needs_score_norms`, and `kl_in_reward` if the
+        sampler is not the policy. `importance_correction` handles a stale or inexact sampler.
+
+        `ref` is None without a KL term.
         """
         self.policy.eval()  # a rollout that was not sampled now leaves it as the update left it
         return self.retry(partial(self._before_update, rollout), rollout.tokens)
@@ -379,10 +379,10 @@ class Learner:
     def prepare_step(self, batch: TrainingBatch) -> TrainingBatch:
         """Add what depends on all rows of an optimizer step, before it is split."""
         # A quantile, or a selection of tokens, needs all of them before the first backward pass.
-        before = None
+        step_logprobs = None
         if "before_step" in self.objective.needs:
-            before = self.policy_logprobs(batch.tokens, self.row_limit.max_rows)
-        return self.objective.prepare_step(batch, before, self.comm)
+            step_logprobs = self.policy_logprobs(batch.tokens, self.row_limit.max_rows)
+        return self.objective.prepare_step(batch, step_logprobs, self.comm)
 
     def logprobs(
         self, tokens: TokenRows, ref_hidden: Tensor | None = None, *, score_norms: bool = False

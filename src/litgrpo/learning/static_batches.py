@@ -202,7 +202,7 @@ def check_static_shapes(
             "this device compiles a program for each shape. Train on a CPU or a GPU, or leave it "
             "out."
         )
-    if isinstance(objective.aggregation, MicroBatchTokenMean):
+    if isinstance(objective.resolved_aggregation, MicroBatchTokenMean):
         raise ValueError(
             "model.objective.loss_aggregation divides by the tokens of a micro-batch, which has a "
             "fixed shape with filler rows on this device. Use token_mean."
