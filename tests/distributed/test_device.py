@@ -14,7 +14,7 @@ from litgrpo.distributed.device import (
     Clock,
     backend,
     check_machine,
-    install,
+    set_backend,
     threads,
     time_phase,
     to_host,
@@ -50,12 +50,12 @@ def test_only_a_gpu_records_steps():
 
 
 def test_a_strategy_can_install_a_backend_that_knows_more(monkeypatch):
-    monkeypatch.setattr(devices, "_known", {})
+    monkeypatch.setattr(devices, "_backends", {})
 
     class Four(Backend):
         num_chips = 4
 
-    install(Four(CPU))
+    set_backend(Four(CPU))
     assert backend(CPU).num_chips == 4
 
 
@@ -99,7 +99,7 @@ def test_each_backend_keeps_its_random_numbers_in_the_state(monkeypatch):
             self.at = state["counting"]
 
     device = Counting(CPU)
-    monkeypatch.setattr(devices, "_known", {CPU: device})
+    monkeypatch.setattr(devices, "_backends", {CPU: device})
     state = random_state()
     assert state["counting"] == 7
     device.at = 9
@@ -164,7 +164,6 @@ def test_the_table_is_the_only_place_of_the_device_file():
     tables = [line.strip() for line in lines if "xla" in line.lower()]
     assert [line.partition("=")[0] for line in tables] == [
         'BACKENDS["xla"] ',
-        'DIVIDING["tpu"] ',
         "PREFLIGHTS ",
     ]
 

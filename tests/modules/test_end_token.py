@@ -123,5 +123,5 @@ def test_the_model_of_supervised_training_ends_with_the_turn_that_it_learned(tmp
 def test_the_stop_token_of_templates(template, token):
     tokenizer = chat_templates.merging_tokenizer(template)
     expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
-    assert build_prompt_format(None, Chat()).find_stop_token(tokenizer) == expected
-    assert build_prompt_format(None, False).find_stop_token(tokenizer) is None
+    assert build_prompt_format(None, Chat()).find_end_token(tokenizer) == expected
+    assert build_prompt_format(None, False).find_end_token(tokenizer) is None

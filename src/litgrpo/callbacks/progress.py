@@ -33,7 +33,7 @@ from litgrpo.protocol import TrainedModule
 from litgrpo.text.tables import plural
 
 # {name on the bar: metric}, the most important first; metrics that are not logged are left out.
-NAMES = {
+BAR_METRICS = {
     "reward": "reward/mean",
     "loss": "sft/loss",
     "kl": "policy/kl",
@@ -378,5 +378,5 @@ def fit_to_terminal(line: str) -> str:
 
 def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Up to four metrics under the short names of the bar."""
-    numbers = {name: float(metrics[key]) for name, key in NAMES.items() if key in metrics}
+    numbers = {name: float(metrics[key]) for name, key in BAR_METRICS.items() if key in metrics}
     return {name: format_number(value) for name, value in list(numbers.items())[:MAX_NAMES]}

@@ -285,7 +285,7 @@ class PromptFormat:
         _warn_of_unseen_tools(_all_tools(tools), why)
         return self
 
-    def find_stop_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    def find_end_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """Return the first special token after a reply in the chat template; None without one."""
         return None
 
@@ -453,7 +453,7 @@ class ChatPromptFormat(PromptFormat):
             return replace(self, tools_of_tasks=tools)
         return replace(self, chat=every)
 
-    def find_stop_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    def find_end_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": REPLY}]
         try:
             text = apply_chat_template(messages, self.chat, tokenizer, add_generation_prompt=False)

@@ -15,12 +15,9 @@ from litgrpo.arguments import import_by_path
 from litgrpo.types import Stats
 
 Function = Callable[..., Any]
-# {kind of device: import path}, of its backend and of the strategy that shards weights; then
-# the paths of machine checks.
+# {kind of device: import path of its backend}, and the import paths of checks of the machine.
 BACKENDS = {"cuda": "litgrpo.distributed.cuda.CudaBackend"}
 BACKENDS["xla"] = "litgrpo.xla.backend.XlaBackend"
-DIVIDING = {"cuda": "litgrpo.distributed.fsdp.strategy.FSDP2Strategy"}
-DIVIDING["tpu"] = "litgrpo.xla.strategy.XLASPMDStrategy"
 PREFLIGHTS = ("litgrpo.xla.preflight.check",)
 
 
@@ -138,20 +135,20 @@ class Backend:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-_known: dict[torch.device, Backend] = {}
+_backends: dict[torch.device, Backend] = {}
 
 
 def backend(device: torch.device) -> Backend:
     """Return the capabilities of a device, the same object in every call."""
-    if device not in _known:
+    if device not in _backends:
         kind = import_by_path(BACKENDS.get(device.type, "litgrpo.distributed.device.Backend"))
-        install(kind(device))
-    return _known[device]
+        set_backend(kind(device))
+    return _backends[device]
 
 
-def install(own: Backend) -> None:
+def set_backend(new_backend: Backend) -> None:
     """Replace the backend of a device, for strategies that know more about it."""
-    _known[own.device] = own
+    _backends[new_backend.device] = new_backend
 
 
 def check_machine(trainer: Any, rows: int | None) -> None:
@@ -170,7 +167,7 @@ def check_machine(trainer: Any, rows: int | None) -> None:
 
 def known_backends() -> list[Backend]:
     """Return the backends of all devices used so far."""
-    return list(_known.values())
+    return list(_backends.values())
 
 
 def to_host(tensors: list[Tensor]) -> list[Tensor]:

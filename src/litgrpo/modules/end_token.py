@@ -10,7 +10,7 @@ from litgrpo.learning.steppers import is_attached
 from litgrpo.models.policy import Policy
 
 
-def add_stop_token(module: Any, policy: Policy) -> None:
+def add_end_token(module: Any, policy: Policy) -> None:
     """Let completions end with the token that ends a turn in the chat template of the data.
 
     Base models often have another end token: a policy that was fine-tuned on the template would
@@ -21,7 +21,7 @@ def add_stop_token(module: Any, policy: Policy) -> None:
         module: may have data in a chat format, and `sampling`.
         policy: gets the end token.
     """
-    token_id = _stop_token_of_data(module)
+    token_id = _end_token_of_data(module)
     sampling = getattr(module, "sampling", None)  # SFT has none
     stop_token_ids = () if sampling is None else sampling.stop_token_ids
     if token_id is None or token_id in {*policy.eos_ids, *stop_token_ids}:
@@ -37,15 +37,15 @@ def add_stop_token(module: Any, policy: Policy) -> None:
     )
 
 
-def find_stop_token(module: Any, policy: Policy) -> int:
+def find_end_token(module: Any, policy: Policy) -> int:
     """Return the token that ends a completion of the data: that of a turn, or the end token."""
-    token_id = _stop_token_of_data(module)
+    token_id = _end_token_of_data(module)
     return int(policy.tokenizer.eos_token_id) if token_id is None else token_id
 
 
-def _stop_token_of_data(module: Any) -> int | None:
+def _end_token_of_data(module: Any) -> int | None:
     data = module.trainer.datamodule if is_attached(module) else None
     if not isinstance(data, SourceData) or data.final_format is None:
         return None
     prompt_format, tokenizer = data.final_format
-    return prompt_format.find_stop_token(tokenizer)
+    return prompt_format.find_end_token(tokenizer)

@@ -18,7 +18,7 @@ from litgrpo.argument_types import check_argument_types
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.curriculum import CurriculumFeedback
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
-from litgrpo.callbacks.progress import NAMES, replace_stock_bar
+from litgrpo.callbacks.progress import BAR_METRICS, replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.checks.callback import InvariantChecks
 from litgrpo.data.loader import BatchLoader
@@ -69,6 +69,7 @@ from litgrpo.modules.data_checks import (
     check_served_reference,
     check_tasks,
 )
+from litgrpo.modules.end_token import find_end_token
 from litgrpo.modules.episode_setup import build_episodes, check_environment
 from litgrpo.modules.initial_policy import measure_initial_distance
 from litgrpo.modules.language_module import LanguageModule
@@ -80,7 +81,6 @@ from litgrpo.modules.run_setup import (
     make_sharding,
     passes_over_data,
 )
-from litgrpo.modules.stop_token import find_stop_token
 from litgrpo.rewards.reward import Reward, name_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.scorer import Scorer, overlong_reward
@@ -312,23 +312,23 @@ class GRPO(LanguageModule):
 
     def _load_reference(self, policy: Policy) -> None:
         sharding = make_sharding(self)
-        given = self.reference_path
-        needed = self.reference is None and self.objective.needs_reference
-        if needed and isinstance(given, ReferenceServers):
-            self.reference = ServedReference(given, policy, self.objective.divergence)
-        elif needed and not isinstance(given, ReferenceServers):
+        source = self.reference_path
+        is_missing = self.reference is None and self.objective.needs_reference
+        if is_missing and isinstance(source, ReferenceServers):
+            self.reference = ServedReference(source, policy, self.objective.divergence)
+        elif is_missing and not isinstance(source, ReferenceServers):
             self.reference = load_reference(
                 policy,
-                given,
+                source,
                 self.pretrained,
                 self.precision,
                 self.lora,
                 sharding=sharding,
             )
             dtype = find_autocast_dtype(self)
-            rounds = sharding is None and not self.moves_reference
-            rounds = rounds and not backend(policy.model.device).static_shapes
-            if isinstance(self.reference, FrozenReference) and rounds and dtype is not None:
+            can_round = sharding is None and not self.moves_reference
+            can_round = can_round and not backend(policy.model.device).static_shapes
+            if isinstance(self.reference, FrozenReference) and can_round and dtype is not None:
                 self.reference.round_weights(dtype)
         if sharding is not None and isinstance(self.reference, FrozenReference):
             sharding.shard(self.reference.policy)
@@ -402,7 +402,7 @@ class GRPO(LanguageModule):
                 self.rollouter,
                 partial(self._next_prompts, backend(device).data_device),
                 self.learner.add_policy_logprobs,
-                partial(find_stop_token, self, policy),
+                partial(find_end_token, self, policy),
             )
         )
 
@@ -466,7 +466,7 @@ class GRPO(LanguageModule):
         """Run one iteration: completions, rewards, advantages, optimizer steps.
 
         Prompts [B] -> rollout of N = B * G completions -> rewards [B, G] -> advantages [N, C] ->
-        weights. docs/project/design.md lists the calls.
+        weights. Comments name the calls of the default classes; docs/project/design.md lists more.
 
         Args:
             prompts: B prompts.
@@ -477,11 +477,15 @@ class GRPO(LanguageModule):
         """
         assert self.stepper is not None
         # 1. Completions: sampled now or ahead, read from a run folder, or those of the data.
+        #    OnPolicy.take -> Rollouter.generate -> LocalEngine.generate
         rollout = self.source.take(prompts, self.iteration)
 
         # 2. Rewards. Workers run the user's functions while the device computes log-probabilities:
         #    the old policy's if there are several steps, the reference's if there is a KL term.
         #    Built-in reward functions and reward models run in `wait`.
+        #    Scorer.start -> Runner.start
+        #    Learner.old_and_reference_logprobs -> Policy.logprobs, Reference.logprobs
+        #    PendingRewards.wait -> Scorer.combine
         with self.clock.phase("time/reward_s"):
             pending = self.scorer.start(rollout, self.iteration)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
@@ -496,6 +500,8 @@ class GRPO(LanguageModule):
             experience = stage(experience, self.iteration)
 
         # 4. One advantage and one loss weight per token; then one step per mini-batch and epoch.
+        #    Learner.build_batch -> Objective.token_advantages, Objective.loss_weights
+        #    Learner.update -> Learner.take_optimizer_step -> Policy.logprobs, Objective.loss
         batch = self.learner.build_batch(
             experience.rollout, experience.rewards, experience.logprobs
         )
@@ -522,9 +528,9 @@ class GRPO(LanguageModule):
     def _log_iteration(self, iteration: Iteration) -> Stats:
         """Log an iteration, and return its averages; loggers' x-axis is the iteration."""
         experience, comm = iteration.experience, self.learner.comm
-        own_tokens = self.rollouter.generated_tokens
-        self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
-        # Completions as they were sampled: those that replaced groups were selected by reward.
+        rank_tokens = self.rollouter.generated_tokens
+        self.generated_tokens += int(comm.sum(torch.tensor(rank_tokens)))
+        # The rollout as it was sampled: dynamic sampling selects the groups of later ones by reward.
         first_rollout, first_rewards = experience.sampled[0]
         stats = reward_stats(gather_rewards(first_rewards, comm.gather))
         stats |= rollout_stats(first_rollout)
@@ -532,7 +538,7 @@ class GRPO(LanguageModule):
         stats |= self.source.stats(experience.rollout, iteration.number - 1)
         stats |= self.learner.reward_kl_stats(experience.rollout, experience.logprobs)
         stats |= advantage_stats(iteration.advantages, experience.rewards, comm)
-        stats |= self.clock.stats(own_tokens)
+        stats |= self.clock.stats(rank_tokens)
         averages = average_over_ranks(
             stats, iteration.steps, comm, backend(self.device).data_device
         )
@@ -545,7 +551,7 @@ class GRPO(LanguageModule):
         metrics = experience.rewards.metrics
         averages |= {name: torch.tensor(number) for name, number in metrics.items()}
         step = {"step": torch.tensor(float(iteration.number))}
-        log_numbers(self, averages | step, prog_bar=NAMES.values())
+        log_numbers(self, averages | step, prog_bar=BAR_METRICS.values())
         return averages
 
     def stop_if_done(self) -> None:

@@ -24,8 +24,8 @@ from litgrpo.models.loading.load import (
 from litgrpo.models.loading.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from litgrpo.models.policy import Policy
 from litgrpo.modules import hyper_parameters
+from litgrpo.modules.end_token import add_end_token
 from litgrpo.modules.run_setup import log_that_run_is_complete, make_sharding
-from litgrpo.modules.stop_token import add_stop_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ class LanguageModule(LightningModule, ABC):
             )
         elif self.policy is None:
             self.policy = self._build_policy()
-        add_stop_token(self, self.policy)
+        add_end_token(self, self.policy)
         if sharding is not None:
             sharding.shard(self.policy)
         return self.policy

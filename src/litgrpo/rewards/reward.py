@@ -95,7 +95,8 @@ def environment(
     return [sum(row) if row else None for row in given_rewards]
 
 
-OWN = {"environment": environment}  # functions of rewards that need not name one
+# {name of a reward: its function if it names none}
+DEFAULT_FUNCTIONS = {"environment": environment}
 Normalize = Literal["none", "group", "batch"]
 
 
@@ -289,7 +290,9 @@ def resolve_functions(rewards: Mapping[str, Reward]) -> dict[str, Callable[..., 
     for name, reward in rewards.items():
         _check_weight(name, reward)
         _check_shaping(name, reward, rewards)
-    sources = {name: reward.function or OWN.get(name, "") for name, reward in rewards.items()}
+    sources = {
+        name: reward.function or DEFAULT_FUNCTIONS.get(name, "") for name, reward in rewards.items()
+    }
     for name, function in sources.items():
         require(bool(function), f"reward '{name}' has no function; name one: function: my.reward")
     functions = {

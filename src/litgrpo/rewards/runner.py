@@ -410,9 +410,10 @@ class StartedCalls:
                 self._record(worker, self._running.pop(worker), answer)
 
     def _limit_s(self, call: Call) -> float | None:
-        """Seconds that a coroutine has for all rows; a judge limits its requests itself."""
-        is_judge = is_marked(call.function, "in_process")
-        return None if is_judge else self.runner.timeout_s / 2
+        """Return the seconds that a coroutine has for all rows; None: it has its own limits."""
+        # The mark is that of our judges, which limit each of their requests.
+        limits_itself = is_marked(call.function, "in_process")
+        return None if limits_itself else self.runner.timeout_s / 2
 
     def _await(self, number: int) -> Scores:
         """Return the scores of a coroutine; one that blocks its thread loses it."""

@@ -164,7 +164,8 @@ class Scorer:
         self.components = name_rewards(components)
         self.max_iterations = max_iterations
         self.functions = resolve_functions(self.components)
-        self.asks = {name: parameters(function) for name, function in self.functions.items()}
+        # {component: ({parameter: True if required}, True if it takes `**kwargs`)}
+        self.signatures = {name: parameters(function) for name, function in self.functions.items()}
         self.scoring, self.runner = scoring, Runner(scoring)
         self.weights = {name: float(reward.weight) for name, reward in self.components.items()}
 
@@ -206,8 +207,9 @@ class Scorer:
             RewardFailure: too many rows of a function failed.
         """
         texts = {"prompts": list(prompts), "completions": list(completions)}
-        numbers = range(len(completions) // max(1, group_size))
-        return self._start(texts, columns, group_size, context or {}, iteration, numbers).wait()
+        prompt_numbers = range(len(completions) // max(1, group_size))
+        context = context or {}
+        return self._start(texts, columns, group_size, context, iteration, prompt_numbers).wait()
 
     def start(self, rollout: Rollout, iteration: int = 0) -> PendingRewards:
         """Start scoring a rollout; worker processes run while the caller continues.
@@ -248,8 +250,8 @@ class Scorer:
         columns |= episode_columns(rollout) if rollout.episodes else {}
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
-        context, numbers = {"trainer_state": state}, prompts.index.tolist()
-        pending = self._start(texts, columns, group_size, context, iteration, numbers)
+        context, prompt_numbers = {"trainer_state": state}, prompts.index.tolist()
+        pending = self._start(texts, columns, group_size, context, iteration, prompt_numbers)
         if rollout.episodes:
             pending.rollout = rollout
         return pending
@@ -301,11 +303,11 @@ class Scorer:
         group_size: int,
         context: Mapping[str, Any],
         iteration: int,
-        numbers: Sequence[int],
+        prompt_numbers: Sequence[int],
     ) -> PendingRewards:
-        """Start scoring rows, `group_size` to a prompt, that follow each other.
+        """Start scoring rows; the `group_size` rows of a prompt follow each other.
 
-        `numbers` are the positions of the prompts in the data, for error messages.
+        `prompt_numbers` are the positions of the prompts in the data, for error messages.
         """
         rows = {**texts, **columns, **texts}  # in this order, and no column can replace the texts
         rows["prompt_texts"] = rows["prompts"]
@@ -318,11 +320,13 @@ class Scorer:
             raise ValueError(f"column '{name}' has {length} entries for {num_rows} completions")
         if self.scoring.format == "chat":
             # Messages as the data have them; texts of data without chat format become one message.
-            asked = rows.get("conversation") or rows["prompts"]
-            rows["prompts"] = [_messages("user", prompt) for prompt in asked]
+            prompts = rows.get("conversation") or rows["prompts"]
+            rows["prompts"] = [_messages("user", prompt) for prompt in prompts]
             rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
         context = {"group_size": group_size, **context}
-        places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
+        places = [
+            f"completion {g} of prompt {n}" for n in prompt_numbers for g in range(group_size)
+        ]
         calls = [
             replace(self._call(name, rows, context), places=places) for name in self.components
         ]
@@ -333,9 +337,9 @@ class Scorer:
             for call in calls
             if scored[call.name]
         ]
-        # 1. Worker processes start the user's functions, and judges send their requests from a
-        #    thread of this process. Built-in functions and reward models wait for
-        #    PendingRewards.wait, which runs them in this process.
+        # From here on worker processes run the user's functions, and a thread of this process sends
+        # the requests of judges. Built-in functions and reward models run in this process, when
+        # PendingRewards.wait is called.
         started = self.runner.start(calls)
         tasks = [_task_of(rows, row) for row in range(0, num_rows, group_size)]
         return PendingRewards(self, started, group_size, iteration, scored=scored, tasks=tasks)
@@ -348,7 +352,7 @@ class Scorer:
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
         function, kwargs = self.functions[name], self.components[name].kwargs
-        parameters_of, takes_all = self.asks[name]
+        parameters_of, takes_all = self.signatures[name]
         values = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in parameters_of.items() if required and key not in values]
         if missing:
@@ -358,9 +362,9 @@ class Scorer:
         by_name = parameters_of.keys() - kwargs.keys()
         free = rows.keys() - kwargs.keys() - ({"prompt_texts"} - by_name)
         columns = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
-        asked = {key: context[key] for key in context if key in by_name}
+        named_context = {key: context[key] for key in context if key in by_name}
         notes = tuple(method for method in Notes.NAMES if method in by_name)
-        return Call(name, function, columns, kwargs, len(rows["completions"]), asked, notes)
+        return Call(name, function, columns, kwargs, len(rows["completions"]), named_context, notes)
 
     def combine(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
         """Add up the rewards that returned a value.
@@ -407,15 +411,15 @@ class Scorer:
 
     def _metrics(self, results: Sequence[Scores]) -> dict[str, float]:
         """{name to log: mean} of what functions logged by `log_metric`."""
-        noted: dict[str, list[float]] = {}
+        logged: dict[str, list[float]] = {}
         for scores in results:
             for name, numbers in scores.metrics.items():
-                noted.setdefault(name, []).extend(numbers)
-        taken = noted.keys() & set(reward_stat_names(list(self.components)))
+                logged.setdefault(name, []).extend(numbers)
+        taken = logged.keys() & set(reward_stat_names(list(self.components)))
         if taken:
             name = min(taken)
             raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")
-        return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
+        return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in logged.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return {component: state} of the objects that have a state."""
@@ -438,7 +442,7 @@ class PendingRewards:
 
     Args:
         scorer: scorer that started them.
-        calls: the calls of its reward functions.
+        started: the calls of its reward functions.
         group_size: G.
         iteration: finished iterations, for schedules.
         scored: {component: numbers of the rows that it scores}.
@@ -449,7 +453,7 @@ class PendingRewards:
     def __init__(
         self,
         scorer: Scorer,
-        calls: StartedCalls,
+        started: StartedCalls,
         group_size: int,
         iteration: int,
         *,
@@ -457,7 +461,7 @@ class PendingRewards:
         tasks: list[str],
         rollout: Rollout | None = None,
     ) -> None:
-        self.scorer, self.calls = scorer, calls
+        self.scorer, self.started = scorer, started
         self.group_size, self.iteration = group_size, iteration
         self.scored, self.tasks, self.rollout = scored, tasks, rollout
         self._table: RewardTable | None = None
@@ -474,11 +478,12 @@ class PendingRewards:
             RuntimeError: the scorer was closed, or has started another rollout.
         """
         if self._table is None:
-            # 2. Runs built-in functions and reward models in this thread, then blocks on workers.
-            names = [call.name for call in self.calls.calls]
-            by_name = dict(zip(names, self.calls.wait(), strict=True))
+            # Runs built-in functions and reward models in this thread, then waits for the workers.
+            results = self.started.wait()
+            names = [call.name for call in self.started.calls]
+            by_name = dict(zip(names, results, strict=True))
             scores = [self._in_all_rows(by_name.get(n), rows) for n, rows in self.scored.items()]
-            # 3. Gate, normalize and weight the components; mask rows that failed.
+            # Gates, normalizes and weights the components, and masks rows that failed.
             table = self.scorer.combine(scores, self.group_size, self.iteration)
             table = replace(table, tasks=self.tasks)
             if self.rollout is not None:
@@ -501,8 +506,8 @@ def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:
     """{column: {row: value}} of what functions logged by `log_extra`."""
     merged: dict[str, dict[int, Any]] = {}
     for scores in results:
-        for column, noted in scores.extras.items():
-            merged.setdefault(column, {}).update(noted)
+        for column, values in scores.extras.items():
+            merged.setdefault(column, {}).update(values)
     return merged
 
 

@@ -56,8 +56,9 @@ def filter_candidates(
 Purpose = Literal["train", "val", "test", "predict"]
 PURPOSES: tuple[Purpose, ...] = ("train", "val", "test", "predict")
 
-LARGE, BLOCK = 4096, 128  # vocabularies from this size on are summed in blocks of this size
-BELOW_1 = 1 - 2.0**-50  # short of 1 by more than float64 rounds: some entry always exceeds it
+LARGE, BLOCK = 4096, 128  # vocabularies of LARGE or more tokens are summed in blocks of BLOCK
+# Below 1 by more than float64 rounds: some cumulative sum always exceeds this share of the last.
+BELOW_1 = 1 - 2.0**-50
 
 
 @check_field_types
@@ -242,7 +243,7 @@ def draw_tokens(
 
 
 def _first_beyond(probs: Tensor, uniforms: Tensor, static_shapes: bool) -> Tensor:
-    """[n, 1] the first entry of [n, V] probabilities whose cumulative sum exceeds u [n, 1].
+    """[n, 1] index of the first of [n, V] probabilities whose cumulative sum exceeds u [n, 1].
 
     Large vocabularies are summed in two levels: first the sums of blocks (float32 within a block,
     float64 over them), then the entries of one block.
@@ -263,13 +264,13 @@ def _first_beyond(probs: Tensor, uniforms: Tensor, static_shapes: bool) -> Tenso
     return (block * BLOCK + entry).clamp(max=size - 1)
 
 
-def _beyond(cumulative: Tensor, share: Tensor, count: bool) -> Tensor:
-    """[n, 1] the first entry of [n, K] float64 that exceeds a share [n, 1] of the last.
+def _beyond(cumulative: Tensor, share: Tensor, by_counting: bool) -> Tensor:
+    """[n, 1] index of the first entry of [n, K] float64 that exceeds a share [n, 1] of the last.
 
-    By search, or by counting those that do not exceed it, where a device cannot search.
+    It is found by search, or by counting the entries up to the limit if a device cannot search.
     """
     limit = share * cumulative[:, -1:]
-    if count:
+    if by_counting:
         index = (cumulative <= limit).sum(-1, keepdim=True)
     else:
         index = torch.searchsorted(cumulative, limit, right=True)

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, XLAStrategy
 from torch import Tensor
 
 from litgrpo.arguments import at_least
-from litgrpo.distributed.device import install, to_host
+from litgrpo.distributed.device import set_backend, to_host
 from litgrpo.distributed.sharding import MIN_SHARD_SIZE, DividesWeights, shard_dim
 from litgrpo.xla.preflight import NO_TPU
 
@@ -121,7 +121,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
         self.num_chips = int(xr.global_runtime_device_count())
         self.min_shard_size = min_shard_size
         self.mesh = xs.Mesh(np.arange(self.num_chips), (self.num_chips,), (AXIS,))
-        install(SpmdBackend(self.root_device, self.num_chips, self.divide_rows))
+        set_backend(SpmdBackend(self.root_device, self.num_chips, self.divide_rows))
 
     def divide(self, tensor: Tensor, cut: int | None) -> None:
         """Mark a tensor as sharded along dimension `cut`, or as replicated if it is None."""

@@ -89,7 +89,7 @@ class RolloutRequest:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion: the model's and those of `sampling`."""
+        """End tokens of a completion: the model's `eos_ids`, and `stop_token_ids` of `sampling`."""
         return tuple(sorted({*self.policy.eos_ids, *self.sampling.stop_token_ids}))
 
     @cached_property
@@ -105,11 +105,11 @@ class RolloutRequest:
 
 
 class RolloutEngine(ABC):
-    """Samples completions for prompts, and says what it is.
+    """Samples completions for prompts.
 
-    The result is a pure function of weights, prompts, uniforms and sampling: engines with
-    `exact_logprobs` return the same tokens, up to ties at rounding. `plan` reads `samples_in` and
-    `allows` of the class, without an object.
+    Engines with `exact_logprobs` return the same tokens for the same weights, prompts, uniforms and
+    sampling, up to ties at rounding. A subclass sets `samples_in` and `allows` on the class, where
+    `plan` reads them without building an engine.
 
     Example: an engine in 20 lines is in docs/project/contributing.md.
     """

@@ -396,21 +396,21 @@ class PausedRow:
         position: position in [N * C] of its next token.
         token: last generated token, not yet fed to the policy.
         observation: tokens to read when it rejoins; None: not arrived yet.
-        over: the episode has ended; the row will not rejoin.
+        ended: the episode has ended; the row will not rejoin.
     """
 
     position: int
     token: int
     observation: list[int] | None = None
-    over: bool = False
+    ended: bool = False
 
 
 class TurnDecoder(RowDecoder):
     """Decodes multi-turn rows.
 
     A row is decoding in the batch, or offloaded and waiting for its observation, or offloaded with
-    an observation (it rejoins), or over. Rows of policies whose rows cannot leave a batch wait in
-    it instead, and all others with them.
+    an observation (it rejoins), or its episode has ended. Rows of policies whose rows cannot leave
+    a batch wait in it instead, and all others with them.
 
     Args:
         request: a request with a listener, which supplies observations.
@@ -445,62 +445,63 @@ class TurnDecoder(RowDecoder):
         return self.rows.next_tokens(super()._draw(batch), batch.cursor)
 
     def _finish_rows(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
-        """Rows whose turn has ended get an observation, leave the batch, or are over."""
-        ended = self.rows.end_turns(tokens, batch.cursor)
+        """Write short observations of rows whose turn has ended, and remove all others of them."""
+        turn_ended = self.rows.end_turns(tokens, batch.cursor)
         batch = replace(batch, cursor=batch.cursor + 1)
-        if not (ended or self.offloaded):
+        if not (turn_ended or self.offloaded):
             return batch, tokens
-        over, long = self._take_observations(ended, batch, wait=False)
+        episode_ended, long_observations = self._take_observations(turn_ended, batch, wait=False)
         if self.store is None:
-            while ended:  # rows cannot leave: wait for all observations
-                over += self._take_observations(ended, batch, wait=True)[0]
+            while turn_ended:  # rows cannot leave: wait for all observations
+                episode_ended += self._take_observations(turn_ended, batch, wait=True)[0]
         else:
-            for row, index in ended.items():
+            for row, index in turn_ended.items():
                 self.store.offload(index)
                 position, token = int(batch.cursor[index]), int(tokens[index])
-                self.offloaded[row] = PausedRow(position, token, long.get(row))
-        return self._drop(batch, tokens, [*over, *ended.values()])
+                self.offloaded[row] = PausedRow(position, token, long_observations.get(row))
+        return self._drop(batch, tokens, [*episode_ended, *turn_ended.values()])
 
     def _take_observations(
-        self, ended: dict[int, int], batch: DecodingBatch, *, wait: bool
+        self, turn_ended: dict[int, int], batch: DecodingBatch, *, wait: bool
     ) -> tuple[list[int], dict[int, list[int]]]:
         """Take the observations that have arrived.
 
         Args:
-            ended: {row whose turn ended in this step: its index in the batch}; rows that are over
-                or continue in the batch are removed.
+            turn_ended: {row whose turn ended in this step: its index in the batch}; rows whose
+                episode has ended, or that continue in the batch, are removed from it.
             batch: the rows that are decoded.
             wait: block until one arrives.
 
         Returns:
-            Indices of rows that are over, and {row of `ended`: observation to read in one pass}.
+            Indices of rows whose episode has ended, and {row of `turn_ended`: observation to read
+            in one pass}.
         """
-        over: list[int] = []
-        long: dict[int, list[int]] = {}
+        episode_ended: list[int] = []
+        long_observations: dict[int, list[int]] = {}
         for row, ids in self.listener.take_observations(wait=wait).items():
             if row in self.offloaded:
                 self.offloaded[row].observation = ids
-                self.offloaded[row].over = ids is None
-            elif row not in ended:
+                self.offloaded[row].ended = ids is None
+            elif row not in turn_ended:
                 continue
             elif ids is None:
-                over.append(ended.pop(row))
+                episode_ended.append(turn_ended.pop(row))
             elif len(ids) > MAX_FED_OBSERVATION and self.store is not None:
-                long[row] = ids
+                long_observations[row] = ids
             else:
-                self.rows.write_observation(row, int(batch.cursor[ended.pop(row)]), ids)
-        return over, long
+                self.rows.write_observation(row, int(batch.cursor[turn_ended.pop(row)]), ids)
+        return episode_ended, long_observations
 
     def _drop(
-        self, batch: DecodingBatch, tokens: Tensor, gone: list[int]
+        self, batch: DecodingBatch, tokens: Tensor, leaving: list[int]
     ) -> tuple[DecodingBatch, Tensor]:
         """Remove rows from the batch; the prompts' cache stays while offloaded rows need it."""
         active = torch.ones_like(batch.active)
-        active[gone] = False
-        remaining = compact_rows(active, len(active) - len(gone))
-        if not len(remaining) and not self.offloaded:  # everything is over
+        active[leaving] = False
+        remaining = compact_rows(active, len(active) - len(leaving))
+        if not len(remaining) and not self.offloaded:  # all episodes have ended
             batch = replace(batch, cursor=batch.cursor[:0])
-        elif gone:
+        elif leaving:
             batch = batch.select(remaining)
         return replace(batch, logits=batch.logits[:0]), tokens[remaining]
 
@@ -517,8 +518,8 @@ class TurnDecoder(RowDecoder):
         if self.store is None:
             return batch
         rows = list(self.offloaded.items())
-        self.store.discard([number for number, (_, paused) in enumerate(rows) if paused.over])
-        self.offloaded = {row: paused for row, paused in rows if not paused.over}
+        self.store.discard([number for number, (_, paused) in enumerate(rows) if paused.ended])
+        self.offloaded = {row: paused for row, paused in rows if not paused.ended}
         rows = list(self.offloaded.items())
         ready = [n for n, (_, paused) in enumerate(rows) if paused.observation is not None]
         due = len(ready) == len(rows) or self.step % REJOIN_EVERY == 0 or not len(batch)

@@ -31,13 +31,13 @@ class SourceParts:
         next_prompts: returns the prompts of the k-th next iteration, k = 1, 2, ...
         add_policy_logprobs: returns completions with the policy's log-probabilities as those of the
             sampler.
-        find_end_id: returns the token that ends a completion of the data.
+        find_end_token: returns the token that ends a completion of the data.
     """
 
     rollouter: Rollouter
     next_prompts: Callable[[int], PromptBatch]
     add_policy_logprobs: Callable[[Rollout], Rollout]
-    find_end_id: Callable[[], int]
+    find_end_token: Callable[[], int]
 
 
 class RolloutSource(ABC):

@@ -150,7 +150,7 @@ class DataCompletions(RolloutSource):
         self.check_columns(prompts.columns)
         policy, limit = rollouter.policy, rollouter.max_completion_length
         with rollouter.clock.phase("time/logprobs_s"):
-            completions, end_id = prompts.columns[self.column], self.parts.find_end_id()
+            completions, end_id = prompts.columns[self.column], self.parts.find_end_token()
             rows = encode_completions(prompts.prompts, completions, policy, end_id)
             cut, device = [ids[:limit] for ids in rows], prompts.prompt_ids.device
             ids = pad_rows(cut, policy.pad_id, torch.long, device)
