@@ -530,7 +530,7 @@ class GRPO(LanguageModule):
         experience, comm = iteration.experience, self.learner.comm
         rank_tokens = self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(rank_tokens)))
-        # The rollout as it was sampled: dynamic sampling selects the groups of later ones by reward.
+        # The rollout as it was sampled: dynamic sampling selects groups of later ones by reward.
         first_rollout, first_rewards = experience.sampled[0]
         stats = reward_stats(gather_rewards(first_rewards, comm.gather))
         stats |= rollout_stats(first_rollout)

@@ -120,7 +120,9 @@ def _split(requests: RolloutRequest) -> list[RolloutRequest]:
 
     def part(rows: range) -> RolloutRequest:
         uniforms = requests.uniforms[rows.start * group_size : rows.stop * group_size]
-        return replace(requests, prompts=prompts.take(rows), uniforms=uniforms, max_rows=None)
+        return replace(
+            requests, prompts=prompts.select(rows, trim=False), uniforms=uniforms, max_rows=None
+        )
 
     numbers = range(len(prompts))
     return [part(numbers[start : start + groups]) for start in numbers[::groups]]
