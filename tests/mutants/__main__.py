@@ -28,7 +28,7 @@ from tests.mutants.changes import ROOT, SOURCE, Mutant, automatic, files
 
 PACKAGES = [
     *("algorithms", "learning", "modules", "rollout", "rewards", "evaluation", "models", "data"),
-    *("checkpointing", "tensors", "types"),
+    *("checkpointing", "callbacks", "metrics", "tensor_files", "tensors", "types"),
 ]
 LISTED = yaml.safe_load(Path(__file__).with_name("picked.yaml").read_text(encoding="utf-8"))
 MEMORY = 16 * 2**30  # a mutant may allocate without end

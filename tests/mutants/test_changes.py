@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mutants import changes
-from tests.mutants.__main__ import LISTED
+from tests.mutants.__main__ import LISTED, PACKAGES
 from tests.mutants.changes import automatic
 
 SOURCE = '''"""A text with 1 < 2."""
@@ -68,3 +68,8 @@ def test_what_the_list_changes_is_in_the_source(kind):
         for file, rows in LISTED[kind].items()
         for before, *_ in rows
     )
+
+
+def test_every_change_of_the_list_is_in_a_package_that_is_run():
+    packages = {file.partition("/")[0].removesuffix(".py") for file in LISTED["picked"]}
+    assert packages <= {*PACKAGES}
