@@ -25,6 +25,7 @@ from litgrpo.models.loading.scratch import Scratch, deserialize_tokenizer, seria
 from litgrpo.models.policy import Policy
 from litgrpo.modules import hyper_parameters
 from litgrpo.modules.end_token import add_end_token
+from litgrpo.modules.hooks import check_super_is_called
 from litgrpo.modules.run_setup import log_that_run_is_complete, make_sharding
 
 if TYPE_CHECKING:
@@ -50,7 +51,12 @@ class LanguageModule(LightningModule, ABC):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.hooks_that_ran: set[str] = set()
         self.cpu_contention = CpuContention()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_super_is_called(cls)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
