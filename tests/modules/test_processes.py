@@ -285,7 +285,7 @@ class Apart(PromptData):
     """The second process of two gets no prompt of the set `hard`."""
 
     def val_dataloader(self):
-        rank, processes = self.process
+        rank, processes = self.rank_and_world_size
         mine = {(0, 1): [[0, 1], [2]], (0, 2): [[0], [2]], (1, 2): [[1]]}[rank, processes]
         return BatchLoader(self.sets["val"], BatchOrder(lambda _: mine))
 
