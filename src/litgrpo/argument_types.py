@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from litgrpo import PUBLIC
 from litgrpo.arguments import did_you_mean, import_by_path, require
-from litgrpo.foreign_names import OTHER_NAMES
+from litgrpo.foreign_names import OTHER_NAMES, note_on
 
 Class = TypeVar("Class")
 SHOWN = 60  # characters of a value
@@ -134,7 +134,7 @@ def check_names(owner: str, names: Iterable[str], parameters: Collection[str]) -
             listed = f"it takes {', '.join(arguments) or 'none'}"
             near = did_you_mean(name, arguments).strip(" ()")
             instead = _in_python(name, arguments) or near or listed
-            raise UnknownArgument(f"{owner} has no argument {name!r}: {instead}")
+            raise UnknownArgument(f"{owner} has no argument {name!r}: {instead}{note_on(name)}")
 
 
 def _in_python(foreign_name: str, arguments: Sequence[str]) -> str:

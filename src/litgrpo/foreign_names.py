@@ -19,9 +19,26 @@ _ROWS = _read_table()
 # and the `name` that is enough. Its rows with a `table` are those of docs/howto/coming_from_trl.md
 # and coming_from_verl.md; `python -m tests.tables` writes them there.
 OTHER_NAMES = {row["name"]: row["option"] for row in _ROWS if row["option"]}
+
+
+def _plain_remarks(*, with_option: bool) -> dict[str, str]:
+    return {
+        row["name"]: LINK.sub(r"\1", row["remark"]).replace("`", "")
+        for row in _ROWS
+        if bool(row["option"]) == with_option
+    }
+
+
 # {name: what litgrpo does instead} of those without an option, as plain text.
-REMARKS = {
-    row["name"]: LINK.sub(r"\1", row["remark"]).replace("`", "")
-    for row in _ROWS
-    if not row["option"]
-}
+REMARKS = _plain_remarks(with_option=False)
+_NOTES = _plain_remarks(with_option=True)
+
+
+def note_on(name: str) -> str:
+    """Return ` (what is different)` of a name with an option; "" if nothing is.
+
+    Example:
+        >>> note_on("per_device_train_batch_size"), note_on("beta")
+        (' (prompts of all devices: completions / group_size)', '')
+    """
+    return f" ({note})" if (note := _NOTES.get(name)) else ""

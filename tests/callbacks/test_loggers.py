@@ -102,7 +102,7 @@ def test_tensorboard_has_an_overview_definitions_and_hyperparameters(tmp_path):
 def test_no_chart_of_tensorboards_overview_has_two_lines(tmp_path):
     """All lines of one run have one color there, so two in a chart could not be told apart."""
     names = ["reward/mean", "policy/entropy", "completion/len_mean"]
-    names += ["completion/terminated_len_mean", "val/easy/avg@4", "val/hard/avg@4"]
+    names += ["completion/truncated_frac", "val/easy/avg@4", "val/hard/avg@4"]
     names += ["val/easy/greedy", "val/hard/greedy", "val/easy/reward", "val/hard/reward"]
     board = TensorBoard(str(tmp_path))
     board.log_metrics(dict.fromkeys(names, 0.5), 0)

@@ -182,7 +182,7 @@ def test_the_conversation_is_what_is_asked_without_the_chat_format():
 
 
 def test_chat_needs_a_chat_template():
-    with pytest.raises(ValueError, match="no chat template; use `template`"):
+    with pytest.raises(ValueError, match="no chat template; set chat to false"):
         texts(["a"], chat=Chat(), tokenizer=byte_tokenizer())
 
 

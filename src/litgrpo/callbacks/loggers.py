@@ -40,9 +40,14 @@ OVERVIEW = {
     "held-out accuracy": r"val/(.+/)?avg@\d+",
     "held-out greedy accuracy": r"val/(.+/)?greedy",
     "held-out reward": r"val/(.+/)?reward",
+    "differences within groups": r"reward/group_std",
+    "groups without a gradient": r"reward/zero_variance_groups_frac",
     "entropy": r"policy/entropy",
+    "KL": r"policy/kl",
+    "clipped below": r"policy/clip_low_frac",
+    "clipped above": r"policy/clip_high_frac",
     "length": r"completion/len_mean",
-    "length of terminated completions": r"completion/terminated_len_mean",
+    "truncated": r"completion/truncated_frac",
     "text": r"val/(.+/)?initial_perplexity",
 }
 MAIN_CHARTS = ("reward", "held-out accuracy", "held-out greedy accuracy", "held-out reward")

@@ -36,7 +36,7 @@ from litgrpo.cli.options import (
     type_name,
 )
 from litgrpo.cli.recipes import OBJECT_KEYS, with_init_args
-from litgrpo.foreign_names import OTHER_NAMES, REMARKS
+from litgrpo.foreign_names import OTHER_NAMES, REMARKS, note_on
 
 RECIPE_OPTIONS = (
     "model",
@@ -275,7 +275,7 @@ def unknown_option(key: str, top: Mapping[str, Option]) -> str:
     if is_recipe and name in REMARKS:
         return f"{unknown}; in litgrpo: {REMARKS[name]}"
     if is_recipe and (other := other_name(key, top) or find_name(name, top)):
-        return f"{unknown}: use {other!r}"
+        return f"{unknown}: use {other!r}{note_on(name)}"
     if not is_recipe and first in RECIPE_OPTIONS:
         if "fit_options" in top_names:
             return f"{unknown}: 'fit' takes it; pass it as --fit_options='[\"--{key}\", \"VALUE\"]'"
@@ -301,7 +301,7 @@ def unknown_option_of(key: str, name: str, owner: type, top: Mapping[str, Option
         return f"{unknown}: {name!r} stands at the top of a recipe, not below {key!r}"
     other = other_name(f"{key}.{name}", top)
     if other and other != f"{key}.{name}":  # before names that only look alike
-        return f"{unknown}: use {other!r}"
+        return f"{unknown}: use {other!r}{note_on(name)}"
     near, elsewhere = nearest(name, option_names), find_name(name, top)
     is_typo = near.startswith(name) or difflib.get_close_matches(name, [near], 1, NEAR)
     if elsewhere and not is_typo:

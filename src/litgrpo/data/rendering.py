@@ -559,7 +559,10 @@ def apply_chat_template(
 ) -> str:
     """Render messages in the tokenizer's chat format."""
     has_template, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
-    require(has_template, "chat: the tokenizer has no chat template; use `template` instead")
+    require(
+        has_template,
+        "chat: the tokenizer has no chat template; set chat to false",
+    )
     try:
         return render_messages(
             tokenizer,
