@@ -177,7 +177,9 @@ def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
     half = "{half: {function: tests.audit.test_open_text.always_half}}"
     more = ("--data.train=[a b, c d]", "--model.rewards.half.weight", "2")
     code, out, _ = cli("audit", "-c", str(recipe), "--model.rewards", half, *more)
-    assert code == 0
+    assert code == 1
+    assert out.count("FAULT: ") == 1
+    assert "FAULT: paid for nothing: 'no completion', " in out
     assert "2 prompts without a column `answer`" in out
     assert "earn 1 on average" in out
 

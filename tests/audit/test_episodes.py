@@ -30,11 +30,11 @@ class Paying:
         return StepResult("continue", reward=self.pays(action, self.row))
 
 
-def found(environment, rewards=None, turn_texts=TURN_TEXTS):
+def found(environment, rewards=None, turn_texts=TURN_TEXTS, samples=SAMPLES):
     scorer = Scorer(rewards or {"environment": Reward()})
     starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(ROWS)]
     pool = InProcessEpisodes(environment)
-    return audit_episodes(pool, environment, scorer, starts, SAMPLES, turn_texts, max_turns=3)
+    return audit_episodes(pool, environment, scorer, starts, samples, turn_texts, max_turns=3)
 
 
 def line(report, policy):
@@ -57,7 +57,7 @@ def test_a_sound_environment_passes_and_rewarding_the_reference_answer_is_a_rema
         (lambda text, row: float("think" in text), "exploit: a policy that 'only talks' earns 3 "),
         (
             lambda text, row: (len(text) == 0) / 3,
-            "paid for nothing: a policy that 'gives empty turns'",
+            "paid for nothing: 'gives empty turns' earn as much",
         ),
         (
             lambda text, row: float(text == "continue"),
@@ -70,6 +70,26 @@ def test_a_sound_environment_passes_and_rewarding_the_reference_answer_is_a_rema
 def test_rewards_for_scripted_policies_and_failures_are_faults(pays, fault):
     report = found(Paying(pays))
     assert any(fault in each for each in report.faults), report.faults
+
+
+def test_a_constant_reward_is_one_fault_and_no_success_a_remark():
+    zeros = torch.zeros_like(SAMPLES)
+    report = found(Paying(lambda text, row: 0.0), samples=zeros)
+    assert report.passed
+    (remark,) = report.remarks
+    assert remark.startswith("no advantage: all 2 samples of each prompt earn the same (0 on aver")
+    assert list(report.lines())[-1].startswith("PASS (whether correct episodes are rewarded was")
+    report = found(Paying(lambda text, row: 1 / 3), samples=zeros + 1)
+    (fault,) = report.faults
+    assert fault.startswith("paid for nothing: 'gives empty turns', 'only talks', 'loops', ")
+    assert not any("empty turns" in remark for remark in report.remarks)  # the fault says it
+
+
+def test_samples_without_a_reward_are_a_fault():
+    report = found(Paying(lambda text, row: 0.0), samples=SAMPLES * torch.nan)
+    assert any("4 of 4 samples of the initial policy failed or have no rew" in x
+               for x in report.faults)  # fmt: skip
+    assert report.title.endswith("by the initial policy have no reward")
 
 
 def loud(prompts, completions, turns, messages):

@@ -33,6 +33,31 @@ def always_half(prompts, completions):
     return [0.5 for _ in completions]
 
 
+def first_text(prompts, completions):
+    return [float(text == SAMPLES[0][0]) for text in completions]
+
+
+def no_walk(completions):
+    return [-float("walked" in text or len(text) > 80) for text in completions]
+
+
+def long_enough(completions):
+    """As long as the prompts, and no longer."""
+    return [float(len(text) > 25) - (len(text) > 40) for text in completions]
+
+
+def never(completions):
+    return [0.0 for _ in completions]
+
+
+def unscored(completions):
+    return [None for _ in completions]
+
+
+def raises(completions):
+    raise RuntimeError("no server")
+
+
 def broken(prompts, completions):
     return [1 / len(text) for text in completions]
 
@@ -60,11 +85,48 @@ def test_a_reward_for_the_prompts_words_is_exploited_by_copying_them():
     assert {"prompt copied", "keywords of the prompt"} <= kinds_of_exploits(report)
 
 
-def test_equal_is_not_better_and_a_sound_reward_passes():
-    report = found(always_half)
-    assert (report.passed, report.remarks) == (True, [])
-    report = found(real_text)
-    assert (report.passed, report.numbers["mean"], report.numbers["best"]) == (True, 1.0, 1.0)
+def test_a_sound_reward_passes_and_correctness_is_not_tested():
+    report = found(first_text)
+    assert (report.passed, report.numbers["mean"], report.numbers["best"]) == (True, 0.5, 1.0)
+    assert list(report.lines())[-1] == "PASS (no reference answers: correctness not tested)"
+    assert not any("no advantage" in remark for remark in report.remarks)
+
+
+def test_doing_nothing_that_earns_as_much_as_the_best_sample_is_one_fault():
+    (fault,) = found(always_half).faults
+    assert fault.startswith("paid for nothing: 'no completion', 'no attempt', 'prompt copied' earn")
+    # A penalty that the best sample and an empty text avoid.
+    (fault,) = found(no_walk).faults
+    assert fault.startswith("paid for nothing: 'no completion', 'no attempt', 'prompt copied' earn")
+    report = found(long_enough)
+    assert kinds_of_exploits(report) == {"prompt copied"}
+
+
+@pytest.mark.parametrize("function", [always_half, real_text, never])
+def test_samples_that_earn_the_same_are_a_remark(function):
+    (remark,) = [remark for remark in found(function).remarks if "no advantage" in remark]
+    assert "nothing is learned" in remark
+
+
+def test_no_success_of_the_samples_is_no_fault():
+    assert found(never).passed
+
+
+def test_a_constant_reward_beside_another_is_a_remark():
+    rewards = {"first": Reward(first_text), "half": Reward(always_half)}
+    report = audit_open_text(Scorer(rewards), PROBLEMS, SAMPLES)
+    assert report.passed
+    constant = [remark for remark in report.remarks if remark.startswith("constant")]
+    assert constant == ["constant: 'half' ranks no sample above another and gives no gradient"]
+
+
+def test_rewards_without_a_score_are_one_fault_and_earn_nothing():
+    for function in (unscored, raises):
+        report = found(function)
+        assert len(report.faults) == 1
+        assert report.title.endswith("2 samples of the initial policy have no reward")
+        assert report.remarks == []
+    assert found(unscored).faults == ["no reward: the rewards give no sample a score (None)"]
 
 
 def test_failures_are_faults():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jsonargparse import ArgumentParser
 from litgrpo.arguments import at_least, require_folder_of
 from litgrpo.audit.answers import audit_rewards
 from litgrpo.audit.cases import AnswerFormat, Problem
-from litgrpo.audit.code_tests import find_test_faults
+from litgrpo.audit.code_tests import REFERENCE, find_test_faults
 from litgrpo.audit.samples import audit_environment, audit_open, instantiate_data
 from litgrpo.audit.score import evenly
 from litgrpo.data.sources import read_rows
@@ -38,13 +39,14 @@ def audit(
 ) -> None:
     r"""Check the reward functions of a recipe for false negatives and exploits; exit code 1 if any.
 
-    Correct answers in fifteen formatting variants must be judged correct. Incorrect, empty,
-    repeated, stuffed or copied answers must earn less. The audit also finds rewards that are slow,
-    constant, failing, dominant or in conflict, and tasks of reasoning-gym that execute answers.
-    Without a column `answer` the text is open-ended: then exploits (the prompt copied, one sentence
-    repeated, words shuffled, keywords, words in the reward's own source) must not earn more than
-    the best of a few samples of the initial policy. The tests of code are run against code that
-    does nothing, and against the column `reference_solution`.
+    Correct answers must be judged correct, numbers in fifteen formatting variants. Incorrect,
+    empty, repeated, stuffed or copied answers must earn less. The audit also finds rewards that are
+    slow, constant, failing, dominant or in conflict, and tasks of reasoning-gym that execute
+    answers. Without a column `answer` the text is open-ended: then exploits (the prompt copied, one
+    sentence repeated, words shuffled, keywords, words in the reward's own source) must not earn
+    more than the best of a few samples of the initial policy, and no text, a refusal or the prompt
+    copied not as much. The tests of code are run against code that does nothing, and against the
+    column `reference_solution`.
 
     Args:
         cli: a parsed command line, `RecipeCLI(words, "audit", extra=audit)`.
@@ -93,6 +95,8 @@ def audit(
     rows = [problem.columns for problem in all_problems]
     for reward in code_rewards:
         result.faults.extend(find_test_faults(reward, rows))
+        if any(row.get(REFERENCE) is not None for row in rows):
+            result = replace(result, untested="")
     print(visible("\n".join(result.lines())))
     if report is not None:
         text = json.dumps(result.as_dict(), indent=1)

@@ -22,19 +22,21 @@ from litgrpo.audit.policies import (
 )
 from litgrpo.audit.report import AuditReport
 from litgrpo.audit.score import (
-    LOWEST,
     best_samples,
     compare_with_samples,
+    describe_equal_samples,
     describe_failures,
+    describe_paid_for_nothing,
+    describe_samples,
     mean_and_best,
     patient_scorer,
-    slack,
+    reach_best,
 )
 from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 from litgrpo.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 
 @dataclass
@@ -97,8 +99,8 @@ def audit_episodes(
     num_rows, num_samples = samples.shape
     numbers = {"rows": num_rows, "samples": num_samples, "mean": mean, "best": best}
     return AuditReport(
-        title=f"{num_rows} rows; {num_samples} episodes of each by the initial policy earn "
-        f"{mean:.3g} on average, the best of them {best:.3g}",
+        title=f"{num_rows} rows; {num_samples} episodes of each by the initial policy "
+        f"{describe_samples(samples)}",
         numbers=numbers | {"sampled_failed": int(samples.isnan().sum())},
         tables={"policy": policies},
         faults=[
@@ -106,7 +108,8 @@ def audit_episodes(
             *describe_failures(patient, "episodes", "reward "),
             *describe_failed_samples(samples),
         ],
-        remarks=list(find_remarks(policies, samples)),
+        remarks=[*find_remarks(policies), *describe_equal_samples(samples)],
+        untested="whether correct episodes are rewarded was not tested",
     )
 
 
@@ -116,18 +119,14 @@ def audit_episodes(
 def find_faults(policies: DataFrame, samples: Tensor) -> Iterator[str]:
     """Yield policies that earn without solving the task, and those that break episodes."""
     _, best = mean_and_best(samples)
-    than = f"of {samples.shape[1]} samples of the initial policy (these earn {best:.3g})"
-    for name, row in policies.iterrows():
-        count, earns = row["count"], f"a policy that '{name}' earns {row['mean']:.3g} on average"
-        if row["kind"] != KNOWS and 2 * row["beats_best"] > count:
-            yield (
-                f"exploit: {earns} and beats the best {than} on {row['beats_best']} of {count} rows"
-            )
-        elif row["kind"] in (IDLE, HOSTILE) and 2 * row["reaches_best"] > count:
-            yield (
-                f"paid for nothing: {earns}, as much as the best {than} on {row['reaches_best']} "
-                f"of {count} rows"
-            )
+    exploits, idle = find_unearned(policies)
+    for name, row in policies[exploits].iterrows():
+        yield (
+            f"exploit: a policy that '{name}' earns {row['mean']:.3g} on average and beats the "
+            f"best of {samples.shape[1]} samples of the initial policy (these earn {best:.3g}) on "
+            f"{row['beats_best']} of {row['count']} rows"
+        )
+    yield from describe_paid_for_nothing(policies.index[idle], samples)
     for name, row in policies[policies["failed"] > 0].iterrows():
         yield (
             f"failures: '{name}' breaks {row['failed']} of {row['count']} episodes "
@@ -135,16 +134,25 @@ def find_faults(policies: DataFrame, samples: Tensor) -> Iterator[str]:
         )
 
 
+def find_unearned(policies: DataFrame) -> tuple[Series, Series]:
+    """Return which policies beat the best sample on most rows, and which idle ones equal it."""
+    kind, half = policies["kind"], policies["count"] / 2
+    beats = (kind != KNOWS) & (policies["beats_best"] > half)
+    idle = kind.isin((IDLE, HOSTILE)) & (policies["reaches_best"] > half) & ~beats
+    return beats, idle
+
+
 def describe_failed_samples(samples: Tensor) -> list[str]:
     """Return a fault if samples of the initial policy failed."""
-    failed = int(samples.isnan().sum())
-    fault = f"failures: {failed} of {samples.numel()} samples of the initial policy failed"
+    failed, count = int(samples.isnan().sum()), samples.numel()
+    fault = f"failures: {failed} of {count} samples of the initial policy failed or have no reward"
     return [fault] if failed else []
 
 
-def find_remarks(policies: DataFrame, samples: Tensor) -> Iterator[str]:
-    """Yield policies that are paid, which may be intended, and rewards that rank nothing."""
-    paid = policies[policies["paid"] > 0]
+def find_remarks(policies: DataFrame) -> Iterator[str]:
+    """Yield policies without a fault that are paid, which may be intended."""
+    exploits, idle = find_unearned(policies)
+    paid = policies[(policies["paid"] > 0) & ~exploits & ~idle]
     for name, row in paid[paid["kind"] != KNOWS].iterrows():
         remark = f"'{name}' is paid on {row['paid']} of {row['count']} rows"
         if row["beats_mean"]:
@@ -155,9 +163,6 @@ def find_remarks(policies: DataFrame, samples: Tensor) -> Iterator[str]:
             f"giving the reference answer without playing is paid on {row['paid']} of "
             f"{row['count']} rows: the environment's answers are not needed for the reward"
         )
-    mean, best = mean_and_best(samples)
-    if mean == best and (policies["mean"] == mean).all():
-        yield "every policy and every sample earns the same: advantages are zero"
 
 
 # --- playing ---
@@ -255,10 +260,9 @@ def summarize_policy(
     policy: ScriptedPolicy, episodes: Sequence[PlayedEpisode], paid: Tensor, samples: Tensor
 ) -> dict[str, Any]:
     """Summarize B episodes of a policy; rewards `paid` [B], `samples` [B, k], NaN if failed."""
-    highest = samples.nan_to_num(LOWEST).max(1).values
     failed = [episode.failed for episode in episodes if episode.failed]
     return compare_with_samples(paid, samples) | {
-        "reaches_best": int(((paid > 0) & (paid >= highest - slack(highest))).sum()),
+        "reaches_best": int(((paid > 0) & reach_best(paid, samples)).sum()),
         "paid": int((paid > 0).sum()),
         "turns": sum(len(episode.turns) for episode in episodes) / len(episodes),
         "failed": len(failed),

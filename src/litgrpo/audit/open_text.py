@@ -9,25 +9,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from litgrpo.arguments import require
 from litgrpo.audit.cases import PRAISE, Case, Problem
 from litgrpo.audit.report import AuditReport
 from litgrpo.audit.score import (
+    are_equal,
     best_samples,
     compare_with_samples,
+    describe_equal_samples,
     describe_failures,
+    describe_paid_for_nothing,
+    describe_samples,
     mean_and_best,
     patient_scorer,
+    reach_best,
     score_cases,
 )
 from litgrpo.rewards import Scorer
+from litgrpo.types import RewardTable
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 WORD = re.compile(r"[^\W\d_]{3,}")
 LEXICON_WORDS, WORDS_AT_ONCE = "words of the reward", 30
+NO_TEXT, COPY, REFUSAL = "no completion", "prompt copied", "no attempt"  # they do nothing
 
 
 def audit_open_text(
@@ -47,41 +55,53 @@ def audit_open_text(
     lexicon, rng, num_samples = find_lexicon(scorer), random.Random(seed), len(samples[0])
     with patient_scorer(scorer) as patient:
         probes = [[Case("sample", text, None) for text in texts] for texts in samples]
-        real = score_cases(patient, list(zip(problems, probes, strict=True))).total
+        table = score_cases(patient, list(zip(problems, probes, strict=True)))
+        real = table.scored
         probes = [
             make_exploits(problem.prompt, texts[best], lexicon, rng)
             for problem, texts, best in zip(problems, samples, best_samples(real), strict=True)
         ]
-        paid = score_cases(patient, list(zip(problems, probes, strict=True))).total
+        paid = score_cases(patient, list(zip(problems, probes, strict=True))).scored
     rows = {}
     for column, case in enumerate(probes[0]):
         totals = paid[:, column]
         example = probes[int(totals.nan_to_num(-torch.inf).argmax())][column].completion
-        rows[case.kind] = compare_with_samples(totals, real) | {"example": example}
+        # If all samples earn 0, the task may be too hard for the initial policy.
+        reaches = reach_best(totals, real) & ((totals > 0) | ~are_equal(real))
+        rows[case.kind] = compare_with_samples(totals, real) | {
+            "reaches_best": int(reaches.sum()),
+            "example": example,
+        }
     exploits = pd.DataFrame.from_dict(rows, orient="index").sort_values("mean", ascending=False)
     mean, best = mean_and_best(real)
     return AuditReport(
         title=f"{len(problems)} prompts without a column `answer` (another name: data.columns), so "
-        f"correctness was not tested; {num_samples} samples of the initial policy earn {mean:.3g} "
-        f"on average, the best of them {best:.3g}",
+        f"correctness was not tested; {num_samples} samples of the initial policy "
+        f"{describe_samples(real)}",
         numbers={"prompts": len(problems), "samples": num_samples, "mean": mean, "best": best},
         tables={"exploit": exploits},
         faults=[
-            *find_faults(exploits, num_samples, best),
-            *describe_failures(patient, "completions"),
+            *find_faults(exploits, real),
+            *(describe_failures(patient, "completions") or describe_unscored(real)),
         ],
-        remarks=list(find_remarks(exploits)),
+        remarks=[*find_remarks(exploits), *describe_constant(table)],
+        untested="no reference answers: correctness not tested",
     )
 
 
-def find_faults(exploits: DataFrame, num_samples: int, best: float) -> Iterator[str]:
-    """Yield exploits that earn more than the best sample; to equal it is no fault."""
+def find_faults(exploits: DataFrame, samples: Tensor) -> Iterator[str]:
+    """Yield exploits that earn more than the best sample, and doing nothing that earns as much."""
+    beats = 2 * exploits["beats_best"] > exploits["count"]
+    reaches = (2 * exploits["reaches_best"] > exploits["count"]) & ~beats
+    idle = [kind for kind in (NO_TEXT, REFUSAL, COPY) if reaches[kind]]
+    yield from describe_paid_for_nothing(idle, samples)
+    _, best = mean_and_best(samples)
     for kind, row in exploits.iterrows():
-        if 2 * row["beats_best"] > row["count"]:
+        if beats[kind]:
             yield (
                 f"exploit: '{kind}' earns {row['mean']:.3g} on average and beats the best of "
-                f"{num_samples} samples on {row['beats_best']} of {row['count']} prompts (these "
-                f"earn {best:.3g}), such as {row['example'][:60]!r}"
+                f"{samples.shape[1]} samples on {row['beats_best']} of {row['count']} prompts "
+                f"(these earn {best:.3g}), such as {row['example'][:60]!r}"
             )
 
 
@@ -93,6 +113,21 @@ def find_remarks(exploits: DataFrame) -> Iterator[str]:
                 f"'{kind}' earns more than the mean sample on {row['beats_mean']} of "
                 f"{row['count']} prompts: training reinforces completions that resemble it"
             )
+
+
+def describe_unscored(samples: Tensor) -> list[str]:
+    """Return a fault if no sample has a reward."""
+    fault = "no reward: the rewards give no sample a score (None)"
+    return [fault] if samples.isnan().all() else []
+
+
+def describe_constant(samples: RewardTable) -> list[str]:
+    """Return remarks if all samples of each prompt get the same, in total or from a reward."""
+    return describe_equal_samples(samples.scored) or [
+        f"constant: '{name}' ranks no sample above another and gives no gradient"
+        for name, values in samples.components.items()
+        if samples.weights[name] and samples.valid.any() and are_equal(values).all()
+    ]
 
 
 def make_exploits(prompt: str, sample: str, lexicon: list[str], rng: random.Random) -> list[Case]:
@@ -109,13 +144,13 @@ def make_exploits(prompt: str, sample: str, lexicon: list[str], rng: random.Rand
     sentence = re.split(r"(?<=[.!?])\s", sample.strip())[0]
     asked = WORD.findall(prompt) or prompt.split()
     texts = {
-        "no completion": "",
-        "prompt copied": prompt,
+        NO_TEXT: "",
+        COPY: prompt,
         "one sentence repeated": f"{sentence} " * 20,
         "words shuffled": " ".join(shuffled),
         "keywords of the prompt": " ".join(asked * 8),
         "keywords": PRAISE * 4,
-        "no attempt": "I am sorry, but I cannot answer this question.",
+        REFUSAL: "I am sorry, but I cannot answer this question.",
     }
     if lexicon:
         texts[LEXICON_WORDS] = " ".join(lexicon[:WORDS_AT_ONCE])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SHOWN = 21  # characters of an example
 # Columns that only faults and remarks, and the file, tell: lines have at most 80 characters.
-UNSHOWN = ("reason", "kind", "reaches_best", "beats_mean")
+UNSHOWN = ("reason", "kind", "reaches_best", "beats_mean", "scored")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class AuditReport:
         tables: {what the rows are: their numbers, with names as index}.
         faults: problems that make the rewards unfit for training, one sentence each.
         remarks: findings that may be intended, one sentence each.
+        untested: what a report without a fault does not show; "" if nothing.
     """
 
     title: str
@@ -33,6 +34,7 @@ class AuditReport:
     tables: dict[str, DataFrame]
     faults: list[str]
     remarks: list[str]
+    untested: str = ""
 
     @property
     def passed(self) -> bool:
@@ -46,7 +48,7 @@ class AuditReport:
             for name, table in self.tables.items()
         }
         verdict = {"passed": self.passed, "faults": self.faults, "remarks": self.remarks}
-        return self.numbers | verdict | {"tables": tables}
+        return self.numbers | verdict | {"untested": self.untested, "tables": tables}
 
     def lines(self) -> Iterator[str]:
         """Yield the report in lines."""
@@ -65,7 +67,8 @@ class AuditReport:
         yield ""
         yield from (f"remark: {remark}" for remark in self.remarks)
         yield from (f"FAULT: {fault}" for fault in self.faults)
-        yield "PASS" if self.passed else "FAIL: " + plural(len(self.faults), "fault")
+        untested = f" ({self.untested})" if self.untested else ""
+        yield f"PASS{untested}" if self.passed else "FAIL: " + plural(len(self.faults), "fault")
 
 
 def _cell(column: str, value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from litgrpo.audit.cases import Case, Problem
 from litgrpo.metrics import reward_stats
 from litgrpo.rewards import Scorer, Scoring
-from litgrpo.types import RewardTable
+from litgrpo.types import RewardTable, compare_within_groups
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -139,6 +139,22 @@ def best_samples(samples: Tensor) -> list[int]:
     return best
 
 
+def highest_samples(samples: Tensor) -> Tensor:
+    """Return the reward [B] of the best of the samples [B, k]."""
+    return samples.nan_to_num(LOWEST).max(1).values
+
+
+def reach_best(totals: Tensor, samples: Tensor) -> Tensor:
+    """[B] True for probes [B] that earn as much as the best sample [B, k], or more."""
+    highest = highest_samples(samples)
+    return totals >= highest - slack(highest)
+
+
+def are_equal(samples: Tensor) -> Tensor:
+    """[B] True if all samples [B, k] of a prompt earn the same: they have no advantage."""
+    return (compare_within_groups(samples)[0].nan_to_num(0.0) == 0).all(1)
+
+
 def compare_with_samples(totals: Tensor, samples: Tensor) -> dict[str, Any]:
     """Summarize the rewards of one kind of probe.
 
@@ -151,7 +167,7 @@ def compare_with_samples(totals: Tensor, samples: Tensor) -> dict[str, Any]:
         mean sample.
     """
     scored, paid = totals[~totals.isnan()], totals.nan_to_num(LOWEST)
-    highest, mean = samples.nan_to_num(LOWEST).max(1).values, samples.nanmean(1)
+    highest, mean = highest_samples(samples), samples.nanmean(1)
     return {
         "count": len(totals),
         "mean": float(scored.mean()) if len(scored) else 0.0,
@@ -161,9 +177,44 @@ def compare_with_samples(totals: Tensor, samples: Tensor) -> dict[str, Any]:
 
 
 def mean_and_best(samples: Tensor) -> tuple[float, float]:
-    """Return the mean reward of samples [B, k], and the mean of the best of each prompt."""
-    best = samples.nan_to_num(LOWEST).max(1).values
+    """Return the mean reward of samples [B, k], and the mean of the best of each prompt.
+
+    Both are 0 if no sample has a reward.
+    """
+    if samples.isnan().all():
+        return 0.0, 0.0
+    best = highest_samples(samples)
     return float(samples.nanmean()), float(best[best > LOWEST].mean())
+
+
+def describe_samples(samples: Tensor) -> str:
+    """Return what samples [B, k] of the initial policy earn, as the end of a sentence."""
+    if samples.isnan().all():
+        return "have no reward"
+    mean, best = mean_and_best(samples)
+    return f"earn {mean:.3g} on average, the best of them {best:.3g}"
+
+
+def describe_paid_for_nothing(names: Iterable[object], samples: Tensor) -> Iterator[str]:
+    """Yield a fault that lists probes that do nothing and earn as much as the best sample."""
+    _, best = mean_and_best(samples)
+    if listed := ", ".join(map(repr, names)):
+        yield (
+            f"paid for nothing: {listed} earn as much as the best of {samples.shape[1]} samples of "
+            f"the initial policy (these earn {best:.3g}) on more than half of the prompts"
+        )
+
+
+def describe_equal_samples(samples: Tensor) -> list[str]:
+    """Return a remark if the rewards of samples [B, k] rank nothing."""
+    if samples.isnan().all() or not are_equal(samples).all():
+        return []
+    mean, _ = mean_and_best(samples)
+    return [
+        f"no advantage: all {samples.shape[1]} samples of each prompt earn the same ({mean:.3g} on "
+        "average), so nothing is learned; either the reward is constant, or the task is too hard "
+        "or too easy for the initial policy"
+    ]
 
 
 def describe_failures(scorer: Scorer, what: str, name_text: str = "") -> list[str]:
