@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from litgrpo.audit.answers import audit_rewards
-from litgrpo.audit.cases import AnswerFormat, Problem
+from litgrpo.audit.cases import HONEST, AnswerFormat, Problem
 from litgrpo.data.examples.problems import held_out
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.format import reasoning_answer
 from litgrpo.rewards.builtin.length import length
-from litgrpo.rewards.builtin.math import correctness
+from litgrpo.rewards.builtin.math import correctness, exact
 from tests.oracle.reference import GSM8K
 from tests.rewards import faulty_rules
 from tests.support.cases import PROBLEMS
@@ -86,8 +86,9 @@ def test_a_reward_that_searches_the_whole_completion_is_a_fault() -> None:
     table = found.tables["everything else"]
     wrong = table[(table["correct"] > 0) & (table["beats"] + table["equals"] > 0)].index
     assert {*wrong} >= {"all numbers as the answer", "many answers", "hedged"}
-    assert any(fault.startswith("false positives: 12 of 12") for fault in found.faults)
-    assert any(fault.startswith("exploit: 12 of 12") for fault in found.faults)
+    both = "is judged correct in 12 of 12 cases, paid as a correct answer in 12 of 12, such as '"
+    (fault,) = [fault for fault in found.faults if fault.startswith("exploit: 'hedged'")]
+    assert fault.startswith(f"exploit: 'hedged' {both}")
 
 
 def test_a_part_that_pays_for_length_lets_exploits_win() -> None:
@@ -113,6 +114,86 @@ def test_slow_failing_and_constant_rewards_are_named(worker_processes) -> None:
 def endless(prompts, completions):
     """A regular expression that doubles its time with each letter, on any machine."""
     return [1.0 if re.match(r"(a|a)+$", text + "!") else 0.0 for text in completions]
+
+
+def test_a_reward_that_accepts_everything_is_one_fault() -> None:
+    found = report(faulty_rewards("constant"))
+    assert found.faults == [
+        "false positives: 'constant' judges every completion as correct, even an empty one"
+    ]
+
+
+@pytest.mark.parametrize("also_correct", [{}, {"correct": Reward(correctness, weight=2.0)}])
+def test_a_reward_that_always_fails_is_one_fault_and_neither_constant_nor_strict(
+    also_correct,
+) -> None:
+    found = report(also_correct | {"broken": Reward(broken)}, PROBLEMS[:2])
+    (fault,) = found.faults
+    assert fault.startswith("failures: 'broken' fails on completions of the audit (Runtim")
+    assert not any("broken" in remark for remark in found.remarks)
+
+
+def broken(completions):
+    raise RuntimeError("no server")
+
+
+def test_a_reward_without_any_score_is_a_fault_if_it_decides_and_else_a_remark() -> None:
+    unscored = {"unscored": Reward(lambda completions: [None for _ in completions])}
+    sentence = "no reward: 'unscored' gives no completion a score (None)"
+    found = report(unscored, PROBLEMS[:2])
+    assert (found.faults, "constant" in str(found.remarks)) == ([sentence], False)
+    unscored["unscored"].weight = 0.1
+    found = report(SOUND | unscored, PROBLEMS[:2])
+    assert (found.faults, sentence in found.remarks) == ([], True)
+
+
+def test_a_reward_below_the_threshold_names_the_threshold() -> None:
+    near = Reward(lambda completions: [-abs(20 - len(text)) - 1.0 for text in completions])
+    (fault,) = report({"near": near}).faults
+    assert "'near' judges no completion as correct: the highest reward is -" in fault
+    assert "a correct answer needs 1; set --success_threshold, or --success_reward" in fault
+
+
+TEXTS = [Problem("Capital of France?", "Paris"), Problem("As JSON?", '{"a": [1, 2], "b": "x"}')]
+
+
+def test_text_that_must_be_exact_is_a_remark_and_a_number_in_other_digits_a_fault() -> None:
+    found = report({"exact": Reward(exact)}, TEXTS)
+    assert (found.passed, found.numbers["false_negatives"]) == (True, 0), found.faults
+    assert [remark for remark in found.remarks if remark.startswith("exact text")] == [
+        "exact text: correct answers with other characters around them are judged incorrect "
+        "(full stop 2, bold text 2, boxed text 2 of 2)"
+    ]
+    found = report({"exact": Reward(exact)}, [Problem("How many?", "12"), *TEXTS])
+    assert any("1 of 1 correct answers are judged incorrect in the variant 'trailing zeros'" in x
+               for x in found.faults)  # fmt: skip
+    # Another reward than the deciding one, too.
+    rewards = {"correct": Reward(correctness), "exact": Reward(exact, weight=0.1)}
+    assert report(rewards, TEXTS[:1]).passed
+    (fault,) = report(rewards, [Problem("How many?", "12")]).faults
+    assert fault.startswith("false negatives: 'exact' gives less than its best in the variants ")
+
+
+def test_text_that_is_rejected_as_in_the_data_or_with_spaces_is_a_fault() -> None:
+    def rejects(what):
+        def judge(completions, answer):
+            texts = [
+                text.partition("<answer>")[2].partition("</answer>")[0] for text in completions
+            ]
+            right = zip(texts, answer, strict=True)
+            return [float(text.strip() == gold and what not in text) for text, gold in right]
+
+        return {"exact": Reward(judge)}
+
+    for what in ("Paris", "  "):
+        faults = report(rejects(what), TEXTS).faults
+        variant = HONEST if what == "Paris" else "spaces"
+        assert any(f"judged incorrect in the variant '{variant}'" in fault for fault in faults)
+
+
+def test_a_constant_reward_leaves_the_other_one_no_competitor_to_dominate() -> None:
+    found = report({"correct": Reward(correctness)} | faulty_rewards("constant"))
+    assert [remark.partition(":")[0] for remark in found.remarks] == ["constant"]
 
 
 def test_parts_in_conflict_are_named() -> None:

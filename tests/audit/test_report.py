@@ -1,6 +1,7 @@
 """Faults and remarks of tables of numbers."""
 
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,6 +12,7 @@ from litgrpo.audit.report import AuditReport
 from litgrpo.audit.score import slack
 
 PART = {"lowest": 0.0, "highest": 1.0, "share": 0.5, "slowest_s": 0.0, "slowest_on": "digits"}
+PART["scored"] = 36
 
 
 def part(**changes):
@@ -27,7 +29,7 @@ def report(honest=1.2, wrong=0.2, given_up=0.2, untagged=0.0, parts=None, confli
     kinds = pd.DataFrame.from_dict(rows, orient="index")
     rewards = pd.DataFrame.from_dict(parts or {"part": part()}, orient="index")
     cosines = {f"reward/cosine_{pair}": value for pair, value in (conflicts or {}).items()}
-    faults = list(find_faults(kinds, rewards, "part", None))
+    faults = list(find_faults(kinds, rewards, ["part"], 1.0, None))
     remarks = list(find_remarks(kinds, rewards, pd.Series(cosines, dtype=float)))
     return AuditReport("nine problems", {"problems": 9}, {"kind": kinds}, faults, remarks)
 
@@ -82,12 +84,22 @@ def test_parts_that_are_slow_failing_or_unfair_are_faults() -> None:
 
 def test_constant_and_dominant_parts_and_conflicts_are_remarks() -> None:
     parts = {"part": part(lowest=0.3, highest=0.1 + 0.2), "other": part(share=0.97)}
+    assert [remark.partition(":")[0] for remark in report(parts=parts).remarks[1:]] == ["constant"]
+    parts["third"] = part(share=0.03)
     remarks = report(parts=parts, conflicts={"a_b": -0.9, "a_c": 0.9}).remarks
     assert [remark.partition(":")[0] for remark in remarks[1:]] == [
         *("constant", "dominance", "conflict"),
     ]
     assert remarks[-1].startswith("conflict: a_b have opposed")
     assert report(parts={"part": part(share=1.0)}).remarks[1:] == []
+
+
+def test_the_last_line_says_what_was_not_tested() -> None:
+    found = replace(report(), untested="no answers")
+    assert list(found.lines())[-1] == "PASS (no answers)"
+    assert found.as_dict()["untested"] == "no answers"
+    found.faults.append("slow")
+    assert list(found.lines())[-1] == "FAIL: 1 fault"
 
 
 def test_slack_grows_with_the_reward() -> None:

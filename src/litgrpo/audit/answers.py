@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from litgrpo.arguments import one_of, require
 from litgrpo.audit.cases import (
     CORRECT_KINDS,
+    DECORATED,
     GIVEN_UP,
     HONEST,
     INCORRECT,
@@ -100,8 +101,10 @@ def audit_rewards(
     kinds = summarize_kinds(scored)
     is_variant = kinds.index.isin(CORRECT_KINDS)
     variants = kinds[is_variant]
+    must_be_correct = kinds[is_variant & ~kinds.index.isin(DECORATED)]
     exploits = kinds[~is_variant].sort_values("mean", ascending=False)
-    decides = ", ".join(dict.fromkeys(deciding.values()))
+    success_rewards = list(dict.fromkeys(deciding.values()))
+    decides = ", ".join(success_rewards)
     return AuditReport(
         title=f"{len(problems)} problems; {decides!r} decides if an answer is correct; completions "
         f"look like {completion_format.text!r}",
@@ -109,14 +112,14 @@ def audit_rewards(
             "problems": len(problems),
             "success": decides,
             "answer_format": completion_format.text,
-            "false_negatives": int((variants["count"] - variants["correct"]).sum()),
+            "false_negatives": int((must_be_correct["count"] - must_be_correct["correct"]).sum()),
         },
         tables={
             "correct answer": variants[["count", "correct", "mean", "example"]],
             "everything else": exploits.drop(columns="example"),
             "reward": rewards,
         },
-        faults=list(find_faults(kinds, rewards, decides, answer_format)),
+        faults=list(find_faults(kinds, rewards, success_rewards, threshold, answer_format)),
         remarks=list(find_remarks(kinds, rewards, conflicts)),
     )
 
@@ -215,7 +218,8 @@ def summarize_rewards(
 ) -> DataFrame:
     """Return {reward: weight, lowest, highest, share of the advantage, unfair variants} as a table.
 
-    `unfair` is {variant: correct answers that got less than the best}.
+    `unfair` is {variant: correct answers that got less than the best}, `scored` the number of
+    completions that got a value.
     """
     import pandas as pd
 
@@ -228,6 +232,7 @@ def summarize_rewards(
             "weight": weight,
             "lowest": values.min() if values.notna().any() else 0.0,
             "highest": values.max() if values.notna().any() else 0.0,
+            "scored": int(values.count()),
             "share": share,
             "unfair": {} if name in deciding.values() else find_unfair(by_kind),
         }
@@ -253,55 +258,92 @@ def find_unfair(values: Mapping[str, Series]) -> dict[str, int]:
 
 
 def find_faults(
-    kinds: DataFrame, rewards: DataFrame, success: str, answer_format: AnswerFormat | None
+    kinds: DataFrame,
+    rewards: DataFrame,
+    success: Sequence[str],
+    threshold: float,
+    answer_format: AnswerFormat | None,
 ) -> Iterator[str]:
     """Yield what makes the rewards unfit for training.
 
     Args:
         kinds: of `summarize_kinds`.
         rewards: of `summarize_rewards`, with the slowest text and failures.
-        success: the reward that decides if an answer is correct.
+        success: the rewards that decide if an answer is correct.
+        threshold: their least value for a correct answer.
         answer_format: as the user gave it.
     """
-    honest = kinds.loc[HONEST]
-    if not honest["correct"]:  # comparisons with what correct answers earn would say nothing
-        how = (
-            "in tags, after ####, in \\boxed, or on the last line; if it reads another format, "
-            "give that with --answer_format, such as 'Solution: {answer}'"
-            if answer_format is None
-            else f"with --answer_format {answer_format.text!r}; give the format that it reads"
-        )
-        example = honest["example"]
-        yield f"{success!r} judges no correct answer as correct, such as {example!r}, {how}"
-        return
-    for kind, row in kinds.iterrows():
-        missed = row["count"] - row["correct"]
-        if kind in CORRECT_KINDS and missed:
-            yield (
-                f"false negatives: {missed} of {row['count']} correct answers are judged incorrect "
-                f"in the variant '{kind}', such as {row['example'][-60:]!r}"
-            )
-    for kind, row in kinds.iterrows():
-        if kind not in CORRECT_KINDS and kind != MALFORMED:
-            yield from exploit_faults(str(kind), row)
-    yield from format_faults(kinds["mean"])
+    names = ", ".join(success)
+    # Comparisons with what correct answers earn say nothing if none or all are judged correct.
+    if not kinds.loc[HONEST, "correct"]:
+        yield from unjudged_faults(kinds, rewards, success, threshold, answer_format)
+    elif kinds["correct"].equals(kinds["count"]):
+        yield f"false positives: {names!r} judges every completion as correct, even an empty one"
+    else:
+        for kind, row in kinds.iterrows():
+            if kind in CORRECT_KINDS:
+                yield from variant_faults(str(kind), row)
+            elif kind != MALFORMED:
+                yield from exploit_faults(str(kind), row)
+        yield from format_faults(kinds["mean"])
     for name, row in rewards.iterrows():
         yield from reward_faults(str(name), row)
 
 
+def unjudged_faults(
+    kinds: DataFrame,
+    rewards: DataFrame,
+    success: Sequence[str],
+    threshold: float,
+    answer_format: AnswerFormat | None,
+) -> Iterator[str]:
+    """Yield why no correct answer is judged as correct; arguments as in `find_faults`."""
+    names, deciding = ", ".join(success), rewards.loc[list(success)]
+    if any(sum(reasons.values()) >= kinds["count"].sum() for reasons in rewards["failed"]):
+        return  # that a reward always fails is a fault of its own
+    if not deciding["scored"].any():
+        yield f"no reward: {names!r} gives no completion a score (None)"
+        return
+    lowest, highest = deciding["lowest"].min(), deciding["highest"].max()
+    if lowest + slack(lowest) < highest < threshold:
+        yield (
+            f"{names!r} judges no completion as correct: the highest reward is {highest:.3g}, a "
+            f"correct answer needs {threshold:g}; set --success_threshold, or --success_reward if "
+            "another reward judges answers, or --answer_format if it reads another format than "
+            f"{kinds.loc[HONEST, 'example']!r}"
+        )
+        return
+    if answer_format is not None:
+        how = f"with --answer_format {answer_format.text!r}; give the format that it reads"
+    else:
+        how = (
+            "in tags, after ####, in \\boxed, or on the last line; if it reads another format, "
+            "give that with --answer_format, such as 'Solution: {answer}'"
+        )
+    example = kinds.loc[HONEST, "example"]
+    yield f"{names!r} judges no correct answer as correct, such as {example!r}, {how}"
+
+
+def variant_faults(kind: str, row: Series) -> Iterator[str]:
+    """Yield whether correct answers are judged incorrect in a variant."""
+    missed = row["count"] - row["correct"]
+    if missed and kind not in DECORATED:
+        yield (
+            f"false negatives: {missed} of {row['count']} correct answers are judged incorrect "
+            f"in the variant '{kind}', such as {row['example'][-40:]!r}"
+        )
+
+
 def exploit_faults(kind: str, row: Series) -> Iterator[str]:
-    """Yield whether an exploit is judged correct, and whether it pays."""
-    count, paid = row["count"], row["beats"] + row["equals"]
+    """Yield whether an exploit is judged correct, or pays as much as a correct answer."""
+    count, paid, findings = row["count"], row["beats"] + row["equals"], []
     if row["correct"]:
-        yield (
-            f"false positives: {row['correct']} of {count} completions '{kind}' are judged "
-            f"correct, such as {row['example'][-60:]!r}"
-        )
+        findings.append(f"judged correct in {row['correct']} of {count} cases")
     if paid:
-        yield (
-            f"exploit: {paid} of {count} completions '{kind}' earn as much as a plain correct "
-            f"answer, {row['beats']} of them more (by up to {row['best_margin']:+.3g})"
-        )
+        more = f" ({row['beats']} more, by up to {row['best_margin']:.3g})" if row["beats"] else ""
+        findings.append(f"paid as a correct answer in {paid} of {count}{more}")
+    if findings:
+        yield f"exploit: '{kind}' is {', '.join(findings)}, such as {row['example'][-40:]!r}"
 
 
 def format_faults(mean: Mapping[str, float] | Series) -> Iterator[str]:
@@ -338,7 +380,8 @@ def reward_faults(name: str, row: Series) -> Iterator[str]:
             f"false negatives: '{name}' gives {unfair[HONEST]} correct answers less than its best "
             "although they look as in the data set"
         )
-    if variants := [f"{kind} {count}" for kind, count in unfair.items() if kind != HONEST]:
+    variants = [f"{kind} {n}" for kind, n in unfair.items() if kind not in {HONEST, *DECORATED}]
+    if variants:
         yield (
             f"false negatives: '{name}' gives less than its best in the variants "
             f"{', '.join(variants)}"
@@ -362,11 +405,24 @@ def find_remarks(kinds: DataFrame, rewards: DataFrame, conflicts: Series) -> Ite
             f"the best exploit is '{best}': {mean[best]:.3g} on average, a plain correct answer "
             f"earns {kinds['mean'][HONEST]:.3g}"
         )
+    is_judged = kinds.loc[HONEST, "correct"] > 0  # if not, there is a fault that says why
+    decorated = kinds[kinds.index.isin(DECORATED) & (kinds["correct"] < kinds["count"])]
+    if is_judged and len(decorated):
+        counts = [f"{kind} {row['count'] - row['correct']}" for kind, row in decorated.iterrows()]
+        yield (
+            "exact text: correct answers with other characters around them are judged incorrect "
+            f"({', '.join(counts)} of {decorated['count'].max()})"
+        )
+    is_constant = rewards["highest"] - rewards["lowest"] <= slack(rewards["highest"])
     for name, row in rewards.iterrows():
-        lowest, highest = row["lowest"], row["highest"]
-        if highest - lowest <= slack(highest):
-            yield f"constant: '{name}' gives {lowest:.3g} to every completion and no gradient"
-        elif len(rewards) > 1 and row["share"] > DOMINANT:
+        if not row["scored"]:
+            if is_judged and not row["failed"]:
+                yield f"no reward: '{name}' gives no completion a score (None)"
+        elif is_constant[name]:
+            yield (
+                f"constant: '{name}' gives {row['lowest']:.3g} to every completion and no gradient"
+            )
+        elif (~is_constant).sum() > 1 and row["share"] > DOMINANT:
             yield f"dominance: {row['share']:.0%} of the advantage comes from '{name}'"
     for pair, cosine in conflicts.items():
         if cosine < CONFLICT:

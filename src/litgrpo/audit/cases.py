@@ -184,7 +184,7 @@ def with_sign(number: Fraction, text: str) -> str:
     return f"-{text}" if number < 0 else text
 
 
-# Formatting variants of a correct number. Rewards must accept each of them.
+# Formatting variants of a correct number, which rewards must accept, and of a text.
 VARIANTS: dict[str, Callable[[Fraction], str]] = {
     HONEST: format_number,
     "dollar sign": lambda n: with_sign(n, f"${format_number(abs(n))}"),
@@ -207,9 +207,12 @@ TEXT_VARIANTS: dict[str, Callable[[str], str]] = {
     HONEST: str,
     "spaces": lambda text: f"\n   {text} \n",
     "full stop": lambda text: f"{text}.",
-    "bold": lambda text: f"**{text}**",
-    "LaTeX box": lambda text: rf"\boxed{{{text}}}",
+    "bold text": lambda text: f"**{text}**",
+    "boxed text": lambda text: rf"\boxed{{{text}}}",
 }
+# A number is the same number in every variant; JSON, code or a label with more characters may be
+# another answer, so a reward may judge these as incorrect.
+DECORATED = {*TEXT_VARIANTS} - {HONEST, "spaces"}
 CORRECT_KINDS = {
     *VARIANTS,
     *TEXT_VARIANTS,
