@@ -6,7 +6,7 @@ which scipy and plain functions replaced.
 
 import json
 import random
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 
 import pytest
@@ -130,6 +130,10 @@ def test_the_report_of_an_evaluation_is_golden():
     """Uneven batches, and prompts that come twice."""
     report, per_prompt = report_of([[0, 5, 2, 11], [7, 1, 3], [4, 6, 8, 9, 10, 5, 0]])
     assert report == close_to(GOLDEN["report"])
+    # Levels are means of what changes are paired by, also with unscored samples.
+    for name in ("avg@4", "greedy", "reward", "cat", "brevity", "broken"):
+        scored = [value for value in per_prompt[name] if not isnan(value)]
+        assert report[f"val/{name}"] == pytest.approx(sum(scored) / len(scored)), name
     assert per_prompt.keys() == GOLDEN["per_prompt"].keys()
     for name, numbers in GOLDEN["per_prompt"].items():
         assert per_prompt[name] == close_to(numbers), name

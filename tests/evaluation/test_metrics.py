@@ -104,6 +104,14 @@ def test_unscored_samples_are_left_out_of_accuracies(
     assert (found["avg@3_low"], found["avg@3_high"]) == pytest.approx(expected)
 
 
+def test_a_prompt_counts_once_in_mean_rewards_however_many_samples_are_scored():
+    rows = [{"reward": (3.0, 3), "a": (1.0, 1)}, {"reward": (0.0, 1), "a": (0.0, 0)}]
+    rows.append({"reward": (0.0, 0), "a": (0.0, 0)})  # of which nothing is known
+    result = reward_means(rows)
+    assert (result["reward"], result["a"]) == (0.5, 1.0)
+    assert (result["reward_low"], result["reward_high"]) == (0.0, 1.0)
+
+
 def test_greedy_accuracy_is_that_of_the_scored_completions():
     found = greedy_accuracy([1.0, nan, 0.0, 1.0])
     assert (found["greedy"], found["greedy_unscored_frac"]) == pytest.approx((2 / 3, 0.25))

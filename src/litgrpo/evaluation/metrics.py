@@ -111,13 +111,13 @@ def sum_rewards(rewards: RewardTable) -> list[dict[str, tuple[float, int]]]:
 def reward_means(rows: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
     """Return {reward, reward_low, reward_high, one entry per component}.
 
-    Means over valid completions, and of a component over those that it scored. The rows are those
-    of `sum_rewards`; the interval is a bootstrap over prompts.
+    Means over prompts of the mean over a prompt's scored samples; prompts without one are left out.
+    The rows are those of `sum_rewards`; the interval is a bootstrap over prompts.
     """
-    sums = {name: [row[name][0] for row in rows] for name in rows[0]}
-    counts = {name: [row[name][1] for row in rows] for name in rows[0]}
-    low, high = bootstrap_ratio(sums["reward"], counts["reward"])
-    means = {name: ratio(fsum(sums[name]), sum(counts[name])) for name in sums}
+    values = {name: [ratio(*row[name]) for row in rows] for name in rows[0]}
+    rewards = [value for value in values["reward"] if not isnan(value)]
+    low, high = bootstrap_ratio(rewards, [1.0] * len(rewards))
+    means = {name: mean(column) for name, column in values.items()}
     return {"reward": means["reward"], "reward_low": low, "reward_high": high} | means
 
 
