@@ -77,13 +77,16 @@ def test_an_unknown_monitor_is_named(tmp_path):
 class FailsToSave(StandIn):
     def on_save_checkpoint(self, checkpoint):
         super().on_save_checkpoint(checkpoint)
-        if self.iteration == 4:
+        if self.iteration >= 4:
             # Fails before the file is written: no later run could load it.
             checkpoint["broken"] = lambda: None
 
 
 def test_a_failed_save_leaves_the_older_checkpoint(tmp_path):
-    with raises_for("function", error=TypeError):
+    with (
+        raises_for("function", error=TypeError),
+        pytest.warns(UserWarning, match="checkpoint not saved"),  # of iteration 6
+    ):
         fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=FailsToSave(6))
     kept = [name for name in names(tmp_path) if not name.startswith(".")]
     assert kept == ["iteration=000002.ckpt", "last.ckpt"]
@@ -406,3 +409,39 @@ def test_the_file_that_is_due_is_written_if_the_next_prompts_cannot_be_read(tmp_
     with raises_for("no row", error=OSError):
         fit(tmp_path, Fails(), IterationCheckpoint(1), module=StandIn(5))
     assert find_newest_checkpoint(tmp_path).name == "iteration=000003.ckpt"
+
+
+class FailsAt(Signalled):
+    """Raises where `Signalled` sends a signal."""
+
+    def _here(self, here: str, iteration: int) -> None:
+        if (self.during, self.iteration) == (here, iteration):
+            raise ArithmeticError("a bug in a reward")
+
+
+@pytest.mark.parametrize(
+    ("during", "at", "saved"),
+    [("rollout", 3, 3), ("validation", 2, 2), ("update", 1, None), ("rollout", 0, None)],
+)
+def test_an_error_before_the_optimizer_step_saves_the_iteration_before(
+    tmp_path, during, at, saved, caplog
+):
+    caplog.set_level("INFO")
+    module = FailsAt(during)
+    module.at = at
+    with raises_for("a bug in a reward", error=ArithmeticError):
+        fit(tmp_path, IterationCheckpoint(50), module=module, val_check_interval=2)
+    newest = find_newest_checkpoint(tmp_path)
+    assert (newest and torch.load(newest, weights_only=True)["iteration"]) == saved
+    is_logged = f"Saved the state after iteration {saved}." in caplog.messages
+    assert is_logged == (saved is not None)
+
+
+def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path):
+    module = FailsAt("rollout")
+    (tmp_path / "checkpoints").write_text("not a folder")
+    with (
+        raises_for("a bug in a reward", error=ArithmeticError),
+        pytest.warns(UserWarning, match="checkpoint not saved"),
+    ):
+        fit(tmp_path, IterationCheckpoint(50, keep_best=0), module=module)

@@ -29,14 +29,17 @@ class Interrupted(Callback):
 
     Args:
         at: `rollout` or `backward`; anything else is never.
+        is_error: an error is raised instead.
     """
 
-    def __init__(self, at: str) -> None:
-        self.at = at
+    def __init__(self, at: str, is_error: bool) -> None:
+        self.at, self.is_error = at, is_error
 
     def _here(self, place, pl_module) -> None:
         if place == self.at and pl_module.iteration == 2:
             self.at = "never"
+            if self.is_error:
+                raise ArithmeticError("a bug")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def setup(self, trainer, pl_module, stage) -> None:
@@ -65,21 +68,23 @@ def learner():
     return grpo
 
 
-def save_and_digest(folder, at, every_n_iterations):
+def save_and_digest(folder, at, every_n_iterations, is_error=False):
     """Digests of the parts of the checkpoint after the second iteration."""
     checkpoint = IterationCheckpoint(every_n_iterations, keep_last=9)
     adaptive = [EntropyTarget(target=9.0), KLTarget(target=0.1)]
-    callbacks = [Interrupted(at), RngState(), checkpoint, *adaptive]
+    callbacks = [Interrupted(at, is_error), RngState(), checkpoint, *adaptive]
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     settings = dict(callbacks=callbacks, default_root_dir=folder, enable_checkpointing=True)
-    with suppress(SystemExit):
+    with suppress(SystemExit, ArithmeticError):
         train(learner(), PromptData(TEXTS, batch_size=3), **settings)
     path = folder / "checkpoints/iteration=000002.ckpt"
     return digest_parts(path)
 
 
+@pytest.mark.parametrize("is_error", [False, True])
 @pytest.mark.parametrize("at", ["rollout", "backward"])
-def test_a_dropped_iteration_saves_the_state_before_it(tmp_path, at):
+def test_a_dropped_iteration_saves_the_state_before_it(tmp_path, at, is_error):
     whole = save_and_digest(tmp_path / "whole", "never", every_n_iterations=2)
     assert set(whole) >= {"loops", "random_state", "optimizer_states", "callbacks"}
-    assert save_and_digest(tmp_path / "stopped", at, every_n_iterations=0) == whole
+    stopped = save_and_digest(tmp_path / "stopped", at, every_n_iterations=0, is_error=is_error)
+    assert stopped == whole

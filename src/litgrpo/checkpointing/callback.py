@@ -250,6 +250,7 @@ class IterationCheckpoint(Checkpoint):
             self.save(trainer, n)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        self.is_between = False  # a save that fails here is not repeated
         # It is missing if a limit other than `max_iterations` ended the training.
         self._save_if_missing(trainer, pl_module.iteration)
         self.stop.check(trainer)
@@ -263,11 +264,26 @@ class IterationCheckpoint(Checkpoint):
             if self.save_weights_only:
                 hint = "saved the weights; a run cannot resume from them (save_weights_only)."
             rank_zero_info(f"Stopped after iteration {n}: {hint}")
-        elif trainer.world_size == 1:
-            # The next prompts could not be read. Other processes would wait for a save alone.
-            self._save_if_due(trainer)
+        elif trainer.world_size == 1:  # other processes would wait for a save alone
+            self._save_after_failure(trainer, pl_module)
         self._finish_write()
         self.stop.restore()
+
+    def _save_after_failure(self, trainer: Any, pl_module: TrainedModule) -> None:
+        """Save what a signal would save at this place; an iteration that has stepped is lost."""
+        is_unchanged = self.is_between or self.stop.droppable
+        if trainer.state.fn != "fit" or self.boundary is None or not is_unchanged:
+            return
+        n = self.boundary.iteration
+        # Nothing is lost before the first iteration, and an empty folder is free for a new run.
+        if n not in (0, self.last_saved) and n == pl_module.iteration:
+            try:
+                with use_random_state(self.boundary.random):
+                    self._save_if_missing(trainer, n)
+            except (Exception, NotSaved) as error:  # the failure that ends the run is reported
+                rank_zero_warn(f"checkpoint not saved: {error}")
+            else:
+                rank_zero_info(f"Saved the state after iteration {n}.")
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
