@@ -30,7 +30,7 @@ def test_a_folder_with_results_is_rejected_with_three_remedies(tmp_path):
     write_config(tmp_path, "")  # all that is left of a run that failed before it began
     check_is_free(tmp_path)
     (tmp_path / "metrics.csv").touch()
-    with raises_for("metrics.csv", "no checkpoint", "--run_dir", "--overwrite") as failed:
+    with raises_for("metrics.csv", "without a checkpoint", "--run_dir", "--overwrite") as failed:
         check_is_free(tmp_path)
     assert "--ckpt_path" not in str(failed.value)
     (tmp_path / "checkpoints").mkdir()

@@ -76,11 +76,11 @@ def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
         )
     results = [name for name in RESULTS if (folder / name).exists()]
     if results and not overwrite:
-        resume = "resume it with --ckpt_path last, "
-        if find_newest_checkpoint(folder) is None:  # it failed before its first checkpoint
-            resume = "it has no checkpoint to resume from, "
+        resume = ": resume it with --ckpt_path last,"
+        if find_newest_checkpoint(folder) is None:
+            resume = " without a checkpoint:"
         raise ValueError(
-            f"{folder} already holds a run ({results[0]}): {resume}choose another folder with "
+            f"{folder} already holds a run ({results[0]}){resume} choose another folder with "
             "--run_dir, or move it aside with --overwrite true."
         )
 
