@@ -20,6 +20,7 @@ from litgrpo.callbacks.loggers import (
     name_runs,
     overview_charts,
 )
+from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.distributed import messages
 from litgrpo.runs.summary import Summary
 from tests.support.fitting import fit
@@ -75,6 +76,25 @@ def test_every_logger_gets_the_recipe_and_what_changed(tmp_path):
         "summary/avg@2/after": 0.75,
         "summary/avg@2/change": 0.0,
     }
+
+
+def test_a_resumed_run_logs_each_option_that_changed(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for config, stop in (CONFIG, 1), (CONFIG, 2):
+        last = tmp_path / "checkpoints/last.ckpt"
+        callbacks = Hyperparameters(config), IterationCheckpoint(keep_best=0)
+        resume = last if last.exists() else None
+        fit(tmp_path, *callbacks, module=StandIn(stop), resume=resume)
+    assert "Changed" not in caplog.text
+    changed = CONFIG.replace("8", "4").replace("0.99]", "0.95]") + "data: {rows: 3}\n"
+    callbacks = Hyperparameters(changed), IterationCheckpoint(keep_best=0)
+    fit(tmp_path, *callbacks, module=StandIn(3), resume=last)
+    lines = [line.partition(": ") for line in caplog.messages if line.startswith("Changed since")]
+    assert [change for _, _, change in lines] == [
+        "model.group_size 8 -> 4",
+        "model.optimizer.betas [0.9, 0.99] -> [0.9, 0.95]",
+        "data.rows null -> 3",
+    ]
 
 
 def test_tensorboard_has_an_overview_definitions_and_hyperparameters(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import re
 import threading
@@ -23,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import as_list, require
 from litgrpo.callbacks.metrics import definition
-from litgrpo.distributed.messages import warn_once_on_failure
+from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.files import write_text
 
 Kind = TypeVar("Kind", bound=Logger)
@@ -115,7 +116,8 @@ def flatten(values: Any, name: str = "") -> Iterator[tuple[str, str | int | floa
     elif isinstance(values, str | int | float | bool):
         yield name, values
     else:
-        yield name, yaml.safe_dump(values, default_flow_style=True).split("\n")[0]
+        one_line = yaml.safe_dump(values, default_flow_style=True, width=math.inf)
+        yield name, one_line.split("\n")[0]
 
 
 def hyperparameters(config: str) -> dict[str, str | int | float | bool]:
@@ -125,15 +127,29 @@ def hyperparameters(config: str) -> dict[str, str | int | float | bool]:
 
 
 class Hyperparameters(Callback):
-    """Logs the recipe to every logger when training starts."""
+    """Logs the recipe to every logger when training starts, and what a resumed run changes."""
 
     def __init__(self, config: str) -> None:
         self.config = config
+        self.saved: dict[str, str | int | float | bool] | None = None  # of the checkpoint's run
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         # The names of the evaluation's metrics are known by now.
+        options, saved = hyperparameters(self.config), self.saved
         for logger in trainer.loggers:
-            logger.log_hyperparams(hyperparameters(self.config))
+            logger.log_hyperparams(options)
+        if saved is not None:
+            for name in dict.fromkeys([*saved, *options]):
+                old, new = (values.get(name, "null") for values in (saved, options))
+                if old != new:
+                    change = f"{name} {old!s:.60} -> {new!s:.60}"
+                    rank_zero_info(f"Changed since the checkpoint: {change}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return hyperparameters(self.config)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.saved = state_dict
 
 
 def name_runs(loggers: Any, name: str) -> None:
