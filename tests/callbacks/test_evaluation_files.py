@@ -67,6 +67,13 @@ def test_evaluation_files_can_be_disabled(tmp_path):
     assert not (tmp_path / "evaluation").exists()
 
 
+def test_a_row_has_the_definitions_of_its_numbers():
+    given = evaluate("A")
+    assert "definitions" not in prompt_rows(given)[0]
+    definitions = {"reward": "1 * correct"}
+    assert prompt_rows(given | {"definitions": definitions})[0]["definitions"] == definitions
+
+
 def test_a_missing_reward_is_null():
     given = evaluate("A")
     given["rewards"].valid[:] = False

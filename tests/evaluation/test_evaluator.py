@@ -56,6 +56,14 @@ def test_successes_of_the_samples_are_counted_at_the_threshold():
     assert not [name for name in report if "greedy" in name]
 
 
+def test_an_evaluation_has_the_definitions_of_what_it_measures():
+    judge = evaluator(success_reward="second", success_threshold=2.0, greedy=False)
+    rule = f"reward 'second' >= 2 ({__name__}.grade)"
+    found = judge.evaluate(rollouter(), BATCH, "val", 0).definitions
+    assert (found["correct"], found["rewards/second"]) == (rule, f"{__name__}.grade")
+    assert found["reward"].endswith(f" + 0.5 * second ({__name__}.grade)")
+
+
 def test_the_heaviest_reward_counts_unless_another_is_named():
     assert evaluator().success_rewards == {"": "first"}  # of equal weights
     assert evaluator().success_rule == "reward 'first' >= 1"

@@ -53,6 +53,45 @@ def table(context=None, reward_format="text", **parts: Any):
     return composite(PROMPTS, TEXTS, COLUMNS, 2, context)
 
 
+def definitions(weights=None, **rewards):
+    scorer = Scorer(rewards, Scoring(num_workers=0))
+    return scorer.definitions(scorer.weights | (weights or {}))
+
+
+def test_the_definition_of_a_reward_changes_with_all_that_enters_the_sum() -> None:
+    size_of, shown = Reward(size, weight=0.2), Reward(correctness, weight=0.0)
+    before = definitions(size=size_of, shown=shown)
+    assert before == {
+        "reward": f"0.2 * size ({__name__}.size)",
+        "rewards/size": f"{__name__}.size",
+        "rewards/shown": "litgrpo.rewards.builtin.math.correctness",
+    }
+    assert (
+        definitions(size=size_of, shown=replace(shown, kwargs={"require_tags": True}))["reward"]
+        == (before["reward"])
+    ), "a reward that is only shown"
+    changes = [
+        dict(weight=5.0),
+        dict(kwargs={"a": 1}),
+        dict(kwargs={"a": 2}),
+        dict(normalize="group"),
+        dict(gate="shown"),
+        dict(gate="shown", gate_threshold=0.5),
+        dict(tasks=["math"]),
+        dict(function=partial(size)),
+    ]
+    all_rewards = [
+        definitions(size=replace(size_of, **change), shown=shown)["reward"] for change in changes
+    ]
+    all_rewards.append(definitions({"size": 0.1}, size=size_of, shown=shown)["reward"])  # scheduled
+    assert len({before["reward"], *all_rewards}) == len(changes) + 2
+
+
+def test_keys_and_addresses_are_not_in_a_definition() -> None:
+    one, other = (Reward(size, kwargs={"api_key": k, "x": object()}) for k in ("abc123", "def456"))
+    assert definitions(size=one) == definitions(size=other)
+
+
 def test_weighted_parts_add_up_by_hand() -> None:
     result = table(
         size=Reward(size, weight=2.0), sign=Reward(returning([1, -1, 0.5, True]), weight=-1.0)

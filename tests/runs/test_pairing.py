@@ -38,3 +38,12 @@ def test_incorrect_and_truncated_prompts_come_before_others():
     }
     assert list(choose_prompts(pairs, 1)) == [0]
     assert choose_prompts(pairs, 0) == choose_prompts([], 3) == {}
+
+
+def test_rewards_of_two_definitions_show_no_gain():
+    before, after = rows([0.5, 0.5]), rows([0.1, 0.9])
+    for weight, side in ("1", before), ("5", after):
+        for row in side:
+            row["definitions"] = {"reward": weight}
+    pairs = list(zip(before, after, strict=True))
+    assert set(choose_prompts(pairs, 2).values()) == {"one of the others"}

@@ -238,7 +238,20 @@ def test_other_validation_prompts_of_a_resumed_run_are_not_compared(tmp_path):
     assert shown.startswith(
         "prompt: y\nafter:  said 2\n\nprompt: x\nafter:  said 0\n\nprompt: b\nbefore: said 1"
     )
+    assert "note" not in moved.content()
     others = RunSummary(evaluation("ab", [0, 1]), evaluation("cd", [1, 1]))
     assert others.comparisons == {}
     assert others.content()["change"] == {}
     assert "0 are in both" in others.page(tmp_path, 3)
+
+
+def test_a_reward_with_another_weight_is_not_compared(tmp_path):
+    before, after = evaluation("abcd", [0, 0, 1, 1]), evaluation("abcd", [1, 0, 1, 1])
+    for weight, side in (1, before), (5, after):
+        for row in side.rows:
+            row |= {"reward": weight / 2, "definitions": {"reward": f"{weight} * letters"}}
+    changed = RunSummary(before, after)
+    assert list(changed.comparisons[""].changes) == ["avg@1"]
+    note = "Not compared, because the definition changed: reward was 1 * letters, now 5 * letters."
+    assert changed.content()["note"] == note
+    assert note in changed.page(tmp_path, 3)

@@ -91,6 +91,7 @@ def prompt_rows(outputs: Row) -> list[Row]:
     greedy_rows: list[Row] = []
     if greedy is not None:
         greedy_rows = sample_rows(greedy, outputs["greedy_rewards"], outputs["greedy_correct"])
+    definitions = {"definitions": outputs["definitions"]} if outputs["definitions"] else {}
     rows = []
     for b, index in enumerate(prompts.index.tolist()):
         group = samples[b * size : (b + 1) * size]
@@ -106,6 +107,7 @@ def prompt_rows(outputs: Row) -> list[Row]:
                 "greedy": greedy_rows[b] if greedy_rows else None,
                 "columns": {column: values[b] for column, values in prompts.columns.items()},
             }
+            | definitions
         )
     return rows
 

@@ -152,6 +152,7 @@ class Evaluated:
     greedy_rewards: RewardTable | None = None  # [B, 1] their rewards
     greedy_correct: Tensor | None = None  # [B, 1] as `correct`
     name: str = ""  # name of the set of prompts, "" if there is only one
+    definitions: Mapping[str, str] = field(default_factory=dict)  # `Evaluator.definitions`
 
 
 class Evaluator:
@@ -191,6 +192,12 @@ class Evaluator:
     def success_rule(self) -> str:
         """Rule by which a completion is correct, such as `reward 'correct' >= 1`."""
         return format_success_rule(self.success_rewards, self.settings.success_threshold)
+
+    def definitions(self, weights: Mapping[str, float]) -> dict[str, str]:
+        """Return those of `Scorer.definitions`, and under `correct` the success rule."""
+        definitions = self.scorer.definitions(weights)
+        functions = {definitions[f"rewards/{name}"] for name in self.success_rewards.values()}
+        return {"correct": f"{self.success_rule} ({', '.join(sorted(functions))})", **definitions}
 
     @property
     def sampling(self) -> Sampling:
@@ -237,7 +244,8 @@ class Evaluator:
         measured |= {"sampled": count_correct(correct), "rewards": sum_rewards(rewards)}
         if rollout.episodes:
             measured["episodes"] = count_turns(rollout)
-        evaluated = Evaluated(rollout, rewards, correct, name=name)
+        definitions = self.definitions(rewards.weights)
+        evaluated = Evaluated(rollout, rewards, correct, name=name, definitions=definitions)
         if greedy is not None:
             greedy_rewards = self.scorer.start(greedy, iteration).wait()
             greedy_correct = self.find_correct(greedy_rewards)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +16,7 @@ from typing import Any, Literal
 from litgrpo.argument_types import check_field_types
 from litgrpo.arguments import did_you_mean, import_by_path, require
 from litgrpo.metrics import reward_stat_names
+from litgrpo.text.secrets import mask_settings
 
 
 def resolve_function(
@@ -144,6 +147,20 @@ class Reward:
     def is_normalized_or_gated(self) -> bool:
         """True if it is gated or normalized before it is weighted."""
         return self.gate is not None or self.normalize != "none"
+
+
+def describe_function(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the import path of a reward function, and a digest of its kwargs.
+
+    Of an object, such as a judge, it is the path of its class, without constructor arguments.
+    """
+    owner = function if hasattr(function, "__qualname__") else type(function)
+    path = f"{owner.__module__}.{owner.__qualname__}"
+    if not kwargs:
+        return path
+    plain = mask_settings(kwargs)
+    text = json.dumps(plain, default=lambda value: type(value).__name__, skipkeys=True)
+    return f"{path} with kwargs {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 OneReward = Reward | str | Callable[..., Any] | Mapping[str, Any]

@@ -25,6 +25,7 @@ from litgrpo.rewards.calls import (
 from litgrpo.rewards.reward import (
     Normalize,
     Reward,
+    describe_function,
     missing_columns_error,
     name_rewards,
     parameters,
@@ -166,6 +167,10 @@ class Scorer:
         self.functions = resolve_functions(self.components)
         # {component: ({parameter: True if required}, True if it takes `**kwargs`)}
         self.signatures = {name: parameters(function) for name, function in self.functions.items()}
+        self.descriptions = {
+            name: describe_function(function, self.components[name].kwargs)
+            for name, function in self.functions.items()
+        }
         self.scoring, self.runner = scoring, Runner(scoring)
         self.weights = {name: float(reward.weight) for name, reward in self.components.items()}
 
@@ -173,6 +178,27 @@ class Scorer:
     def failures(self) -> dict[str, dict[str, int]]:
         """{component: {reason: rows that failed for it so far}}."""
         return {name: dict(counts) for name, counts in self.runner.failures.items()}
+
+    def definitions(self, weights: Mapping[str, float]) -> dict[str, str]:
+        """Return {`reward` or `rewards/<component>`: what it is}; equal texts can be compared.
+
+        Args:
+            weights: of the components, at an iteration.
+        """
+        functions, terms = self.descriptions, []
+        for name, reward in self.components.items():
+            if self.weights[name]:
+                notes = [functions[name]]
+                if reward.gate is not None:
+                    gate = f"{reward.gate} >= {reward.gate_threshold:g}"
+                    notes.append(f"gate {gate} ({functions[reward.gate]})")
+                if reward.normalize != "none":
+                    notes.append(f"normalized by {reward.normalize}")
+                if reward.tasks:
+                    notes.append(f"tasks {' '.join(reward.tasks)}")
+                terms.append(f"{weights[name]:g} * {name} ({', '.join(notes)})")
+        of_components = {f"rewards/{name}": text for name, text in functions.items()}
+        return {"reward": " + ".join(terms), **of_components}
 
     def close(self) -> None:
         """Cancel pending rewards and shut down the worker processes."""

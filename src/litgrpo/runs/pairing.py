@@ -112,15 +112,42 @@ def pair_evaluations(before: Sequence[Row], after: Sequence[Row]) -> list[Paired
     # Samples per prompt name the accuracy, unless the evaluations differ in it.
     sizes = {len(row["samples"]) for pair in pairs for row in pair[1:]}
     accuracy = f"{ACCURACY}{sizes.pop() if len(sizes) == 1 else 'k'}"
+    redefined = find_redefined(before, after)
+    names = {"index": "index", accuracy: "correct", GREEDY: "correct", REWARD: "reward"}
+
+    def comparable_values(rows: Sequence[Row]) -> PerPromptValues:
+        values = per_prompt_values(rows, accuracy)
+        return {n: x for n, x in values.items() if names.get(n, f"rewards/{n}") not in redefined}
+
     paired = [
         _pair_set(
             set_name,
-            per_prompt_values([old for name, old, _ in pairs if name == set_name], accuracy),
-            per_prompt_values([new for name, _, new in pairs if name == set_name], accuracy),
+            comparable_values([old for name, old, _ in pairs if name == set_name]),
+            comparable_values([new for name, _, new in pairs if name == set_name]),
         )
         for set_name in sorted({name for name, *_ in pairs})
     ]
     return [pair for pair in paired if pair is not None]
+
+
+def find_redefined(before: Sequence[Row], after: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Return the definitions, earlier and later, of what two evaluations define differently.
+
+    The names are those of `Evaluator.definitions`, which all rows of an evaluation have.
+    """
+    old, new = ((rows[0].get("definitions") or {}) if rows else {} for rows in (before, after))
+    return {
+        name: (str(old[name]), str(new[name]))
+        for name in old
+        if name in new and old[name] != new[name]
+    }
+
+
+def note_on_redefined(before: Sequence[Row], after: Sequence[Row]) -> str:
+    """Return a note on what is not compared because its definition changed; "" for nothing."""
+    redefined = find_redefined(before, after)
+    changes = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in redefined.items())
+    return f"Not compared, because the definition changed: {changes}." if changes else ""
 
 
 def prompt_key(row: Row) -> tuple[str, int]:
@@ -221,7 +248,12 @@ def choose_prompts(pairs: Sequence[tuple[Row | None, Row]], number: int) -> dict
         {n: row["reward"] for n, row in enumerate(rows) if finite_numbers([row.get("reward")])}
         for rows in (samples, earlier)
     )
-    gains = {n: x - earlier_rewards[n] for n, x in rewards.items() if n in earlier_rewards}
+    # Rewards of two definitions show no gain.
+    redefined = {
+        n for n, (old, new) in enumerate(pairs) if old and "reward" in find_redefined([old], [new])
+    }
+    known = rewards.keys() & earlier_rewards.keys() - redefined
+    gains = {n: rewards[n] - earlier_rewards[n] for n in sorted(known)}
     incorrect = [n for n in rewards if samples[n].get("correct") is False]
     truncated = [n for n, sample in enumerate(samples) if sample.get("truncated")]
     several, some = max(1, number // 4), max(1, number // 6)

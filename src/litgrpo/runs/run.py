@@ -385,7 +385,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("index", "iteration"), is_number),
     "rewards": _are_scores,
     "calls": _are_calls,
-    "columns": lambda value: value is None or isinstance(value, dict),
+    **dict.fromkeys(
+        ("columns", "definitions"), lambda value: value is None or isinstance(value, dict)
+    ),
     "messages": _is_list_of(_is_message),
     "turn_rewards": _is_list_of(_is_score),
     "samples": _is_list_of(_has_known_kinds),

@@ -40,6 +40,7 @@ from litgrpo.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.runs.pairing import (
     choose_prompts,
     format_difference,
+    note_on_redefined,
     pair_evaluations,
     pair_rows,
     prompt_key,
@@ -269,6 +270,13 @@ class RunSummary:
         pairs = pair_evaluations(self.before.rows, self.after.rows)
         return {pair.set_name: pair.comparison for pair in pairs}
 
+    @property
+    def note(self) -> str:
+        """Note on rewards that were redefined between the evaluations."""
+        if self.before is None or self.after is None:
+            return ""
+        return note_on_redefined(self.before.rows, self.after.rows)
+
     def numbers(self) -> Report:
         """Return before, after and change as metrics, by which loggers compare runs."""
         numbers = {
@@ -289,6 +297,7 @@ class RunSummary:
             "before": _summarize(self.before),
             "after": _summarize(self.after),
             "change": {name: as_json(comparison) for name, comparison in self.comparisons.items()},
+            **({"note": self.note} if self.note else {}),
             "seconds": round(self.seconds, 1),
             # Set by lightning.seed_everything.
             "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
@@ -321,7 +330,7 @@ class RunSummary:
         parts = [f"{plural(iterations, 'iteration')}, {self.seconds:.0f} s of training"]
         if self.after is not None:
             parts.append(format_table(self.evaluations, self.comparisons))
-            parts.append(note_on_changed_data(self.before, self.after))
+            parts += [note_on_changed_data(self.before, self.after), self.note]
             parts.append(format_samples(self.samples))
         if folder is None:
             parts.append("no files were written (trainer.fast_dev_run)")

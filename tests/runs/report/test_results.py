@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import yaml
 
@@ -7,7 +9,7 @@ from litgrpo.runs.report.results import (
     compare_with_first_run,
     write_verdict,
 )
-from litgrpo.runs.run import Run, table_of
+from litgrpo.runs.run import Run, read_evaluation, table_of
 from tests.runs.report.run_folders import evaluation, make_run
 
 
@@ -62,6 +64,39 @@ def test_the_reward_is_the_main_metric_if_no_sample_is_correct():
     )
     (pair,) = pair_evaluations(before, after)
     assert (pair.main_metric, pair.direction) == ("reward", "up")
+
+
+def defined(rows, **definitions):
+    return [row | {"definitions": definitions} for row in rows]
+
+
+def test_what_was_redefined_between_two_evaluations_is_not_compared(tmp_path):
+    before, after = evaluation(5, ["a"]), evaluation(15, ["b"])
+    old = defined(before, reward="1 * correct", correct="correct >= 1")
+    (pair,) = pair_evaluations(old, defined(after, reward="5 * correct", correct="correct >= 1"))
+    assert list(pair.comparison.changes) == ["avg@2", "greedy", "correct", "format"]
+    (pair,) = pair_evaluations(old, defined(after, reward="1 * correct", correct="correct >= 2"))
+    assert list(pair.comparison.changes) == ["reward", "correct", "format"]
+    assert (pair.comparison.solved_by, pair.comparison.gained) == ("", [])
+    (pair,) = pair_evaluations(
+        *(defined(rows, **{"rewards/format": x}) for rows, x in ((before, "old"), (after, "new")))
+    )
+    assert "format" not in pair.comparison.changes
+    (pair,) = pair_evaluations(before, old)  # nothing is known of one of them
+    assert len(pair.comparison.changes) == 5
+
+    folder = make_run(tmp_path / "run")
+    names = ("reward", "correct", "rewards/correct", "rewards/format")
+    for file, text in zip(sorted((folder / "evaluation").iterdir()), ("old", "new"), strict=True):
+        rows = defined(read_evaluation(file)[0], **dict.fromkeys(names, text))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Run(folder)
+    assert compare_first_and_last(run) == []
+    verdict = write_verdict(run, [])
+    assert "accuracy" not in verdict
+    assert "reward was old, now new; correct was old, now new" in verdict
+    ((_, pairs, note),) = compare_with_first_run([Run(make_run(tmp_path / "other")), run])
+    assert (len(pairs), note) == (1, "")
 
 
 def test_different_prompts_are_not_paired():
@@ -134,6 +169,7 @@ def test_without_evaluation_files_the_verdict_is_the_logged_accuracy(tmp_path):
 
 def test_other_runs_are_paired_with_the_first(tmp_path):
     runs = [Run(make_run(tmp_path / name, right=n)) for name, n in (("a", 15), ("b", 6))]
-    ((name, (pair,)),) = compare_with_first_run(runs)
+    ((name, (pair,), note),) = compare_with_first_run(runs)
     assert (name, pair.direction, len(pair.comparison.lost)) == ("b", "down", 9)
-    assert compare_with_first_run([Run(), runs[0]]) == [("a", [])]
+    assert note == ""
+    assert compare_with_first_run([Run(), runs[0]]) == [("a", [], "")]

@@ -67,8 +67,8 @@ def render_page(runs: Sequence[Run], diagnoses: Sequence[Diagnosis | None] = ())
             runs=[view_run(run, diagnosis) for run, diagnosis in zip(runs, padded, strict=True)],
             several=several,
             comparisons=[
-                {"name": visible(name, MAX_RUN_NAME_CHARS), "pairs": pairs}
-                for name, pairs in comparisons
+                {"name": visible(name, MAX_RUN_NAME_CHARS), "pairs": pairs, "note": visible(note)}
+                for name, pairs, note in comparisons
             ],
             shared_charts=chart_runs_together(runs) if several else [],
             style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),

@@ -12,6 +12,7 @@ from litgrpo.runs.pairing import (
     GREEDY,
     PairedEvaluation,
     format_p_value,
+    note_on_redefined,
     pair_evaluations,
 )
 from litgrpo.runs.run import Run
@@ -28,10 +29,17 @@ def compare_first_and_last(run: Run) -> list[PairedEvaluation]:
     return pair_evaluations(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else []
 
 
-def compare_with_first_run(runs: Sequence[Run]) -> list[tuple[str, list[PairedEvaluation]]]:
-    """Pair the last evaluation of each other run with that of the first run."""
-    first, *other_runs = [(run.name, [[], *run.evaluations.values()][-1]) for run in runs]
-    return [(name, pair_evaluations(first[1], rows)) for name, rows in other_runs]
+def compare_with_first_run(runs: Sequence[Run]) -> list[tuple[str, list[PairedEvaluation], str]]:
+    """Pair the last evaluation of each other run with that of the first run.
+
+    Returns:
+        Name, paired evaluations, and a note on what is not compared, of each other run.
+    """
+    (_, first), *others = [(run.name, [[], *run.evaluations.values()][-1]) for run in runs]
+    return [
+        (name, pair_evaluations(first, rows), note_on_redefined(first, rows))
+        for name, rows in others
+    ]
 
 
 def write_verdict(run: Run, pairs: Sequence[PairedEvaluation]) -> str:
@@ -39,8 +47,11 @@ def write_verdict(run: Run, pairs: Sequence[PairedEvaluation]) -> str:
     unfinished = ""
     if not run.summary:
         unfinished = f" The run has not finished: {_progress(run)}, no summary."
+    evaluations = list(run.evaluations.values())
+    note = note_on_redefined(evaluations[0], evaluations[-1]) if evaluations else ""
     if not pairs:
-        return _verdict_from_metrics(run) + unfinished
+        return (note or _verdict_from_metrics(run)) + unfinished
+    notes = f" {note}{unfinished}" if note else unfinished
     pair = pairs[0]
     metric = pair.main_metric
     change = pair.comparison.changes[metric]
@@ -57,7 +68,7 @@ def write_verdict(run: Run, pairs: Sequence[PairedEvaluation]) -> str:
         f"Held-out {name}{on_set} {verdict}: "
         f"{format_number(pair.before[metric])} before, {format_number(pair.after[metric])} after "
         f"({format_change(change.mean)}, {interval}paired p "
-        f"{format_p_value(pair.p_values[metric])}, {pair.count:,} prompts).{unfinished}"
+        f"{format_p_value(pair.p_values[metric])}, {pair.count:,} prompts).{notes}"
     )
 
 
