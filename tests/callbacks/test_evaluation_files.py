@@ -13,6 +13,7 @@ from litgrpo.callbacks.evaluation_files import (
     unique_prompts,
 )
 from litgrpo.evaluation.evaluator import Evaluated
+from litgrpo.runs.summary import Summary
 from tests.support.fitting import QUIET, fit
 from tests.support.standin import StandIn, StandInData, prompts, rewards_of, rollout_of
 
@@ -60,6 +61,33 @@ def test_prompts_of_all_ranks_are_sorted_and_unique():
     assert unique_prompts(rows) == [{"index": 0, "a": 2}, {"index": 2, "a": 1}]
     named = [{"set": "b", "index": 0}, {"set": "a", "index": 1}]
     assert [row["set"] for row in unique_prompts(named)] == ["a", "b"]
+
+
+def test_a_new_fit_in_the_folder_of_another_moves_its_files_and_a_resumed_one_none(tmp_path):
+    def names(folder):
+        return sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".jsonl"))
+
+    folder = tmp_path / "evaluation"
+    settings = dict(val_check_interval=2)
+    fit(tmp_path, Summary(), module=StandIn(4, scores=[0.1, 0.2, 0.3]), **settings)
+    Trainer(default_root_dir=tmp_path, callbacks=[EvaluationFiles()], **QUIET).validate(
+        StandIn(), StandInData(), verbose=False
+    )
+    first = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    # Without an evaluation before, the first file is that after two iterations.
+    module = StandIn(2, scores=[0.5])
+    fit(tmp_path, Summary(), module=module, num_sanity_val_steps=0, **settings)
+    assert names(folder) == ["iteration-000002.jsonl", "validate-start.jsonl"]
+    earlier = [f"iteration-00000{n}.jsonl" for n in (0, 2, 4)]
+    assert names(folder / "earlier-1") == [*earlier, "summary.json"]
+    moved = {path.name: path.read_bytes() for path in (folder / "earlier-1").iterdir()}
+    assert moved == {path.name: x for path, x in first.items() if path.name in moved}
+    assert json.loads((tmp_path / "summary.json").read_text())["before"] is None
+    # The same module is trained further, as by a new trainer.
+    module.max_iterations, module.scores = 4, [0.5, 0.6, 0.7]
+    fit(tmp_path, Summary(), module=module, num_sanity_val_steps=0, **settings)
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["earlier-1"]
+    assert names(folder) == [*earlier[1:], "validate-start.jsonl"]
 
 
 def test_evaluation_files_can_be_disabled(tmp_path):

@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 
 from litgrpo.callbacks.completions import Row, format_episode, scored_rows, write_jsonl
 from litgrpo.callbacks.formatting import finite_or_none
+from litgrpo.distributed.messages import rank_zero_info, warn_once_on_failure
 from litgrpo.files import write_text
 from litgrpo.protocol import TrainedModule
 from litgrpo.run_folder import NotSaved, run_folder, writes_files
@@ -27,7 +28,8 @@ class EvaluationFiles(Callback):
     """Writes each evaluation to `evaluation/`, one line per prompt with all its completions.
 
     In a fit `iteration-000050.jsonl` is the evaluation after 50 iterations (000000: before the
-    first). `validate` and `test` write a file with the name of the checkpoint.
+    first). `validate` and `test` write a file with the name of the checkpoint. A new fit moves
+    those of an earlier one in the same folder, and its `summary.json`, to `evaluation/earlier-1`.
 
     Args:
         enabled: write the files.
@@ -39,6 +41,10 @@ class EvaluationFiles(Callback):
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self.rows: list[Row] = []
+        self.is_new = False  # a fit that was not resumed, before its first file
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        self.is_new = trainer.ckpt_path is None and pl_module.iteration == 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         # An interrupted evaluation leaves rows.
@@ -55,6 +61,11 @@ class EvaluationFiles(Callback):
         rows, self.rows = gather_rows(self.rows), []
         if rows and writes_files(trainer):
             path = evaluation_file(trainer, pl_module.iteration)
+            if self.is_new and trainer.state.fn == "fit":
+                # Not before: a recipe first moves an earlier run as a whole.
+                self.is_new = False
+                with warn_once_on_failure("moving the evaluations of an earlier fit"):
+                    set_earlier_aside(run_folder(trainer))
             write_jsonl(path, unique_prompts(rows), "evaluations")
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
@@ -67,6 +78,18 @@ def evaluation_file(trainer: Trainer, iteration: int) -> Path:
     if trainer.state.fn is not None and trainer.state.fn != "fit":
         name = f"{trainer.state.fn.value}-{checkpoint_name(trainer)}"
     return run_folder(trainer) / FOLDER / f"{name}.jsonl"
+
+
+def set_earlier_aside(folder: Path) -> None:
+    """Move the evaluations and the summary of an earlier fit, which are not of the new one."""
+    evaluations = sorted((folder / FOLDER).glob("iteration-*.jsonl"))
+    if evaluations:
+        names = (folder / FOLDER / f"earlier-{number}" for number in count(1))
+        aside = next(path for path in names if not path.exists())
+        aside.mkdir()
+        for path in (*evaluations, *folder.glob("summary.json")):
+            path.rename(aside / path.name)
+        rank_zero_info(f"Moved the evaluations of an earlier fit to {aside}")
 
 
 def checkpoint_name(trainer: Trainer) -> str:
