@@ -17,6 +17,7 @@ from litgrpo.callbacks.iteration_metrics import (
     token_stats,
 )
 from litgrpo.callbacks.loggers import MetricsCSV
+from litgrpo.data.modules import PromptData
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.learning.update_config import UpdateConfig
@@ -190,6 +191,17 @@ def test_equal_rewards_warn_after_ten_iterations_and_then_after_twenty(caplog):
     assert [line.split(" iterations")[0].split()[-1] for line in said] == ["10", "20"]
     assert "0.5" in said[0]
     assert "model.group_size" in said[0]
+
+
+@pytest.mark.parametrize(("reward", "count"), [(always_half, 1), (letters, 0)])
+def test_equal_held_out_rewards_warn_once_before_training(caplog, reward, count):
+    caplog.set_level(logging.INFO, "litgrpo")
+    grpo = module(reward=reward, max_iterations=2, check_invariants=False)
+    texts = ["a", "b"], ["c", "d", "e"]
+    data = PromptData(texts[0], val=texts[1], batch_size=2, eval_batch_size=2)
+    train(grpo, data, num_sanity_val_steps=-1, val_check_interval=1)
+    said = [line for line in caplog.messages if "All held-out rewards are 0.5" in line]
+    assert len(said) == count
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 30])

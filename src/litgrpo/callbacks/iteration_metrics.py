@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from litgrpo.distributed.collectives import all_gather_object
 from litgrpo.distributed.device import backend, to_host
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.lightning_compat import log_numbers
@@ -21,6 +22,10 @@ from litgrpo.text.tables import plural
 from litgrpo.types import Iteration, RewardTable, Rollout, Stats, StepReport
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4
+REMEDY = (
+    "Use easier prompts, a reward with partial credit, a larger model.group_size or a higher "
+    "model.sampling.temperature"
+)
 ENTRIES = 1024  # sampled from a tensor to measure its change
 
 
@@ -92,8 +97,8 @@ class IterationMetrics(Callback):
 class NoLearningSignal(Callback):
     """Warns after 10 iterations in which every advantage is zero, then after 20, 40, ...
 
-    A run in which no completion ever got a reward ends with an error: after as many iterations, or
-    at its end.
+    It also warns if all held-out rewards are equal before training. A run in which no completion
+    ever got a reward ends with an error: after as many iterations, or at its end.
 
     Args:
         patience: consecutive iterations until the first warning.
@@ -104,6 +109,28 @@ class NoLearningSignal(Callback):
         self.in_a_row = 0
         self.has_rewards = False  # some completion of the run, also before a resume
         self.unscored: list[str] = []  # rewards of an iteration without any
+        self.held_out: list[float] = []  # smallest and largest rewards of the evaluation
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.held_out = []
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any
+    ) -> None:
+        if isinstance(outputs, dict) and isinstance(outputs.get("rewards"), RewardTable):
+            scored = outputs["rewards"].scored
+            rewards = scored[~scored.isnan()].tolist()
+            self.held_out += [min(rewards), max(rewards)] if rewards else []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            return
+        rewards = {reward for of_rank in all_gather_object(self.held_out) for reward in of_rank}
+        if len(rewards) == 1:
+            rank_zero_info(
+                f"All held-out rewards are {rewards.pop():.3g} before training. Groups of equal "
+                f"rewards give no learning signal. {REMEDY}."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.next, self.in_a_row, self.unscored = self.patience, 0, []
@@ -154,9 +181,7 @@ class NoLearningSignal(Callback):
         mean = reward_stats(rewards)["reward/mean"]
         return (
             f"No learning signal for {self.in_a_row} iterations: all rewards within each group "
-            f"were identical (last mean {mean:.3g}). Use easier prompts, "
-            "a reward with partial credit, a larger model.group_size or a higher "
-            "model.sampling.temperature; samples/ shows the completions."
+            f"were identical (last mean {mean:.3g}). {REMEDY}; samples/ shows the completions."
         )
 
 
