@@ -118,6 +118,59 @@ def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
     assert again.tokenizer.get_vocab() == module.tokenizer.get_vocab()
 
 
+class WithAlpha(GRPO):
+    """Has an argument of its own, and passes the others on."""
+
+    def __init__(self, pretrained, rewards, alpha=1.0, **kwargs):
+        super().__init__(pretrained, rewards, **kwargs)
+        self.save_hyperparameters("alpha")
+
+
+class OfOneModel(GRPO):
+    """Sets arguments of its base class, which are not its own."""
+
+    def __init__(self, alpha=1.0, **kwargs):
+        super().__init__(BUILTIN, [lambda prompts, completions: completions], **kwargs)
+        self.save_hyperparameters("alpha")
+
+
+class Positional(SFT):
+    """Passes on positional arguments."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_subclass_with_kwargs_is_loaded_with_the_options_that_it_passed_on(tmp_path):
+    path, sampling = tmp_path / "a.ckpt", Sampling(temperature=0.5)
+    options = {"alpha": 0.5, "group_size": 2, "max_completion_length": 8, "sampling": sampling}
+    for kind, args in ((WithAlpha, (BUILTIN, {"right": Reward(correctness)})), (OfOneModel, ())):
+        module = save(kind(*args, **options), path)
+        again = kind.load_from_checkpoint(path)
+        assert equal_weights(module, again)
+        assert again.hparams == module.hparams
+        assert kind.load_from_checkpoint(path, group_size=3).group_size == 3
+    module = save(Positional(BUILTIN, optimizer={"lr": 0.25}), path)
+    assert Positional.load_from_checkpoint(path).optimizer.keywords == {"lr": 0.25}
+    save(OfOneModel(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)), path)
+    with raises_for(" optimizer ", "Pass optimizer"):
+        OfOneModel.load_from_checkpoint(path)
+
+
+def test_arguments_of_lightnings_method_are_taken_or_rejected_with_a_remedy(saved):
+    assert GRPO.load_from_checkpoint(saved, strict=True, weights_only=True).policy is not None
+    for name, value in {"weights_only": False, "hparams_file": "hparams.yaml"}.items():
+        with raises_for(f"{name} is", "Leave it out"):
+            GRPO.load_from_checkpoint(saved, **{name: value})
+    path = saved.with_name("sft.ckpt")
+    save(SFT(BUILTIN), path)
+    path = with_parts(path, state_dict={})
+    assert SFT.load_from_checkpoint(path, strict=False).policy is not None
+    with pytest.raises(RuntimeError, match="Missing key"):
+        SFT.load_from_checkpoint(path)
+
+
 LOUD = "this"  # a module of the standard library that prints when it is imported
 COMMAND = {"class_path": "os.system", "init_args": {"command": "true"}}
 REWARD = "litgrpo.rewards.reward.Reward"

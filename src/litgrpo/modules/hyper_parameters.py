@@ -34,6 +34,7 @@ from litgrpo.rewards.reward import Reward, builtin_rewards
 from litgrpo.text.secrets import mask_settings
 
 KEY = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+KEYWORDS = "keywords"  # in a checkpoint: names of the arguments that its module was made with
 OBJECT, FUNCTION, PARTIAL = "class_path", "import_path", "partial"
 PLAIN = (type(None), bool, int, float, str)
 # Modules and packages whose data classes a checkpoint may name: none imports what a text names,
@@ -211,7 +212,14 @@ def build_arguments(
 
 
 def load_from_checkpoint(
-    kind: type[Module], checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
+    kind: type[Module],
+    checkpoint_path: str | Path,
+    map_location: Any = "cpu",
+    *,
+    hparams_file: None = None,
+    strict: bool | None = True,
+    weights_only: bool | None = True,
+    **arguments: Any,
 ) -> Module:
     """Load a module and its weights from a checkpoint, without a trainer.
 
@@ -219,19 +227,27 @@ def load_from_checkpoint(
         kind: class of the module.
         checkpoint_path: a .ckpt file.
         map_location: device of the module.
+        hparams_file: Lightning's; the checkpoint has the arguments.
+        strict: require all weights of an SFT module; GRPO requires those that are trained.
+        weights_only: Lightning's; True, since a file chooses no code that runs.
         arguments: replace those of the checkpoint, or are missing there.
 
     Raises:
         ValueError: the file is damaged, or an argument is missing or not for a file to choose.
     """
+    require(
+        hparams_file is None,
+        f"hparams_file is {hparams_file!r}, but the checkpoint has the arguments. Leave it out; "
+        "keyword arguments replace those of the checkpoint.",
+    )
+    require(
+        weights_only in (None, True),
+        f"weights_only is {weights_only}, but a file must not choose code that runs. Leave it out.",
+    )
     path = Path(checkpoint_path)
     checkpoint, saved = _read(path)
-    wanted = {
-        name: parameter.default
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if name not in arguments
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }
+    wanted = find_wanted(kind, checkpoint.get(KEYWORDS, ()), saved)
+    wanted = {name: default for name, default in wanted.items() if name not in arguments}
     built, missing = build_arguments(saved, wanted)
     needed = [name for name, default in wanted.items() if default is inspect.Parameter.empty]
     missing |= {name: "" for name in needed if name not in saved}
@@ -242,8 +258,32 @@ def load_from_checkpoint(
         module.take_tokenizer(checkpoint)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
-    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+    # GRPO's checkpoints hold trained weights only, which `on_load_checkpoint` has checked.
+    is_strict = module.strict_loading and strict is not False
+    module.load_state_dict(checkpoint["state_dict"], strict=is_strict)
     return module.to(map_location)
+
+
+def find_wanted(kind: type, keywords: Iterable[str], saved: Iterable[str]) -> dict[str, Any]:
+    """Return {argument: default, `empty` if required} that a class needs to be made again.
+
+    Args:
+        kind: its constructor may pass `*args` and `**kwargs` on to that of its base class.
+        keywords: names of the arguments that its object was made with.
+        saved: names of the arguments that have a description.
+    """
+    parameters = inspect.signature(kind).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    wanted: dict[str, Any] = {}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        # What the class itself gives its base class is saved as well, and not an argument of it.
+        # Names of positional arguments are not known: any may be among `*args`.
+        has_more = inspect.Parameter.VAR_POSITIONAL in kinds
+        wanted = dict.fromkeys(saved if has_more else keywords, inspect.Parameter.empty)
+    for parameter in parameters:
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            wanted[parameter.name] = parameter.default
+    return wanted
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

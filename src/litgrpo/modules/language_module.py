@@ -43,6 +43,13 @@ class LanguageModule(LightningModule, ABC):
     precision: Any
     lora: Any
     seed: int
+    _keywords: list[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Record the keyword arguments, of which a subclass may pass some on as `**kwargs`."""
+        module = super().__new__(cls)
+        module._keywords = list(kwargs)
+        return module
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +164,7 @@ class LanguageModule(LightningModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the linear kernels, which decide rounding, and the tokenizer if it was fitted."""
         assert self.policy is not None
+        checkpoint[hyper_parameters.KEYWORDS] = self._keywords
         checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
