@@ -129,15 +129,16 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor], prog_bar: Collection
 
 
 def count_training_batches(trainer: Any) -> int | float:
-    """Return the batches of an epoch, before training starts; inf if their number is unknown.
+    """Return the batches of an epoch; inf if their number is unknown.
 
-    The loader that this sets up is dropped again: Lightning loads the position of a resumed run
-    only into a loader that it sets up afterwards.
+    Before training starts, the loader that this sets up is dropped again: Lightning loads the
+    position of a resumed run only into a loader that it sets up afterwards.
     """
+    is_training = private(trainer.fit_loop, "_combined_loader") is not None
     trainer.fit_loop.setup_data()
     batches = trainer.num_training_batches
-    private(trainer.fit_loop, "_combined_loader")
-    trainer.fit_loop._combined_loader = None
+    if not is_training:
+        trainer.fit_loop._combined_loader = None
     return batches
 
 

@@ -8,6 +8,7 @@ from litgrpo.data.modules import PromptData
 from litgrpo.learning.optim import WarmupLinear
 from litgrpo.learning.update_config import UpdateConfig
 from litgrpo.models.loading.load import LoRA
+from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.run_setup import (
     GRPO_RATES,
     SFT_RATES,
@@ -135,17 +136,22 @@ class SavesAfter(Callback):
 
 @pytest.mark.parametrize("epochs", [2, -1], ids=["max_epochs", "default length"])
 def test_counting_the_batches_of_an_epoch_keeps_the_data_position_of_a_resume(epochs, tmp_path):
-    """Without `max_iterations`, the run's length is counted before the data position is loaded."""
+    """Without `max_iterations`, the run's length is counted before the data position is loaded.
+
+    Each evaluation counts it again, to find out if it is the last one.
+    """
 
     def run(ckpt=None):
-        grpo, saves = module(max_iterations=None), SavesAfter(4, tmp_path / "four.ckpt")
-        data = PromptData(["ab", "cd", "what", "is", "this", "now"], batch_size=2)
-        train(grpo, data, ckpt, max_epochs=epochs, callbacks=[saves])
+        settings = {"group_size": 2, "max_completion_length": 4, "check_invariants": False}
+        grpo = GRPO("builtin:tiny-gemma2", [letters], **settings)
+        saves = SavesAfter(5, tmp_path / "five.ckpt")
+        data = PromptData(["ab", "cd", "what", "is", "this", "now"], val=["yes"], batch_size=2)
+        train(grpo, data, ckpt, max_epochs=epochs, callbacks=[saves], val_check_interval=1)
         return saves.prompts, grpo
 
     prompts, whole = run()
-    later_prompts, resumed = run(tmp_path / "four.ckpt")
-    assert later_prompts == prompts[4:]
+    later_prompts, resumed = run(tmp_path / "five.ckpt")
+    assert later_prompts == prompts[5:]
     for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)
 
