@@ -288,14 +288,35 @@ def timer(folder):
     assert fit(folder, 1000, callbacks=[Timer({"milliseconds": 100})]).iteration < 1000
 
 
-def on_exception(folder):
-    class Fails(Callback):
-        def on_train_batch_end(self, *_):
+class FailsAt(Callback):
+    """Fails in the third call of a hook."""
+
+    def __init__(self, hook):
+        self.calls = 0
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_):
+        self.calls += 1
+        if self.calls == 3:
             raise RuntimeError("a bug")
 
-    with pytest.raises(RuntimeError, match="a bug"):
-        fit(folder, callbacks=[Fails(), OnExceptionCheckpoint(folder)], enable_checkpointing=True)
-    assert (folder / "on_exception.ckpt").exists()
+
+def on_exception(folder):
+    options = dict(val_check_interval=1, max_epochs=2, num_sanity_val_steps=0)
+    expected = MemoryLogger()
+    complete = fit(folder, None, logger=expected, **options)
+    for hook in ("on_train_batch_start", "on_train_batch_end", "on_validation_batch_start"):
+        path = folder / f"{hook}.ckpt"  # a fit with the callback resumes from its file by itself
+        callbacks = [FailsAt(hook), OnExceptionCheckpoint(folder, hook)]
+        with pytest.raises(RuntimeError, match="a bug"):
+            fit(folder, None, callbacks=callbacks, enable_checkpointing=True, **options)
+        logger = MemoryLogger()
+        resumed = fit(folder, None, path, logger=logger, **options)
+        assert resumed.iteration == complete.iteration == 4
+        pairs = zip(resumed.parameters(), complete.parameters(), strict=True)
+        assert all(map(torch.equal, *zip(*pairs, strict=True)))
+        rewards = [row for row in logger.rows if "val/reward" in row]
+        assert rewards == [row for row in expected.rows if "val/reward" in row][-len(rewards) :]
 
 
 def reject_compiled(folder):

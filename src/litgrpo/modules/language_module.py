@@ -11,6 +11,7 @@ from lightning import LightningModule
 
 from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.checkpointing.io import use_verified_io
+from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.cpu_contention import CpuContention
 from litgrpo.learning import kernel_choice
 from litgrpo.lightning_compat import ignore_harmless_warnings, log_every_iteration
@@ -27,6 +28,7 @@ from litgrpo.modules import hyper_parameters
 from litgrpo.modules.end_token import add_end_token
 from litgrpo.modules.hooks import check_super_is_called
 from litgrpo.modules.run_setup import log_that_run_is_complete, make_sharding
+from litgrpo.tensor_files import loader_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,8 +164,20 @@ class LanguageModule(LightningModule, ABC):
     # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the linear kernels, which decide rounding, and the tokenizer if it was fitted."""
+        """Save the linear kernels, which decide rounding, and the tokenizer if it was fitted.
+
+        A batch whose training step has not ended, as when `OnExceptionCheckpoint` saves, is the
+        first one of a resumed run, and a validation that has not ended begins anew.
+        """
         assert self.policy is not None
+        loop = checkpoint["loops"]["fit_loop"]
+        batches = loop["epoch_loop.batch_progress"]["current"]
+        if isinstance(self.trainer.train_dataloader, BatchLoader):
+            for state in loader_states(checkpoint):
+                state["batches"] -= batches["ready"] - batches["processed"]
+        validated = loop["epoch_loop.val_loop.batch_progress"]["current"]
+        if validated["completed"] < validated["ready"]:
+            validated["completed"] = 0  # the counts of its first batches are not saved
         checkpoint[hyper_parameters.KEYWORDS] = self._keywords
         checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
