@@ -1,4 +1,6 @@
 import logging
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -95,6 +97,63 @@ def test_a_schedule_takes_its_length_in_optimizer_steps_from_the_run():
     train(grpo, loader_of(1))
     (config,) = grpo.trainer.lr_scheduler_configs
     assert config.scheduler.total_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "total_steps"),
+    [
+        ({"max_steps": 3}, 4),  # the second iteration is finished
+        ({"max_steps": 3, "max_epochs": 1}, 2),
+        ({"max_steps": 3, "max_epochs": 9}, 4),
+        ({"fast_dev_run": True}, 2),
+    ],
+)
+def test_a_schedule_ends_at_the_trainers_limits(options, total_steps):
+    update = UpdateConfig(num_mini_batches=2)
+    grpo = module(max_iterations=None, lr_scheduler=WarmupLinear, update=update)
+    runner = train(grpo, loader_of(1), **options)
+    (config,) = runner.lr_scheduler_configs
+    assert config.scheduler.total_steps == runner.global_step == total_steps
+
+
+def optimize(optimizer, **schedule):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler} | schedule}
+
+
+@pytest.mark.parametrize(
+    ("configure", "names"),
+    [
+        (lambda optimizer: None, ["returned 0 optimizers"]),
+        (lambda optimizer: [optimizer, optimizer], ["returned 2 optimizers"]),
+        (optimize, ["StepLR", '"interval": "step"']),
+        (partial(optimize, interval="step", frequency=2), ["StepLR", '"interval": "step"']),
+        (
+            lambda optimizer: optimize(
+                optimizer,
+                scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+                interval="step",
+            ),
+            ["ReduceLROnPlateau", "without a metric"],
+        ),
+    ],
+)
+def test_what_an_own_class_returns_is_rejected_if_it_would_not_be_used_so(
+    configure, names, monkeypatch
+):
+    def configure_optimizers(self):
+        return configure(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    monkeypatch.setattr(GRPO, "configure_optimizers", configure_optimizers)
+    with warnings.catch_warnings(), raises_for("configure_optimizers", *names):
+        warnings.filterwarnings("ignore", message=".*configure_optimizers. returned .None.")
+        train(module(), batches("a", "b"))
+    monkeypatch.setattr(
+        GRPO,
+        "configure_optimizers",
+        lambda self: optimize(torch.optim.SGD(self.parameters(), lr=0.1), interval="step"),
+    )
+    assert train(module(), batches("a", "b")).global_step == 1
 
 
 def test_a_constructor_that_refuses_is_heard_in_its_own_words():

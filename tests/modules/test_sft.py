@@ -10,11 +10,12 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from litgrpo.checkpointing.resume import OptimizerOptions
 from litgrpo.cli.main import main
 from litgrpo.data.modules import PairData
 from litgrpo.data.pairs import PairBatch
@@ -83,6 +84,31 @@ def plain_loss(model, batch):
     labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)
     mask = batch.attention_mask.long()
     return model(input_ids=batch.input_ids, attention_mask=mask, labels=labels).loss
+
+
+class DecaysByEpoch(SFT):
+    """Has a schedule that Lightning steps after every epoch, of four batches."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize("saved", [3, 4, 5])
+def test_a_schedule_of_epochs_is_resumed_at_its_epoch(saved, tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == saved:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def run(*callbacks, ckpt_path=None):
+        module = DecaysByEpoch("builtin:tiny-gemma2", check_invariants=False)
+        trainer = Trainer(**QUIET | {"max_epochs": 3}, callbacks=[OptimizerOptions(), *callbacks])
+        trainer.fit(module, PairData(ROWS, batch_size=2), ckpt_path=ckpt_path)
+        return [*module.parameters()]
+
+    pairs = zip(run(Saves()), run(ckpt_path=tmp_path / "a.ckpt"), strict=True)
+    assert all(one.equal(other) for one, other in pairs)
 
 
 def test_loss_is_that_of_transformers_over_the_completions_only(folder):

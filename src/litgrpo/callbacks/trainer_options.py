@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from litgrpo.arguments import as_list, did_you_mean, require
 from litgrpo.distributed.messages import rank_zero_info
@@ -126,6 +127,36 @@ def check_trainer(module: Any) -> None:
     require(trainer.strategy.root_device.type != "mps", NO_FLOAT64)
     names = (*REJECTED_OPTIONS, "strategy", "callbacks")
     check_trainer_options({name: getattr(trainer, name) for name in names}, module)
+
+
+def check_optimizers(module: Any) -> None:
+    """Reject what a class of the user's own returns from `configure_optimizers` if it cannot work.
+
+    Raises:
+        ValueError: with what to return.
+    """
+    name, trainer = type(module).__name__, module.trainer
+    schedules = trainer.lr_scheduler_configs
+    # For None, Lightning makes an optimizer without parameters.
+    number = sum(bool(optimizer.param_groups) for optimizer in trainer.optimizers)
+    require(
+        number == 1,
+        f"{name}.configure_optimizers returned {number} optimizers; it must return one, over all "
+        "trained weights. It may have several parameter groups.",
+    )
+    # Lightning steps schedules as they ask for, but not in manual optimization.
+    is_stepped = all(
+        (config.interval, config.frequency) == ("step", 1)
+        and not isinstance(config.scheduler, ReduceLROnPlateau)
+        for config in schedules
+    )
+    names = ", ".join(type(config.scheduler).__name__ for config in schedules)
+    require(
+        module.automatic_optimization or (is_stepped and len(schedules) <= 1),
+        f"{name}.configure_optimizers returned the schedule {names}; it must be one, stepped "
+        'after every optimizer step without a metric. Return {"optimizer": ..., "lr_scheduler": '
+        '{"scheduler": ..., "interval": "step"}}, with its length in optimizer steps.',
+    )
 
 
 NO_FLOAT64 = (

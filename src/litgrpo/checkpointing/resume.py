@@ -172,7 +172,12 @@ class OptimizerOptions(Callback):
                 group.update(ours, **{PARAMS: params})
                 move_step_counts(optimizer, group)
         for config in trainer.lr_scheduler_configs:
-            advance(config.scheduler, trainer.global_step)
+            steps = trainer.global_step
+            # In manual optimization Lightning steps none: interval and frequency mean nothing.
+            if pl_module.automatic_optimization:
+                steps = trainer.current_epoch if config.interval == "epoch" else steps
+                steps //= config.frequency
+            advance(config.scheduler, steps)
         for optimizer, state in zip(trainer.optimizers, stored, strict=False):
             log_changed_options(state["param_groups"], group_options(optimizer))
 

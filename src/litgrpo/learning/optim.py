@@ -68,7 +68,8 @@ class Warmup(LRScheduler, ABC):
         warmup: fraction of all optimizer steps in which the learning rate rises, or their number
             if it is 1 or more.
         min_lr_ratio: final learning rate, as a fraction of the peak.
-        total_steps: optimizer steps of the run; None takes them from `max_iterations`.
+        total_steps: optimizer steps of the run; None takes them from `max_iterations`, or from
+            `trainer.max_epochs` or `max_steps`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lightning import LightningModule
 
-from litgrpo.callbacks.trainer_options import check_trainer
+from litgrpo.callbacks.trainer_options import check_optimizers, check_trainer
 from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.cpu_contention import CpuContention
@@ -85,6 +85,10 @@ class LanguageModule(LightningModule, ABC):
         use_verified_io(self)
         if self.trainer.strategy.root_device.type == "cpu":
             self.cpu_contention.start()
+
+    def on_fit_start(self) -> None:
+        """Check optimizer and schedule."""
+        check_optimizers(self)
 
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """Return the tokenizer: of `pretrained`, or with `scratch` one fitted to the texts, once.

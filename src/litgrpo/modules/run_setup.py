@@ -83,6 +83,9 @@ def build_optimizer(module: Any, default_rates: DefaultRates, steps_per_iteratio
         ValueError: optimizer or schedule reject their arguments.
     """
     iterations = resolve_run_length(module)
+    if module.trainer.max_steps > 0:  # a started iteration is finished
+        limit = -(-module.trainer.max_steps // steps_per_iteration)
+        iterations = limit if iterations is None else min(iterations, limit)
     parameters = [p for p in module.parameters() if p.requires_grad]
     steps = None if iterations is None else iterations * steps_per_iteration
     optimizer = _construct("optimizer", module.optimizer, parameters)
@@ -279,18 +282,18 @@ def resolve_run_length(module: Any) -> int | None:
     """Return the iterations of the run; by default set `module.max_iterations` to three epochs.
 
     Returns:
-        None if something else ends the run: a number of tokens, time, or the trainer's max_steps.
+        None if something else ends the run: a number of tokens, time, or the trainer's max_steps,
+        which may also end it earlier.
     """
     trainer = module.trainer
     if module.max_iterations is not None:
         return int(module.max_iterations)
-    if trainer.max_steps != -1:
-        return None
     if (epochs := given_epochs(trainer.max_epochs)) is not None:
         batches = batches_per_epoch(trainer)
         return None if batches is None else batches * epochs
     limits_time = any(isinstance(callback, Timer | TimeBudget) for callback in trainer.callbacks)
-    if module.max_generated_tokens is not None or trainer.fast_dev_run or limits_time:
+    limits_steps = trainer.max_steps != -1  # fast_dev_run sets it
+    if module.max_generated_tokens is not None or limits_steps or limits_time:
         return None
     batches = batches_per_epoch(trainer)
     if batches is None:
