@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ def is_compiled(module: LightningModule) -> bool:
     Lightning unwraps such a module before the module's first hook; only this attribute is left.
     """
     return private(module, "_compiler_ctx") is not None
+
+
+def saves_by_time(checkpoint: ModelCheckpoint) -> bool:
+    """Return True for `ModelCheckpoint(train_time_interval=...)`."""
+    return private(checkpoint, "_train_time_interval") is not None
 
 
 def validate_now(trainer: Any, *, log: bool = True) -> None:

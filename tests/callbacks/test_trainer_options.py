@@ -1,8 +1,13 @@
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -98,6 +103,10 @@ def test_other_options_pass():
 
 def test_sft_accumulates_and_has_its_own_option_to_clip():
     check_trainer_options(SOUND | {"accumulate_grad_batches": 4}, AUTOMATIC)
+    by_time = ModelCheckpoint(train_time_interval=timedelta(hours=1))
+    check_trainer_options(SOUND | {"callbacks": [by_time]}, AUTOMATIC)
+    with raises_for("train_time_interval", "every_n_iterations"):
+        check_trainer_options(SOUND | {"callbacks": [by_time]}, MANUAL)
     with raises_for("gradient_clip_val", "model.max_grad_norm"):
         check_trainer_options(SOUND | {"gradient_clip_val": 1.0}, AUTOMATIC)
 

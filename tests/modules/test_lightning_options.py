@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from litgrpo.callbacks.trainer_options import (
     COMPILED,
     REJECTED_CALLBACKS,
     REJECTED_OPTIONS,
+    SAVES_BY_TIME,
     SHARD,
     SPAWN,
     check_strategy,
@@ -118,11 +120,11 @@ def rejects(option, value, remedy=None):
     return check
 
 
-def rejects_callbacks(*callbacks):
+def rejects_callbacks(*callbacks, **options):
     def check(folder):
         for callback in callbacks:
             with pytest.raises(ValueError, match=type(callback).__name__):
-                fit(folder, callbacks=[callback])
+                fit(folder, callbacks=[callback], **options)
 
     return check
 
@@ -357,6 +359,9 @@ CASES = {
     "enable_model_summary": works_with(enable_model_summary=True),
     "barebones": barebones,
     "ModelCheckpoint": model_checkpoint,
+    "ModelCheckpoint(train_time_interval)": rejects_callbacks(
+        ModelCheckpoint(train_time_interval=timedelta(hours=1)), enable_checkpointing=True
+    ),
     "OnExceptionCheckpoint": on_exception,
     "EarlyStopping": early_stopping,
     "LearningRateMonitor": learning_rate_monitor,
@@ -397,6 +402,7 @@ def test_every_option_is_on_the_page_and_rejected_ones_say_what_the_errors_say()
     notes = {option: note for option, (_, note) in REJECTED_OPTIONS.items()}
     notes |= {callback.__name__: note for callback, note in REJECTED_CALLBACKS.items()}
     notes |= dict.fromkeys(("strategy: fsdp", "deepspeed", "ModelParallelStrategy"), SHARD)
+    notes["ModelCheckpoint(train_time_interval)"] = SAVES_BY_TIME
     notes |= {"strategy: ddp_spawn": SPAWN, "torch.compile(module)": COMPILED}
     assert notes == {
         name: note

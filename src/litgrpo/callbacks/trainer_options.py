@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -26,7 +27,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from litgrpo.arguments import as_list, did_you_mean, require
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.lightning_compat import is_compiled
+from litgrpo.lightning_compat import is_compiled, saves_by_time
 
 AVERAGES = (
     "averaged weights differ from the weights that generate rollouts; let `model.lr_scheduler` "
@@ -65,6 +66,10 @@ REJECTED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: f"{TRIALS}`model.optimizer.lr`",
     BatchSizeFinder: f"{TRIALS}`data.batch_size`",
 }
+SAVES_BY_TIME = (
+    "it saves nothing with manual optimization, which GRPO uses: set "
+    "`IterationCheckpoint(every_n_iterations=...)`"
+)
 SPAWN = "its processes get copies of the module and return no results; use `ddp`"
 COMPILED = "shapes change in every iteration; pass the module itself"
 DEVICES = re.compile(r"-1|[1-9]\d*|\[?\d+(?:, ?\d+)*,?\]?")
@@ -98,6 +103,10 @@ def check_trainer_options(options: Mapping[str, Any], module: Any) -> None:
         for kind, note in REJECTED_CALLBACKS.items():
             message = describe_rejection("callbacks", type(callback).__name__, note)
             require(not isinstance(callback, kind), message)
+        if isinstance(callback, ModelCheckpoint) and not module.automatic_optimization:
+            value = "ModelCheckpoint(train_time_interval=...)"
+            message = describe_rejection("callbacks", value, SAVES_BY_TIME)
+            require(not saves_by_time(callback), message)
 
 
 def describe_rejected_callback(callbacks: Any) -> str:
