@@ -33,6 +33,7 @@ SECTIONS: dict[str, Any] = {
     **CALLBACKS,
 }
 IMPORT = re.compile(r"litgrpo(?:\.[A-Za-z_]\w*)+")
+NAMES_OF = re.compile(r"((?:`\w+`(?:,? and |, )?)+) of\s`(litgrpo(?:\.\w+)*)`")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|yaml|md|ipynb|txt|cfg|toml)|configs/[\w./-]*")
 KEY = re.compile(rf"(?:--)?((?:{'|'.join(SECTIONS)})(?:\.[a-z]\w*)+)")
 COMMAND = re.compile(
@@ -112,6 +113,9 @@ def stale_names(page: Path) -> Iterator[str]:
         key = KEY.fullmatch(span.partition(" ")[0].rstrip(":"))
         if key and not NO_KEYS.fullmatch(key[1]) and not is_option(key[1]):
             yield f"key {key[1]}"
+    for listed, module in NAMES_OF.findall(prose):
+        names = [f"{module}.{name}" for name in re.findall(r"\w+(?=`)", listed)]
+        yield from (f"import {name}" for name in names if not is_importable(name))
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
         if "_made/" not in link and not (page.parent / link).exists():
             yield f"link {link}"
@@ -172,6 +176,7 @@ def test_stale_names_are_found(tmp_path, monkeypatch, capsys):
         "`litgrpo.nowhere.Thing` `litgrpo.GRPO` `objectives/losses.py` `algorithms/objective.py`\n"
         "`model.learning.epochs` `model.update.epochs_per_rollout` `trainer.max_epoch: 1`\n"
         "[a](nowhere.md) [b](page.md)\n"
+        "`GRPO`, `Nothing` and `SFT` of `litgrpo`\n"
         "```bash\n"
         "python -m tests.nothing\n"
         "python cli.py export run && litgrpo export run out\n"
@@ -183,6 +188,7 @@ def test_stale_names_are_found(tmp_path, monkeypatch, capsys):
         "file objectives/losses.py",
         "key model.learning.epochs",
         "key trainer.max_epoch",
+        "import litgrpo.Nothing",
         "link nowhere.md",
         "command 'python -m tests.nothing'",
         "command 'python cli.py export run '",

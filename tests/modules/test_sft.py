@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import logging
 import shutil
 import sys
 from functools import partial
@@ -17,12 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.checkpointing.resume import OptimizerOptions
 from litgrpo.cli.main import main
-from litgrpo.data.modules import PairData
+from litgrpo.data.modules import PairData, PromptData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.models.loading.export import export
 from litgrpo.models.loading.load import LoRA, Precision
 from litgrpo.modules.sft import SFT
 from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.raises import raises_for
 from tests.support.sft import SCRATCH
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"<answer>{n}</answer>"} for n in range(8)]
@@ -84,6 +86,45 @@ def plain_loss(model, batch):
     labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)
     mask = batch.attention_mask.long()
     return model(input_ids=batch.input_ids, attention_mask=mask, labels=labels).loss
+
+
+def test_data_and_precisions_that_sft_cannot_use_are_rejected_with_a_remedy():
+    module = SFT("builtin:tiny-gemma2", check_invariants=False)
+    prompts = ["What is 1?", "What is 2?"]
+    for data in (PromptData(prompts, batch_size=2), DataLoader(prompts)):
+        with raises_for("PairData"):
+            Trainer(**QUIET).fit(module, data)
+    with raises_for("PairData"):
+        Trainer(**QUIET | {"limit_val_batches": 1}).validate(module, DataLoader(prompts))
+    for precision in ("bf16-true", "64-true"):
+        with raises_for("trainer.precision", precision, "model.precision.dtype"):
+            Trainer(**QUIET, precision=precision).fit(module, PairData(ROWS, batch_size=2))
+
+
+@pytest.mark.parametrize(("iterations", "left_out"), [(3, True), (4, False)])
+def test_a_resume_that_leaves_out_the_rest_of_an_epoch_is_logged(
+    iterations, left_out, tmp_path, caplog
+):
+    def run(max_iterations, **options):
+        module = SFT("builtin:tiny-gemma2", check_invariants=False, max_iterations=max_iterations)
+        trainer = Trainer(**QUIET | {"max_epochs": -1}, **options)
+        trainer.fit(module, PairData(ROWS, batch_size=2), ckpt_path=None if options else path)
+
+    path = tmp_path / "last.ckpt"
+    run(iterations, callbacks=[SavesAtEpochEnd(path)])
+    caplog.set_level(logging.INFO, "litgrpo")
+    run(5)
+    assert left_out == any("IterationCheckpoint" in line for line in caplog.messages)
+
+
+class SavesAtEpochEnd(Callback):
+    """Saves when `ModelCheckpoint` does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
 
 
 class DecaysByEpoch(SFT):

@@ -76,7 +76,6 @@ from litgrpo.modules.language_module import LanguageModule
 from litgrpo.modules.run_setup import (
     GRPO_RATES,
     build_optimizer,
-    check_trainer_precision,
     find_autocast_dtype,
     make_sharding,
     passes_over_data,
@@ -269,7 +268,6 @@ class GRPO(LanguageModule):
             check_batch(
                 self, self.group_size, self.max_completion_length, self.update.num_mini_batches
             )
-        check_trainer_precision(str(self.trainer.precision))
         if backend(device).static_shapes:
             check_static_shapes(self.engine, self.objective, self.precision, self.source)
         backend(device).prepare()

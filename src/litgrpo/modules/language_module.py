@@ -13,8 +13,9 @@ from litgrpo.callbacks.trainer_options import check_optimizers, check_trainer
 from litgrpo.checkpointing.io import use_verified_io
 from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.cpu_contention import CpuContention
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.learning import kernel_choice
-from litgrpo.lightning_compat import ignore_harmless_warnings, log_every_iteration
+from litgrpo.lightning_compat import find_trainer, ignore_harmless_warnings, log_every_iteration
 from litgrpo.models.architectures import ENCODER_DECODER
 from litgrpo.models.loading.load import (
     build_policy,
@@ -27,7 +28,11 @@ from litgrpo.models.policy import Policy
 from litgrpo.modules import hyper_parameters
 from litgrpo.modules.end_token import add_end_token
 from litgrpo.modules.hooks import check_super_is_called
-from litgrpo.modules.run_setup import log_that_run_is_complete, make_sharding
+from litgrpo.modules.run_setup import (
+    check_trainer_precision,
+    log_that_run_is_complete,
+    make_sharding,
+)
 from litgrpo.tensor_files import loader_states
 
 if TYPE_CHECKING:
@@ -81,6 +86,7 @@ class LanguageModule(LightningModule, ABC):
     def setup(self, stage: str) -> None:
         """Check the trainer, and write checkpoints that are verified when they are read."""
         check_trainer(self)
+        check_trainer_precision(str(self.trainer.precision))
         log_every_iteration(self.trainer)
         use_verified_io(self)
         if self.trainer.strategy.root_device.type == "cpu":
@@ -188,5 +194,16 @@ class LanguageModule(LightningModule, ABC):
             checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the linear kernels."""
+        """Restore the linear kernels, and warn if a resumed run leaves out batches."""
         kernel_choice.restore(self, checkpoint)
+        trainer, loop = find_trainer(self), checkpoint.get("loops", {}).get("fit_loop")
+        if trainer is None or trainer.state.fn != "fit" or loop is None:
+            return
+        epochs, batches = (loop[name] for name in ("epoch_progress", "epoch_loop.batch_progress"))
+        has_ended = 0 < epochs["current"]["started"] == epochs["current"]["processed"]
+        if has_ended and not batches["is_last_batch"]:
+            rank_zero_info(
+                f"The checkpoint's run ended after batch {batches['current']['ready']} of its "
+                "epoch, and Lightning resumes with the next epoch: the other batches are left "
+                "out. IterationCheckpoint resumes with the next batch."
+            )

@@ -17,6 +17,7 @@ from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.checks.callback import TargetChecks
 from litgrpo.data.modules import validation_set_names
+from litgrpo.data.pairs import PairBatch
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_sharded
 from litgrpo.distributed.memory import Attempt, RowLimit
@@ -48,7 +49,6 @@ from litgrpo.tensors import token_logprobs
 from litgrpo.types import StepReport
 
 if TYPE_CHECKING:
-    from litgrpo.data.pairs import PairBatch
     from litgrpo.models.loading.load import Pretrained
 else:  # the type of a config; Python takes more
     Pretrained = str
@@ -236,6 +236,7 @@ class SFT(LanguageModule):
             For callbacks: `loss`, and `reports`, a `StepReport` for each optimizer step that ends
             with this batch: one, or none.
         """
+        _check_pairs(batch)
         policy, sizes = self.policy, self._count_tokens(batch)
         assert policy is not None
         optimizer: Any = self.trainer.optimizers[0]
@@ -380,6 +381,7 @@ class SFT(LanguageModule):
 
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Count loss and accuracy of a batch, weighted by its tokens."""
+        _check_pairs(batch)
         logprobs, correct = self._score_in_parts(batch)
         sums = [-float(logprobs.double().sum()), float(correct.sum()), logprobs.numel()]
         self.sums[batch.set_name] += torch.tensor(sums, dtype=torch.float64)
@@ -410,3 +412,11 @@ class SFT(LanguageModule):
     def on_test_epoch_end(self) -> None:
         """Like the end of a validation."""
         self.on_validation_epoch_end("test")
+
+
+def _check_pairs(batch: Any) -> None:
+    require(
+        isinstance(batch, PairBatch),
+        f"The data module yields {type(batch).__name__}, but SFT needs pairs of prompt and "
+        "completion. Use litgrpo.PairData.",
+    )
