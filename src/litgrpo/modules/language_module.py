@@ -174,12 +174,17 @@ class LanguageModule(LightningModule, ABC):
     # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the linear kernels, which decide rounding, and the tokenizer if it was fitted.
-
-        A batch whose training step has not ended, as when `OnExceptionCheckpoint` saves, is the
-        first one of a resumed run, and a validation that has not ended begins anew.
-        """
+        """Save the linear kernels, which decide rounding, and the tokenizer if it was fitted."""
         assert self.policy is not None
+        if "loops" in checkpoint:
+            self._drop_unfinished(checkpoint)
+        checkpoint[hyper_parameters.KEYWORDS] = self._keywords
+        checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
+        if self.scratch is not None and self.tokenizer is not None:
+            checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
+
+    def _drop_unfinished(self, checkpoint: dict[str, Any]) -> None:
+        """Resume with a batch or a validation that has not ended, as in `OnExceptionCheckpoint`."""
         loop = checkpoint["loops"]["fit_loop"]
         batches = loop["epoch_loop.batch_progress"]["current"]
         if isinstance(self.trainer.train_dataloader, BatchLoader):
@@ -188,10 +193,6 @@ class LanguageModule(LightningModule, ABC):
         validated = loop["epoch_loop.val_loop.batch_progress"]["current"]
         if validated["completed"] < validated["ready"]:
             validated["completed"] = 0  # the counts of its first batches are not saved
-        checkpoint[hyper_parameters.KEYWORDS] = self._keywords
-        checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
-        if self.scratch is not None and self.tokenizer is not None:
-            checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the linear kernels, and warn if a resumed run leaves out batches."""
