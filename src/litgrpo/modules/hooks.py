@@ -11,6 +11,7 @@ HOOKS = (
     "configure_callbacks",
     "configure_model",
     "on_before_optimizer_step",
+    "on_fit_start",
     "on_load_checkpoint",
     "on_save_checkpoint",
     "on_test_epoch_end",
