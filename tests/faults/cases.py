@@ -110,7 +110,8 @@ def strike_in_reward(run: Run, whole: Run, at: int, signum: int) -> str:
     armed = {"model": {"init_args": {"rewards": {"words": {**words, "kwargs": kwargs}}}}}
     run.recipe = merge_runs(original, armed, calls("Armed", pid=pid))
     code = run.go("--auto_resume", "true")
-    run.recipe = original
+    # The arguments stay: a run whose rewards changed compares no rewards. The marker is there.
+    run.recipe = merge_runs(original, armed)
     if code != 128 + signum:
         return f"exit code {code}: {run.said[-500:]}"
     return resume_run(run, whole)
