@@ -15,7 +15,7 @@ from litgrpo.cli.help import WIDTH
 from litgrpo.cli.main import COMMANDS, CONNECTION_LOST, user_error
 from litgrpo.cli.options import options_of
 from litgrpo.cli.parser import RUN_OPTIONS, RecipeCLI
-from tests.support.command_line import ROOT, error_of, run_python
+from tests.support.command_line import ROOT, error_of, run_python, without_leaks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
@@ -223,7 +223,7 @@ def test_a_recipe_whose_paths_the_locale_cannot_write_ends_in_one_line(tmp_path)
     done = subprocess.run(
         command, capture_output=True, check=False, env=environment, cwd=tmp_path, timeout=100
     )
-    error = done.stderr.decode()
+    error = without_leaks(done.stderr.decode())
     assert (done.returncode, "LC_ALL=C.UTF-8" in error, error.count("\n")) == (2, True, 1)
 
 

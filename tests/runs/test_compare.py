@@ -1,6 +1,7 @@
 """Tests of `compare`: runs, results and significance."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -116,7 +117,11 @@ def test_fewer_than_two_algorithms_or_seeds_raise(algorithms, seeds, setting):
         compare("configs/quickstart.yaml", algorithms, seeds=seeds)
 
 
-def test_a_failed_run_is_named_with_the_end_of_its_log(tmp_path):
+def test_a_failed_run_is_named_with_its_error(tmp_path, monkeypatch):
+    """Although a library writes more at exit."""
+    written = 'import atexit, sys\natexit.register(sys.stderr.write, "leaked\\n" * 9)\n'
+    (tmp_path / "sitecustomize.py").write_text(written)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     text = r"seed=1 failed with exit code 2:\nerror: recipe 'none'"
     with pytest.raises(ValueError, match=text):
         train(tmp_path / "seed=1", ["-c", "none"], OMP_NUM_THREADS="1")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import litgrpo
 
-LOG_END = 5  # lines of the output that an error has
+LOG_END = 5  # lines of the output that an error shows
 
 
 def train(run_dir: Path, words: Sequence[str], **variables: str) -> None:
@@ -33,6 +33,9 @@ def train(run_dir: Path, words: Sequence[str], **variables: str) -> None:
     with log.open("w") as output:
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False)
     if done.returncode:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_END:]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        # Libraries may write more at exit, after the error.
+        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        shown = lines[errors[-1] :][:LOG_END] if errors else lines[-LOG_END:]
         message = f"the run in {run_dir} failed with exit code {done.returncode}:"
-        raise ValueError("\n".join([message, *lines]))
+        raise ValueError("\n".join([message, *shown]))
