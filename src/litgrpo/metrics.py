@@ -74,7 +74,7 @@ class StepSums:
 
     def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
         """Return {name: [2] sum and count}, the [] loss of the step, and the norm."""
-        # Devices with static shapes copy all of them to the host here.
+        # The norm, too: devices with static shapes copy all of them to the host together.
         loss = torch.zeros((), device=grad_norm.device)
         for part in self.losses:
             loss += part

@@ -4,7 +4,8 @@ Shape legend, used in every docstring:
 
     B prompts          G completions per prompt   N = B * G rows, row n belongs to prompt n // G
     P prompt length    C completion length        T = P + C    M rows of a mini- or micro-batch
-    V vocabulary       L layers                   H key/value heads    D head size
+    V vocabulary       E hidden size              S candidate tokens of a position
+    L layers           H key/value heads          D head size
 
 Prompts are padded on the left, completions on the right. Masks are bool, True marks a real token,
 and a completion's mask includes its end token. `logprobs[n, t]` is the log-probability of
@@ -571,10 +572,11 @@ class RewardTable:
         weights: {name: weight of the component in the total}, same keys as `components`.
         total: [B, G] float64 weighted sum over `processed`, without those that are NaN; 0 if all
             are.
-        valid: [B, G] False if a function failed or all abstained: the row has zero advantage.
+        valid: [B, G] False if a function that counts in the total failed, or all abstained: the row
+            has zero advantage.
         processed: {name: [B, G]} the components after normalization and gates, which are weighted
             and summed; default: the components themselves.
-        metrics: {name to log: number} that reward functions logged themselves.
+        metrics: {name to log: number} that reward functions of this rank logged themselves.
         extras: {column: {row: value}}, shown next to the samples.
         greedy: [B] total reward of each prompt's greedy completion, NaN if it is not valid; None
             unless the advantages need it.
@@ -849,7 +851,7 @@ class LossOutput:
     """Loss and metrics of one micro-batch.
 
     Args:
-        loss: [] sum over tokens of loss weight times token loss, minus the entropy bonus.
+        loss: [] sum over tokens of loss weight times token loss, all terms included.
         stats: {name: [2]} a sum over tokens (or rows) and the count to divide it by, so that sums
             over micro-batches and ranks give exact averages.
     """
@@ -909,7 +911,8 @@ class Iteration:
         advantages: [B, G] of each completion, on the host; of a turn-level estimator, those of the
             last turns.
         steps: a report of each optimizer step.
-        averages: {name: number} that is logged, over ranks and optimizer steps.
+        averages: {name: number} that is logged, over ranks and optimizer steps; what reward
+            functions logged is of this rank.
     """
 
     number: int

@@ -1,6 +1,6 @@
 """Dynamic sampling: what is replaced, by what, how often, and that a resumed run does the same."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -141,6 +141,15 @@ def test_mixed_rewards_keep_the_other_groups():
     old, new = table([0, 1], [1, 1]), table([2, 3], [4, 5])
     mixed = with_rewards(old, torch.tensor([1]), new, torch.tensor([0]))
     assert mixed.total.tolist() == [old.total[0].tolist(), new.total[0].tolist()]
+
+
+def test_mixed_rewards_keep_what_functions_told_about_their_rows():
+    old, new = table([0, 1], [1, 1]), table([2, 3], [4, 5])
+    old = replace(old, extras={"why": {0: "a", 1: "b", 2: "c", 3: "d"}, "gone": {3: "x"}})
+    new = replace(new, extras={"why": {1: "f"}, "added": {0: "y", 2: "z"}})
+    mixed = with_rewards(old, torch.tensor([1]), new, torch.tensor([0]))
+    assert mixed.extras == {"why": {0: "a", 1: "b", 3: "f"}, "gone": {}, "added": {2: "y"}}
+    assert old.extras["gone"] == {3: "x"}
 
 
 class Answers:

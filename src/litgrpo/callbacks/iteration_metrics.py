@@ -1,4 +1,4 @@
-"""Metrics of an iteration beside those of `GRPO`, and a warning without a learning signal."""
+"""Metrics that need more than the tensors of an iteration; a warning without a learning signal."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ class Backend:
 
     `static_shapes`: True if the device compiles a program for each set of shapes, which takes
     seconds. Then shapes must not follow the content, and rollouts and numbers stay on the host.
-    `records_steps`: True if `record` saves the host most of the work of a repeated function.
+    `records_steps`: True if `record` saves the host most of the work of a repeated function, as a
+    CUDA graph does.
     `num_chips`: chips that the device represents; the rows of a micro-batch are divided among them.
 
     Args:
@@ -49,7 +50,7 @@ class Backend:
         """Set up what torch expects of a device; called before a model is put there."""
 
     def seed(self, number: int) -> None:
-        """Seed the device's own random numbers, where `torch.manual_seed` does not reach them."""
+        """Seed random numbers that `torch.manual_seed` does not reach; by default nothing."""
 
     def random_state(self) -> dict[str, Any]:
         """State of these random numbers, under a name that no other backend uses."""

@@ -191,9 +191,18 @@ def with_rewards(
             for name, column in columns.items()
         }
 
-    tasks = list(rewards.tasks)
-    for to, row in zip(replaced.tolist(), donors.tolist(), strict=True) if tasks else ():
-        tasks[to] = new_rewards.tasks[row]
+    tasks, group_size = list(rewards.tasks), rewards.total.shape[1]
+    extras = {name: dict(values) for name, values in rewards.extras.items()}
+    for to, donor in zip(replaced.tolist(), donors.tolist(), strict=True):
+        if tasks:
+            tasks[to] = new_rewards.tasks[donor]
+        for number in range(group_size):
+            row, new_row = to * group_size + number, donor * group_size + number
+            for values in extras.values():
+                values.pop(row, None)
+            for name, new_values in new_rewards.extras.items():
+                if new_row in new_values:
+                    extras.setdefault(name, {})[row] = new_values[new_row]
     return replace(
         rewards,
         components=put(rewards.components, new_rewards.components),
@@ -201,4 +210,5 @@ def with_rewards(
         total=put_rows(rewards.total, replaced, new_rewards.total, donors),
         valid=put_rows(rewards.valid, replaced, new_rewards.valid, donors),
         tasks=tasks,
+        extras=extras,
     )

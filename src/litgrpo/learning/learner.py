@@ -210,13 +210,14 @@ class Learner:
     ) -> TrainingBatch:
         """Build the training batch of an iteration: per-token advantages and loss weights."""
         mask = rollout.loss_mask
-        # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
-        # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
-        # TurnAdvantages.
+        # Before the KL term of the rewards: a positive one marks a completion to imitate.
         earned = rewards.total.masked_fill(~rewards.valid, torch.nan).flatten()
         policy_logprobs = self._kl_logprobs(rollout, logprobs)
         rewards = self.objective.subtract_kl(rewards, policy_logprobs, logprobs.ref, mask)
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
+        # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
+        # of completion n (`Normalized`; DeepSeekMath, section 4.1.2), or per turn with a
+        # TurnAdvantages.
         advantages = self.objective.token_advantages(
             rewards, mask, self.comm, turns, logprobs.score_norms
         )

@@ -71,7 +71,7 @@ class CausalPolicy(Policy):
         is_small = rows * self._largest_weight < MIN_THREADED_PRODUCT
         thread_limit = threads(1 if is_small else torch.get_num_threads())
         with thread_limit, autocast_to(self.model.device, dtype), torch.no_grad():
-            # Adapters, hooks and wrappers may have been added since the comparison.
+            # Adapters, hooks and wrappers may have been added since `can_fuse` compared the logits.
             if fused and self.can_fuse and is_supported(self.bare_model):
                 self._decoder = self._build_fused_decoder()
             pack = self.linear_kernels.decode == "onednn" and self._decoder is None

@@ -254,6 +254,7 @@ class GRPO(LanguageModule):
         # Limits after out-of-memory errors outlive the trainer.
         self.rollout_limit, self.learning_limit = rollout_row_limit(), learning_row_limit()
 
+        # Finished iterations, and completion tokens generated for them by all ranks.
         self.iteration, self.generated_tokens = 0, 0
 
     # --- setup ---
@@ -298,7 +299,7 @@ class GRPO(LanguageModule):
         if self._built_for != (device, precision):
             self._use_static_shapes(device)
             self.clock = Clock(device)
-            self.rollouter = self._build_rollouter(policy, device)
+            self.rollouter = self._build_rollouter(policy)
             self.learner = self._build_learner(policy, device, precision)
             self._connect_source(policy, device)
             self._built_for = device, precision
@@ -331,7 +332,7 @@ class GRPO(LanguageModule):
         if sharding is not None and isinstance(self.reference, FrozenReference):
             sharding.shard(self.reference.policy)
 
-    def _build_rollouter(self, policy: Policy, device: torch.device) -> Rollouter:
+    def _build_rollouter(self, policy: Policy) -> Rollouter:
         return Rollouter(
             policy,
             self.group_size,
@@ -425,7 +426,8 @@ class GRPO(LanguageModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return start-up checks, metrics and a progress bar that counts iterations.
 
-        Lightning calls this hook before it checks its options, whose advice a user cannot follow.
+        The trainer is checked here because Lightning checks its own options only after this hook,
+        with advice that a user of litgrpo cannot follow.
         """
         if is_attached(self):
             check_trainer(self)
@@ -445,7 +447,7 @@ class GRPO(LanguageModule):
     # --- training ---
 
     def on_train_start(self) -> None:
-        """Connect the sources of rollouts; a resumed run may be complete already."""
+        """Build and connect the stages; a resumed run may be complete already."""
         self.stepper = TrainerStepper(self)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         self.stages = self._build_stages(self.device)
@@ -455,7 +457,7 @@ class GRPO(LanguageModule):
         super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start the clock and seed the device."""
+        """Start the clock; seed the device's own generator, if it has one (XLA)."""
         self.clock.restart()
         self.rollouter.generated_tokens = 0
         self._seed_device()
@@ -475,12 +477,12 @@ class GRPO(LanguageModule):
         """
         assert self.stepper is not None
         # 1. Completions: sampled now or ahead, read from a run folder, or those of the data.
-        #    OnPolicy.take -> Rollouter.generate -> LocalEngine.generate
+        #    OnPolicy.take -> Rollouter.generate -> LocalEngine.generate -> RowDecoder.decode
         rollout = self.source.take(prompts, self.iteration)
 
         # 2. Rewards. Workers run the user's functions while the device computes log-probabilities:
         #    the old policy's if there are several steps, the reference's if there is a KL term.
-        #    Built-in reward functions and reward models run in `wait`.
+        #    Most built-in reward functions, and reward models, run in `wait`.
         #    Scorer.start -> Runner.start
         #    Learner.old_and_reference_logprobs -> Policy.logprobs, Reference.logprobs
         #    PendingRewards.wait -> Scorer.combine
@@ -489,6 +491,7 @@ class GRPO(LanguageModule):
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         with self.clock.phase("time/reward_s"):
             rewards = pending.wait()
+        # As the data has them: without what an environment added, or those of a stored rollout.
         prompts = self.source.prompts_of(rollout, prompts)
         experience = Experience(prompts, rollout, rewards, logprobs, sampled=((rollout, rewards),))
 
@@ -503,6 +506,7 @@ class GRPO(LanguageModule):
         batch = self.learner.build_batch(
             experience.rollout, experience.rewards, experience.logprobs
         )
+        # [B, G], to log and for callbacks; training uses those per token in `batch`.
         advantages = self.learner.group_advantages(batch, experience.rewards)
         steps = self.learner.update(batch, self.stepper)
 
@@ -524,11 +528,12 @@ class GRPO(LanguageModule):
         self.stepper.clip_before_step()
 
     def _log_iteration(self, iteration: Iteration) -> Stats:
-        """Log an iteration, and return its averages; loggers' x-axis is the iteration."""
+        """Log an iteration, and return its averages."""
         experience, comm = iteration.experience, self.learner.comm
         rank_tokens = self.rollouter.generated_tokens
         self.generated_tokens += int(comm.sum(torch.tensor(rank_tokens)))
-        # The rollout as it was sampled: dynamic sampling selects groups of later ones by reward.
+        # Rewards and completions as they were first sampled: dynamic sampling selects groups of
+        # later rollouts by reward. What follows describes the rollout that was trained on.
         first_rollout, first_rewards = experience.sampled[0]
         stats = reward_stats(gather_rewards(first_rewards, comm.gather))
         stats |= rollout_stats(first_rollout)
@@ -542,12 +547,14 @@ class GRPO(LanguageModule):
         )
         if self.learner.objective.kl_coef > 0:
             averages["policy/kl_coef"] = torch.tensor(self.learner.objective.kl_coef)
-        averages["perf/tokens_per_s"] *= comm.world_size
+        averages["perf/tokens_per_s"] *= comm.world_size  # ranks generate at the same time
         averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         averages["data/epoch"] = torch.tensor(passes_over_data(self.trainer))
+        # Of this rank: functions may log other names on others.
         metrics = experience.rewards.metrics
         averages |= {name: torch.tensor(number) for name, number in metrics.items()}
+        # Lightning's loggers take a metric of this name as their x-axis.
         step = {"step": torch.tensor(float(iteration.number))}
         log_numbers(self, averages | step, prog_bar=BAR_METRICS.values())
         return averages
@@ -563,8 +570,9 @@ class GRPO(LanguageModule):
             rank_zero_info(f"{reason}: training ends.")
 
     def _seed_device(self) -> None:
-        # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration
-        # makes a resumed run draw the same.
+        # XLA programs draw dropout from the device's own generator. A seed per iteration makes a
+        # resumed run draw the same; the generators of CPU and CUDA are saved instead
+        # (distributed/random_state.py), and this does nothing.
         backend(self.device).seed(self.seed * 1_000_003 + self.iteration)
 
     # --- evaluation and prediction ---

@@ -103,10 +103,10 @@ class Runner:
     """Runs reward functions, counts failures, and stops the run if too many rows fail."""
 
     # Functions run in worker processes, several at a time. One that hangs (even in C code) is
-    # killed after its time limit; one that crashes loses only the affected rows. litgrpo's own
-    # functions run in the training process, which is faster, as do objects with `state_dict`,
-    # coroutine functions (each in an event loop of its own), and functions that cannot be pickled
-    # (with a warning).
+    # killed after its time limit; one that crashes loses only the affected rows. Functions of
+    # litgrpo that cannot hang run in the training process, which is faster, as do objects with
+    # `state_dict`, coroutine functions (each in an event loop of its own), and functions that
+    # cannot be pickled (with a warning).
 
     def __init__(self, scoring: Scoring = Scoring()) -> None:  # noqa: B008 (frozen)
         self.timeout_s, self.num_workers = scoring.timeout_s, scoring.num_workers
@@ -446,7 +446,7 @@ class StartedCalls:
         if not isinstance(answer, WorkerError):
             scores, seconds = answer
         elif call.row_timeout_s is not None and worker.has_loaded and worker.is_lost:
-            scores, seconds = Scores([0.0]), task.limit_s
+            scores, seconds = Scores([0.0]), task.limit_s  # the row's own time limit is over
         else:
             scores = make_failed_scores(len(task.rows), answer, answer.cause)
             seconds = task.limit_s
@@ -457,6 +457,7 @@ class StartedCalls:
             and not isinstance(scores.error, UnusableReward)
         ):
             result.error = result.error or scores.error
+            # The other half of the time, see `plan_tasks`.
             limit_s = self.runner.timeout_s / 2 * min(1, self.runner.size / call.num_rows)
             alone = [Task(task.number, [row], limit_s, False) for row in task.rows]
             self._queues[task.number].extend(alone)
@@ -479,6 +480,7 @@ def plan_tasks(number: int, call: Call, timeout_s: float, num_workers: int) -> l
         return [Task(number, [row], limit_s, False) for row in rows]
     size = ceil(len(rows) / num_workers) if is_marked(call.function, "pure") else len(rows)
     pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
+    # The other half of the time is for single rows, if a piece fails.
     return [Task(number, piece, timeout_s / 2, True) for piece in pieces]
 
 

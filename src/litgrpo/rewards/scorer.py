@@ -473,7 +473,6 @@ class PendingRewards:
         iteration: finished iterations, for schedules.
         scored: {component: numbers of the rows that it scores}.
         tasks: [B] task of each prompt, "" without one.
-        rollout: the episodes, if completions are episodes.
     """
 
     def __init__(
@@ -485,11 +484,11 @@ class PendingRewards:
         *,
         scored: Mapping[str, Sequence[int]],
         tasks: list[str],
-        rollout: Rollout | None = None,
     ) -> None:
         self.scorer, self.started = scorer, started
         self.group_size, self.iteration = group_size, iteration
-        self.scored, self.tasks, self.rollout = scored, tasks, rollout
+        self.scored, self.tasks = scored, tasks
+        self.rollout: Rollout | None = None  # if completions are episodes
         self._table: RewardTable | None = None
 
     def wait(self) -> RewardTable:

@@ -91,7 +91,7 @@ class Rollouter:
     clock: Clock = field(default_factory=Clock)
     row_limit: RowLimit = field(default_factory=rollout_row_limit)
     pending: PendingRollouts = field(default_factory=PendingRollouts)
-    generated_tokens: int = field(default=0, init=False)  # in training, by this rank
+    generated_tokens: int = field(default=0, init=False)  # in this iteration, by this rank
     _synced_iteration: int | None = field(default=None, init=False)  # the engine's weights
 
     @time_phase("time/rollout_s")
@@ -160,7 +160,9 @@ class Rollouter:
         if find_rope_switch(self.policy.bare_model.config) is not None:
             longest = int(prompts.prompt_mask.sum(1).max()) + self.max_completion_length
             check_rope_length(self.policy, longest)
-        uniforms = draw_uniforms(*key[:3], prompts.index, *size, attempt=key.attempt)
+        uniforms = draw_uniforms(
+            key.seed, key.purpose, key.iteration, prompts.index, *size, attempt=key.attempt
+        )
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         return RolloutRequest(
             self.policy, prompts, group_size, uniforms, sampling, stops=self.stop_strings

@@ -346,6 +346,7 @@ def draw_call_uniforms(
     """
     seed, purpose, iteration, attempt = rollout_key
     number = iteration if purpose == "train" else 0  # as in `draw_uniforms`
+    # A row's key begins with iteration and attempt, as the rollout's.
     text = repr((seed, purpose, number, attempt, *row[2:], list(context), repetition))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype=np.uint64)

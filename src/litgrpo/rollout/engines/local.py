@@ -1,6 +1,6 @@
 """Engine for CPU and CUDA: groups share their prompt's cache, finished rows leave the batch.
 
-On devices that record steps, single-turn rows are decoded by `fixed`.
+On devices that record steps as CUDA graphs, `fixed` decodes single-turn rows if the model can.
 
 Multi-turn rows are decoded in the same loop. A short observation that arrives in time is fed
 token by token in place of sampled ones. If it is long, or still missing, the row leaves the batch

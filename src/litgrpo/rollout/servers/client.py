@@ -1,4 +1,4 @@
-"""What an engine asks of a server: the calls, their values, and the errors.
+"""What engines and reference models ask of a server: the calls, their values, and the errors.
 
 `ServerClient` is all that a class has to implement to connect another kind of server; `Servers`
 retries and counts versions, `RemoteEngine` is the engine.
