@@ -191,18 +191,17 @@ def with_rewards(
             for name, column in columns.items()
         }
 
-    tasks, group_size = list(rewards.tasks), rewards.total.shape[1]
-    extras = {name: dict(values) for name, values in rewards.extras.items()}
-    for to, donor in zip(replaced.tolist(), donors.tolist(), strict=True):
-        if tasks:
-            tasks[to] = new_rewards.tasks[donor]
-        for number in range(group_size):
-            row, new_row = to * group_size + number, donor * group_size + number
-            for values in extras.values():
-                values.pop(row, None)
-            for name, new_values in new_rewards.extras.items():
-                if new_row in new_values:
-                    extras.setdefault(name, {})[row] = new_values[new_row]
+    tasks = list(rewards.tasks)
+    for to, row in zip(replaced.tolist(), donors.tolist(), strict=True) if tasks else ():
+        tasks[to] = new_rewards.tasks[row]
+    into, rows = (rows_of_groups(x, rewards.total.shape[1]).tolist() for x in (replaced, donors))
+    extras = {
+        column: {row: value for row, value in values.items() if row not in into}
+        for column, values in rewards.extras.items()
+    }
+    for column, values in new_rewards.extras.items():
+        moved = {to: values[row] for to, row in zip(into, rows, strict=True) if row in values}
+        extras[column] = extras.get(column, {}) | moved
     return replace(
         rewards,
         components=put(rewards.components, new_rewards.components),

@@ -35,7 +35,7 @@ def train(run_dir: Path, words: Sequence[str], **variables: str) -> None:
     if done.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         # Libraries may write more at exit, after the error.
-        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-        shown = lines[errors[-1] :][:LOG_END] if errors else lines[-LOG_END:]
+        starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        error_lines = lines[starts[-1] :][:LOG_END] if starts else lines[-LOG_END:]
         message = f"the run in {run_dir} failed with exit code {done.returncode}:"
-        raise ValueError("\n".join([message, *shown]))
+        raise ValueError("\n".join([message, *error_lines]))

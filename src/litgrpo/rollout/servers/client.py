@@ -1,4 +1,4 @@
-"""What engines and reference models ask of a server: the calls, their values, and the errors.
+"""Calls of a server by engines and reference models, with their values and errors.
 
 `ServerClient` is all that a class has to implement to connect another kind of server; `Servers`
 retries and counts versions, `RemoteEngine` is the engine.

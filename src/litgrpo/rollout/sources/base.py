@@ -52,10 +52,9 @@ class RolloutSource(ABC):
     3. `connect`, when the model is loaded, and again if it moves to another device.
     """
 
-    # No annotations: jsonargparse would look their names up in the modules of subclasses.
-
     # Where its rollouts come from: `fresh` ones are sampled with the current weights, `stale` ones
     # with earlier weights, `stored` ones by another run; those of the `data` were not sampled.
+    # Without an annotation, whose names jsonargparse would look up in the modules of subclasses.
     provenance = FRESH
     fixed_shapes = True  # completions are padded to the limit where XLA needs that
 
